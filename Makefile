@@ -1,0 +1,60 @@
+# Every target works from a clean clone: the first run makes .venv, later runs find it ready.
+
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+
+export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
+
+.PHONY: demo test lint bench soak clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/weft.stamp
+	$(VENV)/bin/weft demo
+
+test: lint
+	$(PY) -m pytest
+
+lint: $(VENV)/test.stamp
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/lint-imports --no-logo
+	@if $(VENV)/bin/pyright --version >/dev/null 2>&1; \
+	then $(VENV)/bin/pyright --pythonpath $(PY); \
+	else echo "pyright skipped: it cannot start, its node runtime is not there for this machine"; fi
+
+# Stops at the first benchmark that fails: a number without its peers is no result.
+bench: $(VENV)/bench.stamp
+	@set -e; for file in bench/[a-z]*.py; do \
+	  name=$$(basename $$file .py); echo "== bench.$$name"; $(PY) -m bench.$$name; done
+
+# pytest says 5 when it finds no such test.
+soak: $(VENV)/test.stamp
+	$(PY) -m pytest -m soak --timeout 7200 || [ $$? -eq 5 ]
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("weft needs Python 3.10 or newer: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	  echo "This python cannot make a .venv. Debian: apt install python3-venv"; exit 1; }
+
+# torch goes first and alone: with this exact pin there, nothing after it pulls another build.
+$(VENV)/torch.stamp: | $(VENV)/bin/python
+	$(PIP) install torch==2.13.0
+	touch $@
+
+$(VENV)/weft.stamp: pyproject.toml $(VENV)/torch.stamp
+	$(PIP) install -q -e .
+	touch $@
+
+$(VENV)/test.stamp: pyproject.toml $(VENV)/torch.stamp
+	$(PIP) install -q -e '.[test]'
+	touch $@ $(VENV)/weft.stamp
+
+$(VENV)/bench.stamp: pyproject.toml $(VENV)/torch.stamp
+	$(PIP) install -q -e '.[bench]'
+	touch $@ $(VENV)/weft.stamp

@@ -1,0 +1,114 @@
+"""The doctor: every row stands alone, and what is missing comes with what adds it."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import namedtuple
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from weft.cli import doctor
+from weft.cli.packages import PACKAGES
+
+PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
+
+
+def rows() -> dict[str, doctor.Finding]:
+    return {finding.name: finding for finding in doctor.examine()}
+
+
+@pytest.fixture
+def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = doctor.find_spec
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None if name == "torch" else find(name))
+
+
+def test_the_report_covers_the_machine() -> None:
+    found = rows()
+    expected = {"python", "torch", "CPU kernels", "backends", "cores", "memory", "C compiler"}
+    assert expected | set(PACKAGES) <= set(found)
+    assert "gloo" in found["backends"].found
+
+
+def test_json_holds_the_same_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    doctor.run(as_json=True)
+    shown = json.loads(capsys.readouterr().out)["findings"]
+    assert [row["name"] for row in shown] == list(rows())
+    assert {row["status"] for row in shown} <= {"ok", "limited", "missing"}
+
+
+def test_without_torch_it_still_reports(without_torch: None, capsys: pytest.CaptureFixture[str]) -> None:
+    found = rows()
+    assert found["torch"].status == "missing"
+    assert found["torch"].add == "pip install 'weft[torch]'"
+    doctor.run()
+    shown = capsys.readouterr().out
+    assert "pip install 'weft[torch]'" in shown
+    assert shown.endswith("weft can plan here, but run nothing.\n")
+    assert "\x1b" not in shown
+
+
+def test_a_torch_that_does_not_import_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert rows()["torch"].status == "limited"
+
+
+def test_a_check_that_fails_costs_its_row_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> list[doctor.Finding]:
+        raise OSError("no /proc here")
+
+    monkeypatch.setattr(doctor, "_cores", broken)
+    found = rows()
+    assert found["cores"].status == "limited"
+    assert "no /proc here" in found["cores"].note
+    assert found["memory"].status == "ok"
+
+
+def test_every_missing_package_has_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "find_spec", lambda _: None)
+    found = rows()
+    assert all(found[name].status == "missing" and found[name].add for name in PACKAGES)
+
+
+def test_every_extra_that_is_recommended_exists() -> None:
+    named = {extra for package in PACKAGES.values() for extra in re.findall(r"\[(\w+)\]", package.add)}
+    extras = PYPROJECT.read_text().split("[project.optional-dependencies]")[1]
+    assert named <= set(re.findall(r"^(\w+) = \[", extras, re.MULTILINE))
+
+
+def test_no_compiler_is_a_row_with_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.shutil, "which", lambda _: None)
+    assert rows()["C compiler"].add == "apt install gcc"
+
+
+def test_little_shared_memory_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total")
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: usage(2**26))
+    monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/dev/shm")
+    memory, shared = doctor._memory()
+    assert (memory.status, shared.status, shared.found) == ("ok", "limited", "0.0625 GiB")
+
+
+def test_gpus_are_named_with_memory_and_peers() -> None:
+    about = SimpleNamespace(name="H100", total_memory=80 * 2**30, major=9, minor=0)
+    cuda = SimpleNamespace(
+        is_available=lambda: True,
+        device_count=lambda: 2,
+        get_device_properties=lambda _: about,
+        can_device_access_peer=lambda a, b: a != b,
+    )
+    found = doctor._gpus(SimpleNamespace(cuda=cuda))
+    assert [row.name for row in found] == ["GPU 0", "GPU 1"]
+    assert found[0].found == "H100, 80 GiB, sm 9.0"
+    assert found[0].note == "reaches 1 peer directly"
+
+
+def test_a_gpu_that_torch_does_not_see_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_lines", lambda *_: ["GPU 0: NVIDIA L40S", "GPU 1: NVIDIA L40S"])
+    [found] = doctor._gpus(None)
+    assert (found.status, found.found) == ("limited", "2")

@@ -1,0 +1,35 @@
+"""What every test gets: shared worlds, a hypothesis profile, and no soak unless asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import settings
+
+from tests.worlds import close_worlds, world
+from weft.run.pool import Pool
+
+# Examples stay random, so that runs add up; a failing one prints the blob that brings it back.
+# No deadline: the machine is shared, and a first example may start a world.
+settings.register_profile("ci", deadline=None, derandomize=False, print_blob=True)
+settings.load_profile("ci")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "soak: runs for minutes, only with -m soak")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "soak" in str(config.getoption("markexpr")):
+        return
+    for item in items:
+        if "soak" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="runs for minutes: use -m soak"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def worlds() -> Iterator[Callable[[int], Pool]]:
+    """`worlds(3)` is the session's pool of 3 ranks; autouse ends it for who calls world(3) too."""
+    yield world
+    close_worlds()

@@ -1,0 +1,137 @@
+"""However a pool or its parent ends, nothing of it is left: no process, no file."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.worlds import becomes_true, running
+from weft.run.pool import Pool
+
+# A parent whose ranks both wait in gloo for a message that never comes.
+SCRIPT = """
+import os, sys, time
+from weft.run.pool import Pool
+pool = Pool(2, timeout=60.0)
+pool.start(exec, "import torch, torch.distributed as d; d.recv(torch.ones(1), 1 - d.get_rank())")
+time.sleep(0.3)
+print(*pool.pids, flush=True)
+{then}
+"""
+FORK = "if os.fork() == 0: time.sleep(30); os._exit(0)\n"
+
+
+class Script:
+    """That parent, in a session and a temporary directory of its own."""
+
+    def __init__(self, then: str) -> None:
+        self.directory = tempfile.TemporaryDirectory(prefix="weft-test-")
+        root = Path(__file__).parents[2]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", SCRIPT.format(then=then)],
+            env={**os.environ, "PYTHONPATH": str(root), "TMPDIR": self.directory.name},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        assert self.process.stdout is not None
+        self.ranks = [int(pid) for pid in self.process.stdout.readline().split()]
+
+    def __enter__(self) -> Script:
+        assert len(self.ranks) == 2, self.errors()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pid in self.alive():
+            os.kill(pid, signal.SIGKILL)
+        self.process.communicate()
+        self.directory.cleanup()
+
+    def alive(self) -> list[int]:
+        pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+        return [pid for pid in pids if running(pid) and session_of(pid) == self.process.pid]
+
+    def files(self) -> list[Path]:
+        return list(Path(self.directory.name).glob("weft-*"))
+
+    def errors(self) -> str:
+        assert self.process.stderr is not None
+        return self.process.stderr.read()
+
+
+def session_of(pid: int) -> int:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return 0
+
+
+@pytest.mark.parametrize("busy", ["idle", "busy"])
+def test_nothing_is_left_after_close(busy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    pool = Pool(2)
+    pids = pool.pids
+    assert all(running(pid) for pid in pids)
+    assert list(tmp_path.glob("weft-*"))
+    if busy == "busy":
+        pool.start(time.sleep, 100.0)
+    pool.close()
+    pool.close()
+    assert not any(running(pid) for pid in pids)
+    assert not list(tmp_path.glob("weft-*"))
+
+
+def test_nothing_is_left_when_the_body_raises() -> None:
+    with pytest.raises(KeyError), Pool(2) as pool:
+        pids = pool.pids
+        pool.start(time.sleep, 100.0)
+        raise KeyError
+    assert not any(running(pid) for pid in pids)
+
+
+def test_nothing_is_left_of_a_pool_that_is_dropped() -> None:
+    pool = Pool(2)
+    pids = pool.pids
+    del pool
+    gc.collect()
+    assert not any(running(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("then", ["raise SystemExit(3)", "os._exit(3)"])
+def test_nothing_is_left_of_a_parent_that_ends_without_close(then: str) -> None:
+    with Script(then) as script:
+        assert script.process.wait(10.0) == 3
+        assert becomes_true(lambda: not script.alive() and not script.files())
+        assert script.errors() == ""
+
+
+def test_nothing_is_left_of_a_parent_that_is_killed() -> None:
+    with Script("time.sleep(60)") as script:
+        script.process.kill()
+        assert becomes_true(lambda: not script.alive() and not script.files())
+
+
+def test_ranks_end_with_a_killed_parent_even_if_its_children_live_on() -> None:
+    with Script(FORK + "time.sleep(60)") as script:
+        script.process.kill()
+        assert becomes_true(lambda: not any(running(pid) for pid in script.ranks))
+        assert script.alive()
+
+
+def test_ctrl_c_gives_one_traceback_and_leaves_nothing() -> None:
+    with Script("pool.finish()") as script:
+        os.killpg(script.process.pid, signal.SIGINT)
+        script.process.wait(10.0)
+        assert becomes_true(lambda: not script.alive() and not script.files())
+        errors = script.errors()
+    assert errors.count("Traceback") == 1
+    assert errors.endswith("KeyboardInterrupt\n")

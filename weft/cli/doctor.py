@@ -1,0 +1,268 @@
+"""`weft doctor`: what this machine can do, what it lacks, and the command that adds it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Literal
+
+import typer
+
+from weft import __version__
+from weft.cli.packages import PACKAGES, TORCH
+
+Status = Literal["ok", "limited", "missing"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One row: what was looked for, what was found, what that means, what adds it."""
+
+    name: str
+    status: Status
+    found: str = ""
+    note: str = ""
+    add: str = ""
+
+
+def run(
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+) -> None:
+    """Show what this machine can do, and the command that adds what it cannot."""
+    findings = examine()
+    if as_json:
+        report = {"weft": __version__, "findings": [asdict(finding) for finding in findings]}
+        typer.echo(json.dumps(report, indent=2))
+    else:
+        _show(findings)
+
+
+def examine() -> list[Finding]:
+    """Every row of the report, in the order it is shown."""
+    torch, torch_rows = _torch()
+    checks: dict[str, Callable[[], list[Finding]]] = {
+        "python": _python,
+        "torch": lambda: torch_rows,
+        "backends": lambda: _backends(torch),
+        "cores": _cores,
+        "memory": _memory,
+        "GPUs": lambda: _gpus(torch),
+        "compilers": _compilers,
+        "packages": _packages,
+    }
+    return [finding for name, check in checks.items() for finding in _guarded(name, check)]
+
+
+def _guarded(name: str, check: Callable[[], list[Finding]]) -> list[Finding]:
+    # A driver or a /proc file fails in ways nobody can list; it costs its row, not the report.
+    try:
+        return check()
+    except Exception as error:
+        return [Finding(name=name, status="limited", note=f"could not be examined: {error}")]
+
+
+def _python() -> list[Finding]:
+    found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    return [Finding(name="python", status="ok", found=found)]
+
+
+def _torch() -> tuple[ModuleType | None, list[Finding]]:
+    if find_spec("torch") is None:
+        note = "weft can plan, but run nothing"
+        return None, [Finding(name="torch", status="missing", note=note, add=TORCH.add)]
+    try:
+        import torch
+    except Exception as error:  # a half-installed torch raises OSError, ImportError and more
+        return None, [
+            Finding(
+                name="torch",
+                status="limited",
+                found=_version("torch"),
+                note=f"does not import: {error}",
+                add="pip install --force-reinstall torch",
+            )
+        ]
+    found = f"{torch.__version__}, {_count(torch.get_num_threads(), 'thread')}"
+    capability = torch.backends.cpu.get_cpu_capability()
+    return torch, [
+        Finding(name="torch", status="ok", found=found),
+        Finding(name="CPU kernels", status="ok", found=capability, note=_bfloat16_note()),
+    ]
+
+
+def _bfloat16_note() -> str:
+    about = Path("/proc/cpuinfo")
+    if not about.exists() or "bf16" in about.read_text():
+        return ""
+    return "no native bfloat16 here: float32 is faster"
+
+
+def _backends(torch: ModuleType | None) -> list[Finding]:
+    if torch is None:
+        return []
+    if not torch.distributed.is_available():
+        note = "this torch is built without torch.distributed: one process only"
+        return [Finding(name="backends", status="limited", note=note)]
+    names = ("gloo", "nccl", "mpi")
+    here = [name for name in names if getattr(torch.distributed, f"is_{name}_available")()]
+    if "gloo" not in here:
+        note = "ranks on CPUs need gloo, which this torch is built without"
+        return [Finding(name="backends", status="limited", found=", ".join(here), note=note)]
+    note = "" if "nccl" in here else "CPUs only; GPUs need a CUDA build of torch"
+    return [Finding(name="backends", status="ok", found=", ".join(here), note=note)]
+
+
+def _cores() -> list[Finding]:
+    total = os.cpu_count() or 1
+    usable: float = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else total
+    quota = Path("/sys/fs/cgroup/cpu.max")
+    if quota.exists():
+        limit, period = quota.read_text().split()
+        if limit != "max":
+            usable = min(usable, int(limit) / int(period))
+    found = f"{usable:g} of {total}"
+    if usable < 2:
+        note = "ranks take turns: results hold, timings do not"
+        return [Finding(name="cores", status="limited", found=found, note=note)]
+    return [Finding(name="cores", status="ok", found=found)]
+
+
+def _memory() -> list[Finding]:
+    size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and (text := limit.read_text().strip()) != "max":
+        size = min(size, int(text))
+    rows = [Finding(name="memory", status="ok", found=_gib(size))]
+    shared = Path("/dev/shm")
+    if shared.exists():
+        size = shutil.disk_usage(shared).total
+        # Containers start with 64 MiB, less than the K and V of one video layer.
+        low = size < 2**30
+        note = "little; start the container with --shm-size=4g" if low else ""
+        status: Status = "limited" if low else "ok"
+        rows.append(Finding(name="shared memory", status=status, found=_gib(size), note=note))
+    return rows
+
+
+def _gpus(torch: ModuleType | None) -> list[Finding]:
+    if torch is not None and torch.cuda.is_available():
+        return [_gpu(torch, index) for index in range(torch.cuda.device_count())]
+    listed = _lines("nvidia-smi", "-L")
+    if not listed:
+        return [Finding(name="GPUs", status="missing", note="not needed: ranks run on CPUs")]
+    note = "torch does not see them: install a CUDA build of torch"
+    return [Finding(name="GPUs", status="limited", found=str(len(listed)), note=note)]
+
+
+def _gpu(torch: ModuleType, index: int) -> Finding:
+    about = torch.cuda.get_device_properties(index)
+    others = (other for other in range(torch.cuda.device_count()) if other != index)
+    peers = sum(torch.cuda.can_device_access_peer(index, other) for other in others)
+    return Finding(
+        name=f"GPU {index}",
+        status="ok",
+        found=f"{about.name}, {_gib(about.total_memory)}, sm {about.major}.{about.minor}",
+        note=f"reaches {_count(peers, 'peer')} directly",
+    )
+
+
+def _compilers() -> list[Finding]:
+    wanted = (
+        ("C compiler", ("cc", "gcc", "clang"), "fast CPU kernels", "apt install gcc"),
+        ("C++ compiler", ("g++", "clang++"), "torch.compile on CPUs", "apt install g++"),
+        ("CUDA compiler", ("nvcc",), "compiling GPU kernels", "apt install nvidia-cuda-toolkit"),
+    )
+    rows: list[Finding] = []
+    for name, commands, gives, add in wanted:
+        here = [f"{command} {_release(command)}" for command in commands if shutil.which(command)]
+        if here:
+            rows.append(Finding(name=name, status="ok", found=", ".join(here)))
+        else:
+            rows.append(Finding(name=name, status="missing", note=f"for {gives}", add=add))
+    return rows
+
+
+def _release(command: str) -> str:
+    if command != "nvcc":
+        return next(iter(_lines(command, "-dumpversion")), "")
+    # Cuda compilation tools, release 13.0, V13.0.88
+    said = " ".join(_lines(command, "--version"))
+    return said.partition("release ")[2].partition(",")[0]
+
+
+def _packages() -> list[Finding]:
+    rows: list[Finding] = []
+    for name, package in PACKAGES.items():
+        if package is TORCH:  # has rows of its own
+            continue
+        if find_spec(name) is None:
+            note = f"for {package.gives}"
+            rows.append(Finding(name=name, status="missing", note=note, add=package.add))
+        else:
+            rows.append(Finding(name=name, status="ok", found=_version(name)))
+    return rows
+
+
+def _lines(command: str, *arguments: str) -> list[str]:
+    """What a command says, line by line; nothing if it is not there or fails."""
+    try:
+        done = subprocess.run([command, *arguments], capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return done.stdout.splitlines()
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "version unknown"
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.3g} GiB"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _show(findings: list[Finding]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    colours = {"ok": "green", "limited": "yellow", "missing": "red"}
+    # Text, not str: rich takes the brackets of weft[models] for markup.
+    table = Table("", "", "found", "note", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    to_add = Table.grid(padding=(0, 2))
+    for finding in findings:
+        status = Text(finding.status, style=colours[finding.status])
+        table.add_row(finding.name, status, Text(finding.found), Text(finding.note))
+        if finding.add:
+            to_add.add_row("", finding.name, Text(finding.add))
+    console = Console(highlight=False)
+    console.print(f"weft {__version__}")
+    console.print(table)
+    if to_add.row_count:
+        console.print("\nWhat adds the missing:", to_add, sep="\n")
+    console.print("", Text(_verdict(findings)), sep="\n")
+
+
+def _verdict(findings: list[Finding]) -> str:
+    rows = {finding.name: finding for finding in findings}
+    if rows["torch"].status != "ok":
+        return "weft can plan here, but run nothing."
+    gpus = sum(name.startswith("GPU ") for name in rows)
+    where = _count(gpus, "GPU") if gpus else f"CPUs, {rows['cores'].found} cores"
+    return f"weft runs here: {where}. Next: weft verify"

@@ -1,0 +1,1 @@
+"""The words everyone uses: topology, mesh, layout, mask, problem, partition, schedule, errors."""

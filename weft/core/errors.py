@@ -1,0 +1,43 @@
+"""The few errors weft raises. Each says what was given, which rule it breaks and what would work."""
+
+from __future__ import annotations
+
+
+class WeftError(Exception):
+    """Base of all weft errors: `message` says what is wrong, `hint` what would work."""
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message, hint)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message} {self.hint}".strip()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Errors cross process boundaries; keyword-only arguments do not survive the default pickling.
+        return _rebuild, (type(self), self.message, self.hint)
+
+
+class InputError(WeftError, ValueError):
+    """An argument, file or option that breaks a rule."""
+
+
+class ScheduleError(WeftError):
+    """A schedule that would not compute the attention it claims to."""
+
+
+class AgreementError(WeftError):
+    """Ranks that are about to run different things."""
+
+
+class CommError(WeftError, RuntimeError):
+    """A peer that is lost, stuck or late; names the operation and the peer waited for."""
+
+
+class MissingError(WeftError, ImportError):
+    """Something that is not installed; names the command that adds it."""
+
+
+def _rebuild(kind: type[WeftError], message: str, hint: str) -> WeftError:
+    return kind(message, hint=hint)

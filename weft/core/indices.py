@@ -1,0 +1,139 @@
+"""Sets of indices as sorted disjoint ranges: the coordinates in which pieces of tensors are named.
+
+A million tokens in one run are two integers, so a schedule stays small however long the sequence is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.core.codec import value
+
+IntArray = npt.NDArray[np.int64]
+
+
+@value
+@dataclass(frozen=True)
+class Indices:
+    """An immutable set of non-negative integers, kept as sorted, disjoint, non-touching runs.
+
+    >>> Indices.of(range(0, 4)) | Indices.of([7])
+    Indices(0-3,7)
+    """
+
+    runs: tuple[tuple[int, int], ...] = ()
+
+    @staticmethod
+    def of(values: Iterable[int]) -> Indices:
+        if isinstance(values, range) and values.step == 1:
+            return Indices(((values.start, values.stop),)) if len(values) else EMPTY
+        array = np.unique(np.fromiter(values, dtype=np.int64))
+        if not array.size:
+            return EMPTY
+        breaks = np.flatnonzero(np.diff(array) > 1)
+        starts = array[np.concatenate(([0], breaks + 1))].tolist()
+        stops = (array[np.concatenate((breaks, [array.size - 1]))] + 1).tolist()
+        return Indices(tuple(zip(starts, stops, strict=True)))
+
+    @staticmethod
+    def span(start: int, stop: int) -> Indices:
+        return Indices(((start, stop),)) if stop > start else EMPTY
+
+    @staticmethod
+    def from_runs(runs: Iterable[tuple[int, int]]) -> Indices:
+        """The union of runs in any order, overlapping or not."""
+        merged: list[tuple[int, int]] = []
+        for start, stop in sorted(run for run in runs if run[1] > run[0]):
+            if merged and start <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
+            else:
+                merged.append((start, stop))
+        return Indices(tuple(merged))
+
+    @cached_property
+    def size(self) -> int:
+        return sum(stop - start for start, stop in self.runs)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __bool__(self) -> bool:
+        return bool(self.runs)
+
+    def __iter__(self) -> Iterator[int]:
+        for start, stop in self.runs:
+            yield from range(start, stop)
+
+    def __contains__(self, value: int) -> bool:
+        return any(start <= value < stop for start, stop in self.runs)
+
+    def __or__(self, other: Indices) -> Indices:
+        if not other.runs or self.runs == other.runs:
+            return self
+        return Indices.from_runs(self.runs + other.runs) if self.runs else other
+
+    def __and__(self, other: Indices) -> Indices:
+        if self.runs == other.runs:
+            return self
+        found: list[tuple[int, int]] = []
+        mine, theirs = self.runs, other.runs
+        i = j = 0
+        while i < len(mine) and j < len(theirs):
+            start, stop = max(mine[i][0], theirs[j][0]), min(mine[i][1], theirs[j][1])
+            if start < stop:
+                found.append((start, stop))
+            if mine[i][1] < theirs[j][1]:
+                i += 1
+            else:
+                j += 1
+        return Indices(tuple(found)) if found else EMPTY
+
+    def __sub__(self, other: Indices) -> Indices:
+        left: list[tuple[int, int]] = []
+        j = 0
+        for start, stop in self.runs:
+            while j < len(other.runs) and other.runs[j][1] <= start:
+                j += 1
+            k, at = j, start
+            while k < len(other.runs) and other.runs[k][0] < stop:
+                if other.runs[k][0] > at:
+                    left.append((at, other.runs[k][0]))
+                at = max(at, other.runs[k][1])
+                k += 1
+            if at < stop:
+                left.append((at, stop))
+        return Indices(tuple(left)) if left else EMPTY
+
+    def covers(self, other: Indices) -> bool:
+        return (self & other).size == other.size
+
+    @cached_property
+    def array(self) -> IntArray:
+        """All indices in ascending order."""
+        if not self.runs:
+            return np.empty(0, dtype=np.int64)
+        return np.concatenate([np.arange(start, stop, dtype=np.int64) for start, stop in self.runs])
+
+    def blocks(self, size: int) -> Indices:
+        """The blocks of `size` that these indices touch."""
+        return Indices.from_runs((start // size, -(-stop // size)) for start, stop in self.runs)
+
+    def __repr__(self) -> str:
+        shown = [f"{a}-{b - 1}" if b - a > 1 else f"{a}" for a, b in self.runs[:6]]
+        more = f",…{len(self.runs) - 6} more runs" if len(self.runs) > 6 else ""
+        return f"Indices({','.join(shown)}{more})"
+
+
+EMPTY = Indices()
+
+
+def split_evenly(size: int, parts: int) -> list[tuple[int, int]]:
+    """Cut 0..size into `parts` runs whose lengths differ by at most one, longer ones first."""
+    base, extra = divmod(size, parts)
+    stops = [(i + 1) * base + min(i + 1, extra) for i in range(parts)]
+    return list(zip([0, *stops[:-1]], stops, strict=True))

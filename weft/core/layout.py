@@ -1,0 +1,171 @@
+"""Layout: which rank holds which indices of a named dim, and in which rows of its local tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from weft.core.codec import value
+from weft.core.errors import InputError
+from weft.core.indices import EMPTY, Indices, IntArray, split_evenly
+
+Runs = tuple[tuple[int, int], ...]
+
+
+@value
+@dataclass(frozen=True)
+class Layout:
+    """Per rank, runs of global indices in the order of the local rows.
+
+    An index may be held by several ranks (replicated text); rows beyond the indices are padding.
+
+    >>> print(Layout.even(7, 3))
+    tokens 7 over 3 ranks: 0-2 | 3-4 | 5-6
+    """
+
+    size: int
+    shards: tuple[Runs, ...]
+    dim: str = "tokens"
+    padding: tuple[int, ...] = ()
+    """Padded rows at the end of each rank's local tensor; empty means none."""
+
+    def __post_init__(self) -> None:
+        if not self.shards:
+            raise InputError(f"A layout of {self.dim} needs at least one rank.")
+        held = Indices.from_runs(run for shard in self.shards for run in shard)
+        if held != Indices.span(0, self.size):
+            missing = Indices.span(0, self.size) - held
+            extra = held - Indices.span(0, self.size)
+            what = f"nobody holds {missing}" if missing else f"{extra} lie outside"
+            raise InputError(f"The layout of {self.size} {self.dim} is not whole: {what}.")
+        for rank, shard in enumerate(self.shards):
+            if Indices.from_runs(shard).size != sum(stop - start for start, stop in shard):
+                raise InputError(f"Rank {rank} holds some {self.dim} twice: {shard}.")
+        if self.padding and (len(self.padding) != len(self.shards) or min(self.padding) < 0):
+            raise InputError(f"padding={self.padding} does not give one count for each rank.")
+
+    @staticmethod
+    def even(size: int, ranks: int, *, prefix: int = 0, suffix: int = 0, dim: str = "tokens") -> Layout:
+        """Contiguous shards whose lengths differ by at most one.
+
+        The first `prefix` and last `suffix` indices are held by every rank (text beside video).
+        """
+        shared = prefix + suffix
+        if min(prefix, suffix) < 0 or shared > size:
+            raise InputError(f"prefix={prefix} and suffix={suffix} do not fit into {size} {dim}.")
+        return Layout.uneven(
+            [b - a for a, b in split_evenly(size - shared, ranks)],
+            prefix=prefix,
+            suffix=suffix,
+            dim=dim,
+        )
+
+    @staticmethod
+    def uneven(counts: Sequence[int], *, prefix: int = 0, suffix: int = 0, dim: str = "tokens") -> Layout:
+        """Contiguous shards of given lengths, zero allowed."""
+        if not counts or min(counts) < 0:
+            raise InputError(
+                f"counts={list(counts)} are no shard lengths.",
+                hint="Give one count, 0 or more, a rank.",
+            )
+        stops = (prefix + np.cumsum(counts)).tolist()
+        size = prefix + sum(counts) + suffix
+        shards = tuple(
+            _present([(0, prefix), (stop - count, stop), (size - suffix, size)])
+            for stop, count in zip(stops, counts, strict=True)
+        )
+        return Layout(size, shards, dim)
+
+    @staticmethod
+    def zigzag(size: int, ranks: int, *, dim: str = "tokens") -> Layout:
+        """Rank r holds chunks r and 2·ranks-1-r of 2·ranks: equal work under a causal mask."""
+        chunks = split_evenly(size, 2 * ranks)
+        return Layout(size, tuple(_present([chunks[r], chunks[-1 - r]]) for r in range(ranks)), dim)
+
+    @staticmethod
+    def permuted(order: Sequence[Sequence[int]], *, dim: str = "tokens") -> Layout:
+        """Rank r holds the indices order[r], in that order."""
+        shards = tuple(_runs(np.asarray(rows, dtype=np.int64)) for rows in order)
+        return Layout(sum(Indices.from_runs(s).size for s in shards), shards, dim)
+
+    @staticmethod
+    def replicated(size: int, ranks: int, *, dim: str = "tokens") -> Layout:
+        return Layout(size, (_present([(0, size)]),) * ranks, dim)
+
+    def padded(self, rows: int | Sequence[int]) -> Layout:
+        """The same indices in local tensors of `rows` rows (one number, or one for each rank)."""
+        wanted = [rows] * self.ranks if isinstance(rows, int) else list(rows)
+        padding = tuple(have - self.held(rank).size for rank, have in enumerate(wanted))
+        return Layout(self.size, self.shards, self.dim, padding)
+
+    @property
+    def ranks(self) -> int:
+        return len(self.shards)
+
+    @cached_property
+    def _held(self) -> tuple[Indices, ...]:
+        return tuple(Indices.from_runs(shard) for shard in self.shards)
+
+    def held(self, rank: int) -> Indices:
+        """The global indices a rank holds, as a set."""
+        return self._held[rank]
+
+    def rows(self, rank: int) -> int:
+        """Rows of a rank's local tensor, padding included."""
+        return self.held(rank).size + (self.padding[rank] if self.padding else 0)
+
+    def order(self, rank: int) -> IntArray:
+        """The global index of each local row, padding left out."""
+        runs = [np.arange(start, stop, dtype=np.int64) for start, stop in self.shards[rank]]
+        return np.concatenate(runs) if runs else np.empty(0, dtype=np.int64)
+
+    @cached_property
+    def shared(self) -> Indices:
+        """The indices that every rank holds, if there is more than one rank."""
+        if self.ranks == 1:
+            return EMPTY
+        common = self.held(0)
+        for rank in range(1, self.ranks):
+            common = common & self.held(rank)
+        return common
+
+    def sources(self, rank: int, wanted: Indices) -> list[tuple[int, Indices]]:
+        """Who gives `rank` the indices it wants: itself where it can, else the first rank that holds them."""
+        found: list[tuple[int, Indices]] = []
+        for source in (rank, *(r for r in range(self.ranks) if r != rank)):
+            if not wanted:
+                break
+            if part := wanted & self.held(source):
+                found.append((source, part))
+                wanted = wanted - part
+        return found
+
+    def __str__(self) -> str:
+        shown = " | ".join(",".join(f"{a}-{b - 1}" for a, b in shard) or "-" for shard in self.shards[:8])
+        more = f" | … {self.ranks - 8} more" if self.ranks > 8 else ""
+        pad = " padded" if any(self.padding) else ""
+        return f"{self.dim} {self.size} over {self.ranks} ranks{pad}: {shown}{more}"
+
+
+def _present(runs: list[tuple[int, int]]) -> Runs:
+    """Runs without the empty ones, neighbours joined."""
+    kept: list[tuple[int, int]] = []
+    for start, stop in runs:
+        if stop > start:
+            if kept and kept[-1][1] == start:
+                kept[-1] = (kept[-1][0], stop)
+            else:
+                kept.append((start, stop))
+    return tuple(kept)
+
+
+def _runs(order: IntArray) -> Runs:
+    if not order.size:
+        return ()
+    breaks = np.flatnonzero(np.diff(order) != 1)
+    starts = order[np.concatenate(([0], breaks + 1))].tolist()
+    stops = (order[np.concatenate((breaks, [order.size - 1]))] + 1).tolist()
+    return tuple(zip(starts, stops, strict=True))

@@ -1,0 +1,187 @@
+"""BlockMask: which tiles of the attention matrix are computed, per head, on the global token grid.
+
+Blocks are cut from the whole sequence, never from a rank's shard, and the true length is kept, so
+that a ragged last block has no padded keys and shards may begin anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.core.codec import digest, value
+from weft.core.errors import InputError
+from weft.core.indices import Indices, IntArray
+
+BoolArray = npt.NDArray[np.bool_]
+
+
+@value
+@dataclass(frozen=True, eq=False, repr=False)
+class BlockMask:
+    """Active tiles as packed bits; heads with equal patterns share one (`pattern_of[head]`)."""
+
+    q_len: int
+    kv_len: int
+    block_q: int
+    block_k: int
+    pattern_of: tuple[int, ...]
+    bits: npt.NDArray[np.uint8]
+    """[patterns, q blocks, ⌈kv blocks / 8⌉], most significant bit first."""
+
+    def __post_init__(self) -> None:
+        for name, length, block in (
+            ("q", self.q_len, self.block_q),
+            ("kv", self.kv_len, self.block_k),
+        ):
+            if length < 1 or block < 1:
+                raise InputError(f"A mask over {length} {name} tokens in blocks of {block} is empty.")
+        expected = (self.q_blocks, -(-self.kv_blocks // 8))
+        if self.bits.ndim != 3 or self.bits.shape[1:] != expected or self.bits.dtype != np.uint8:
+            raise InputError(f"Mask bits of shape {self.bits.shape} do not fit {expected} bytes a pattern.")
+        if not self.pattern_of or max(self.pattern_of) >= len(self.bits) or min(self.pattern_of) < 0:
+            raise InputError(f"pattern_of={self.pattern_of} does not name {len(self.bits)} patterns.")
+        self.bits.setflags(write=False)
+
+    @staticmethod
+    def from_tiles(
+        tiles: npt.ArrayLike, *, q_len: int, kv_len: int, block_q: int, block_k: int | None = None
+    ) -> BlockMask:
+        """From booleans [heads, q blocks, kv blocks] (one head's pattern is stored once)."""
+        block_k = block_k or block_q
+        array = np.asarray(tiles, dtype=bool)
+        expected = (-(-q_len // block_q), -(-kv_len // block_k))
+        if array.ndim != 3 or array.shape[1:] != expected:
+            raise InputError(
+                f"Tiles of shape {array.shape} do not fit {q_len} × {kv_len} tokens in blocks of "
+                f"{block_q} × {block_k}.",
+                hint=f"Expected [heads, {expected[0]}, {expected[1]}].",
+            )
+        packed = np.packbits(array, axis=2)
+        seen: dict[bytes, int] = {}
+        pattern_of = tuple(seen.setdefault(head.tobytes(), len(seen)) for head in packed)
+        first = [pattern_of.index(pattern) for pattern in range(len(seen))]
+        return BlockMask(q_len, kv_len, block_q, block_k, pattern_of, packed[first])
+
+    @staticmethod
+    def dense(heads: int, q_len: int, kv_len: int | None = None, *, block: int | None = None) -> BlockMask:
+        """Everything; without a block size it is one tile, and shards may be cut anywhere."""
+        kv_len = kv_len or q_len
+        block_q, block_k = (block, block) if block else (q_len, kv_len)
+        one = np.ones((1, -(-q_len // block_q), -(-kv_len // block_k)), dtype=bool)
+        return BlockMask(q_len, kv_len, block_q, block_k, (0,) * heads, np.packbits(one, axis=2))
+
+    @property
+    def heads(self) -> int:
+        return len(self.pattern_of)
+
+    @property
+    def q_blocks(self) -> int:
+        return -(-self.q_len // self.block_q)
+
+    @property
+    def kv_blocks(self) -> int:
+        return -(-self.kv_len // self.block_k)
+
+    @cached_property
+    def patterns(self) -> BoolArray:
+        """[patterns, q blocks, kv blocks] as booleans."""
+        return np.unpackbits(self.bits, axis=2, count=self.kv_blocks).astype(bool)
+
+    @property
+    def tiles(self) -> BoolArray:
+        """[heads, q blocks, kv blocks] as booleans; large for many heads, so take `select` where it serves."""
+        return self.patterns[list(self.pattern_of)]
+
+    def select(self, heads: Indices, rows: Indices, cols: Indices) -> BoolArray:
+        """The tiles of some heads, q *blocks* and kv *blocks*."""
+        chosen = [self.pattern_of[head] for head in heads]
+        return self.patterns[np.ix_(chosen, rows.array, cols.array)]
+
+    @cached_property
+    def is_dense(self) -> bool:
+        return bool(self.patterns.all())
+
+    def any_active(self, heads: Indices, q_tokens: Indices, kv_tokens: Indices) -> bool:
+        if self.is_dense:
+            return bool(heads and q_tokens and kv_tokens)
+        chosen = sorted({self.pattern_of[head] for head in heads})
+        rows, cols = q_tokens.blocks(self.block_q), kv_tokens.blocks(self.block_k)
+        return bool(self.patterns[np.ix_(chosen, rows.array, cols.array)].any())
+
+    @cached_property
+    def row_sizes(self) -> IntArray:
+        """Tokens in each q block; only the last may be ragged."""
+        return _sizes(self.q_len, self.block_q)
+
+    @cached_property
+    def col_sizes(self) -> IntArray:
+        return _sizes(self.kv_len, self.block_k)
+
+    @property
+    def density(self) -> float:
+        """Active share of the token pairs."""
+        per_pattern = np.einsum("pqk,q,k->p", self.patterns, self.row_sizes, self.col_sizes)
+        return float(per_pattern[list(self.pattern_of)].mean() / (self.q_len * self.kv_len))
+
+    def __and__(self, other: BlockMask) -> BlockMask:
+        return self._combine(other, np.logical_and)
+
+    def __or__(self, other: BlockMask) -> BlockMask:
+        return self._combine(other, np.logical_or)
+
+    def _combine(self, other: BlockMask, how: Callable[..., BoolArray]) -> BlockMask:
+        if self.grid != other.grid:
+            raise InputError(
+                f"Masks on different grids do not combine: {self} and {other}.",
+                hint="Make both for the same heads, lengths and blocks.",
+            )
+        return BlockMask.from_tiles(
+            how(self.tiles, other.tiles),
+            q_len=self.q_len,
+            kv_len=self.kv_len,
+            block_q=self.block_q,
+            block_k=self.block_k,
+        )
+
+    @property
+    def grid(self) -> tuple[int, int, int, int, int]:
+        return self.heads, self.q_len, self.kv_len, self.block_q, self.block_k
+
+    @cached_property
+    def digest(self) -> str:
+        return digest(self)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BlockMask) and (
+            self.grid,
+            self.pattern_of,
+            self.bits.tobytes(),
+        ) == (
+            other.grid,
+            other.pattern_of,
+            other.bits.tobytes(),
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __bool__(self) -> bool:
+        raise InputError("A BlockMask is neither true nor false.", hint="Use mask.is_dense or mask.density.")
+
+    def __repr__(self) -> str:
+        patterns = f" ({len(self.bits)} patterns)" if len(self.bits) < self.heads else ""
+        return (
+            f"BlockMask({self.heads} heads{patterns}, {self.q_len}×{self.kv_len} tokens, "
+            f"blocks {self.block_q}×{self.block_k}, {self.density:.1%} active)"
+        )
+
+
+def _sizes(length: int, block: int) -> IntArray:
+    sizes = np.full(-(-length // block), block, dtype=np.int64)
+    sizes[-1] = length - block * (len(sizes) - 1)
+    return sizes

@@ -1,0 +1,71 @@
+"""Mesh: the ranks arranged on named axes, the last axis running fastest."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from weft.core.codec import value
+from weft.core.errors import InputError
+
+
+@value
+@dataclass(frozen=True)
+class Mesh:
+    """Named axes and their sizes.
+
+    >>> Mesh.of(ring=2, ulysses=3).coordinate(4)
+    {'ring': 1, 'ulysses': 1}
+    """
+
+    axes: tuple[tuple[str, int], ...]
+
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self.axes]
+        if len(set(names)) != len(names):
+            raise InputError(f"Mesh axes {names} repeat a name.", hint="Give each axis a name of its own.")
+        for name, size in self.axes:
+            if size < 1:
+                raise InputError(f"Mesh axis {name}={size} is empty.", hint="Sizes are 1 or more.")
+
+    @staticmethod
+    def of(**axes: int) -> Mesh:
+        return Mesh(tuple(axes.items()))
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(size for _, size in self.axes)
+
+    def size(self, axis: str) -> int:
+        """The size of an axis; an axis the mesh does not have is one rank long."""
+        return dict(self.axes).get(axis, 1)
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        if not 0 <= rank < self.ranks:
+            raise InputError(f"Rank {rank} is not on {self}.", hint=f"Ranks run from 0 to {self.ranks - 1}.")
+        found: dict[str, int] = {}
+        for name, size in reversed(self.axes):
+            rank, found[name] = divmod(rank, size)
+        return {name: found[name] for name, _ in self.axes}
+
+    def rank(self, **coordinate: int) -> int:
+        """The rank at a coordinate; axes that are left out count as 0."""
+        if unknown := set(coordinate) - {name for name, _ in self.axes}:
+            raise InputError(f"{self} has no axis {sorted(unknown)[0]!r}.")
+        rank = 0
+        for name, size in self.axes:
+            rank = rank * size + coordinate.get(name, 0)
+        return rank
+
+    def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
+        """The ranks that differ only along `axis`, each group in axis order."""
+        if axis not in dict(self.axes):
+            return tuple((rank,) for rank in range(self.ranks))
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.ranks):
+            others = tuple(i for name, i in self.coordinate(rank).items() if name != axis)
+            found.setdefault(others, []).append(rank)
+        return tuple(tuple(group) for group in found.values())
+
+    def __str__(self) -> str:
+        return " × ".join(f"{name} {size}" for name, size in self.axes)

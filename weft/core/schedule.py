@@ -1,0 +1,161 @@
+"""Schedule: a parallel attention as a value, a list of exchanges and partial attentions over pieces.
+
+The list has one global order; a rank's own program is the part it takes part in. Every operation
+reads only what earlier ones delivered, so any runtime that starts operations in list order and
+waits only for data cannot deadlock.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from weft.core.codec import dumps, value
+from weft.core.indices import Indices
+from weft.core.mask import BlockMask
+from weft.core.mesh import Mesh
+from weft.core.problem import Problem
+
+TENSORS = ("q", "kv", "o", "do", "dq", "dkv")
+
+
+@value
+@dataclass(frozen=True)
+class Piece:
+    """A rectangle of a tensor: some heads of some tokens. Keys and values travel together as `kv`."""
+
+    tensor: str
+    heads: Indices
+    tokens: Indices
+
+    @property
+    def is_sum(self) -> bool:
+        """Gradients of inputs are added where they arrive; everything else is copied."""
+        return self.tensor in ("dq", "dkv")
+
+    def __and__(self, other: Piece) -> Piece:
+        return Piece(self.tensor, self.heads & other.heads, self.tokens & other.tokens)
+
+    def __bool__(self) -> bool:
+        return bool(self.heads and self.tokens)
+
+    def covers(self, other: Piece) -> bool:
+        return self.heads.covers(other.heads) and self.tokens.covers(other.tokens)
+
+    def minus(self, other: Piece) -> list[Piece]:
+        """What is left of this rectangle without the other, as at most two rectangles."""
+        rest = [
+            Piece(self.tensor, self.heads - other.heads, self.tokens),
+            Piece(self.tensor, self.heads & other.heads, self.tokens - other.tokens),
+        ]
+        return [piece for piece in rest if piece]
+
+    def elements(self, problem: Problem) -> int:
+        """Numbers in it, over the batch; a kv piece is two tensors."""
+        both = 2 if self.tensor.endswith("kv") else 1
+        return both * problem.batch * problem.head_dim * self.heads.size * self.tokens.size
+
+    def num_bytes(self, problem: Problem) -> int:
+        return self.elements(problem) * (problem.sum_bytes if self.is_sum else problem.item_bytes)
+
+    def __str__(self) -> str:
+        return f"{self.tensor}[heads {str(self.heads)[8:-1]}, tokens {str(self.tokens)[8:-1]}]"
+
+
+@value
+@dataclass(frozen=True)
+class Transfer:
+    """A piece moves from one rank to another."""
+
+    piece: Piece
+    src: int
+    dst: int
+
+    def __str__(self) -> str:
+        return f"{self.piece} {self.src}→{self.dst}"
+
+
+@value
+@dataclass(frozen=True)
+class Exchange:
+    """Transfers that start together: one packed message for each pair of ranks.
+
+    It is issued here and waited for only where its data is used.
+    """
+
+    transfers: tuple[Transfer, ...]
+    label: str = ""
+
+    def __str__(self) -> str:
+        shown = "; ".join(str(t) for t in self.transfers[:3])
+        more = f"; … {len(self.transfers) - 3} more" if len(self.transfers) > 3 else ""
+        return f"Exchange {self.label}({shown}{more})"
+
+
+@value
+@dataclass(frozen=True)
+class Attend:
+    """One rank attends some queries to some keys over the mask's active tiles.
+
+    Forward, the result is merged into the output piece by log-sum-exp. In a backward schedule it
+    adds to dq of the query piece and to dkv of the key/value piece.
+    """
+
+    rank: int
+    q: Piece
+    kv: Piece
+
+    def __str__(self) -> str:
+        return f"Attend on rank {self.rank}({self.q} × {self.kv})"
+
+
+Op = Exchange | Attend
+
+
+@value
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """What moves and what is computed, in which order, on all ranks."""
+
+    name: str
+    problem: Problem
+    mask: BlockMask
+    mesh: Mesh
+    ops: tuple[Op, ...]
+    backward: bool = False
+    kept: tuple[tuple[Piece, ...], ...] = ()
+    """Per rank, q and kv pieces that a backward schedule still has from the forward run."""
+
+    def transfers(self) -> Iterator[tuple[int, Transfer]]:
+        for index, op in enumerate(self.ops):
+            if isinstance(op, Exchange):
+                for transfer in op.transfers:
+                    yield index, transfer
+
+    def attends(self) -> Iterator[tuple[int, Attend]]:
+        for index, op in enumerate(self.ops):
+            if isinstance(op, Attend):
+                yield index, op
+
+    @cached_property
+    def digest(self) -> str:
+        # The mask is hashed once, by itself: it is most of the bytes and shared by many schedules.
+        head = dumps([self.name, self.problem, self.mask.digest, self.mesh, self.backward, self.kept])
+        state = hashlib.sha256(head.encode())
+        for op in self.ops:
+            state.update(repr(op).encode())
+        return state.hexdigest()[:16]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Schedule) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __str__(self) -> str:
+        way = " backward" if self.backward else ""
+        lines = [f"{self.name}{way} on {self.mesh} · {self.mask} · {self.digest}"]
+        lines += [f"{index:4d}  {op}" for index, op in enumerate(self.ops)]
+        return "\n".join(lines)

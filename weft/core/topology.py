@@ -1,0 +1,147 @@
+"""Topology: where work can run and how fast each link is."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from weft.core.codec import value
+from weft.core.errors import InputError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+@value
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """One direction of one connection: seconds before the first byte, bytes per second after it."""
+
+    latency: float
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.latency) and self.latency >= 0):
+            raise InputError(f"A link's latency is {self.latency} s.", hint="Give seconds, 0 or more.")
+        if not (math.isfinite(self.bandwidth) and self.bandwidth > 0):
+            raise InputError(
+                f"A link's bandwidth is {self.bandwidth} bytes/s.", hint="Give a positive number."
+            )
+
+    def seconds(self, num_bytes: int) -> float:
+        return self.latency + num_bytes / self.bandwidth
+
+
+# A laptop until `weft calibrate` says better: gloo over loopback.
+LOOPBACK = Link(latency=1e-4, bandwidth=1e9)
+
+
+@value
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """`machines` × `devices` of one kind; ranks fill a machine before the next one begins."""
+
+    name: str = "local"
+    machines: int = 1
+    devices: int = 1
+    intra: Link = LOOPBACK
+    inter: Link = LOOPBACK
+    flops: float = 6e10
+    """Attention FLOP/s of one device."""
+    links: tuple[tuple[int, int, Link], ...] = ()
+    """Links that differ from the two above, as (source rank, destination rank, link)."""
+
+    def __post_init__(self) -> None:
+        if self.machines < 1 or self.devices < 1:
+            raise InputError(
+                f"A topology of {self.machines} machines × {self.devices} devices is empty.",
+                hint="Both are 1 or more.",
+            )
+        if not (math.isfinite(self.flops) and self.flops > 0):
+            raise InputError(f"flops={self.flops} is no speed.", hint="Give FLOP/s of one device, above 0.")
+        for source, target, _ in self.links:
+            if not (0 <= source < self.ranks and 0 <= target < self.ranks):
+                raise InputError(
+                    f"A link joins ranks {source} and {target}.",
+                    hint=f"{self.name} has ranks 0 to {self.ranks - 1}.",
+                )
+
+    @property
+    def ranks(self) -> int:
+        return self.machines * self.devices
+
+    def machine(self, rank: int) -> int:
+        return rank // self.devices
+
+    def link(self, source: int, target: int) -> Link:
+        for a, b, link in self.links:
+            if (a, b) == (source, target):
+                return link
+        return self.intra if self.machine(source) == self.machine(target) else self.inter
+
+    @staticmethod
+    def local(ranks: int) -> Topology:
+        return Topology(devices=ranks)
+
+    @staticmethod
+    def from_toml(path: str | Path) -> Topology:
+        """Read a topology; names that do not exist are errors, so that no typing slip is ignored."""
+        text = Path(path).read_text()
+        try:
+            table = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise InputError(f"{path} is not TOML: {error}.") from None
+        _check_names(table, Topology, str(path))
+        for name in ("intra", "inter"):
+            if name in table:
+                table[name] = _read_link(table[name], f"{path} [{name}]")
+        if "links" in table:
+            table["links"] = tuple(
+                (row.pop("from"), row.pop("to"), _read_link(row, f"{path} [[links]]"))
+                for row in _read_rows(table["links"], str(path))
+            )
+        return _build(Topology, table, str(path))
+
+
+def _read_rows(rows: Any, where: str) -> list[dict[str, Any]]:
+    if not isinstance(rows, list) or any(
+        not isinstance(r, dict) or not {"from", "to"} <= set(r) for r in rows
+    ):
+        raise InputError(
+            f"{where}: links must be tables with from and to.",
+            hint="Write [[links]] from = 0, to = 1, latency = 1e-5, bandwidth = 2e10.",
+        )
+    return [dict(row) for row in rows]
+
+
+def _read_link(table: Any, where: str) -> Link:
+    if not isinstance(table, dict):
+        raise InputError(f"{where} is {table!r}.", hint="Write latency = seconds, bandwidth = bytes/s.")
+    _check_names(table, Link, where)
+    return _build(Link, table, where)
+
+
+def _build(kind: type[Any], table: dict[str, Any], where: str) -> Any:
+    numbers = {f.name for f in fields(kind) if f.type in ("int", "float")}
+    for name, given in table.items():
+        if name in numbers and (isinstance(given, bool) or not isinstance(given, int | float)):
+            raise InputError(f"{where}: {name} = {given!r} is not a number.")
+    try:
+        return kind(**table)
+    except TypeError as error:
+        raise InputError(f"{where}: {error}.") from None
+
+
+def _check_names(table: dict[str, Any], kind: type[Any], where: str) -> None:
+    known = [f.name for f in fields(kind)]
+    for name in table:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"Did you mean {near[0]!r}?" if near else f"Known names: {', '.join(known)}."
+            raise InputError(f"{where}: there is no {name!r}.", hint=hint)

@@ -1,0 +1,1 @@
+"""Decide: who computes what, by which strategy."""

@@ -1,0 +1,1 @@
+"""Do: the only room that touches tensors and processes."""

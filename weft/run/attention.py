@@ -1,0 +1,91 @@
+"""`weft.attention`: exact attention over a sequence that is split over ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.core.errors import InputError, WeftError
+from weft.core.layout import Layout
+from weft.core.mask import BlockMask
+from weft.core.schedule import Schedule
+from weft.plan.choose import Plan
+from weft.run.agree import agree, refuse
+from weft.run.call import Options, Tensors, facts, schedule_for
+from weft.run.execute import Executor
+from weft.run.kernels import choose as choose_kernel
+from weft.run.op import attention_op, register
+from weft.run.world import axes_of, world_of
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: BlockMask | None = None,
+    plan: str | Plan | Schedule = "auto",
+    mesh: Any = None,
+    scale: float | None = None,
+    tokens: int | Layout | None = None,
+    kv_tokens: int | Layout | None = None,
+    prefix: int = 0,
+    suffix: int = 0,
+    impl: str = "auto",
+    timeout: float = 60.0,
+) -> Tensor:
+    """Attention of this rank's queries to everybody's keys: [B, H, local tokens, D] in and out.
+
+    tokens, kv_tokens   the whole sequence's length (then shards are as even as can be) or its Layout.
+                        Left out, the mask tells; without a mask the ranks ask each other in each call.
+    prefix, suffix      tokens at the ends of every rank's q, k, v that are the same on all ranks (text).
+                        Each rank gets their output; their gradients are partial and sum over the ranks.
+    plan                auto, ulysses, ring, zigzag, gather, usp:UxR, or a Plan or Schedule.
+    mesh                a process group, DeviceMesh or weft.Mesh; all ranks by default.
+    timeout             seconds that a rank waits for another before it raises.
+    """
+    shapes = tuple(q.shape), tuple(k.shape), tuple(v.shape)
+    kinds = (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device)
+    options = mask, plan, tokens, kv_tokens, prefix, suffix, impl, scale
+    number = _executor(shapes, kinds, options, mesh, timeout)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    keep = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    return attention_op(q, k, v, number, scale, keep)[0]
+
+
+@torch.compiler.assume_constant_result
+def _executor(shapes: Any, kinds: Any, given: Any, mesh: Any, timeout: float) -> int:
+    """The number of this call's executor. A new one is agreed on by all ranks before anything moves.
+
+    Under torch.compile this runs once, while tracing, so it takes plain values only.
+    """
+    tensors, options = Tensors(*shapes, *kinds), Options(*given)
+    if not (isinstance(timeout, int | float) and timeout > 0):
+        raise InputError(f"timeout={timeout!r} is no time to wait.", hint="Give seconds, above 0.")
+    world = world_of(mesh, float(timeout))
+    comm = world.comm
+    counts = None
+    if not options.tells_tokens:
+        # Row counts may change on some ranks only, so a look-up by local shapes could leave the others waiting.
+        counts = tuple(tuple(row) for row in comm.gather_numbers(tensors.counts))
+    key = (tensors, options, axes_of(mesh), counts)
+    if key not in world.compiled:
+        try:
+            schedule = schedule_for(
+                tensors,
+                options,
+                rank=comm.rank,
+                ranks=comm.size,
+                counts=counts,
+                axes=axes_of(mesh),
+            )
+        except WeftError as error:
+            refuse(comm, error)
+            raise
+        agree(comm, facts(schedule, tensors, options))
+        executor = Executor(schedule, comm, choose_kernel(options.impl))
+        world.compiled[key] = register(executor)
+    return world.compiled[key]

@@ -1,0 +1,222 @@
+"""Call: what one attention call asks for, checked at the door and turned into a schedule."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weft.core.errors import InputError
+from weft.core.layout import Layout
+from weft.core.mask import BlockMask
+from weft.core.problem import ITEM_BYTES, Problem
+from weft.core.schedule import Schedule
+from weft.plan.choose import Plan, build, choose
+from weft.run.kernels import IMPLEMENTATIONS
+from weft.schedule.verify import verify
+
+Counts = tuple[tuple[int, ...], ...]
+"""By rank: rows of q, rows of k."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the caller asked for besides tensors and ranks; see `weft.attention`."""
+
+    mask: BlockMask | None
+    plan: str | Plan | Schedule
+    tokens: int | Layout | None
+    kv_tokens: int | Layout | None
+    prefix: int
+    suffix: int
+    impl: str
+    scale: float | None
+
+    @property
+    def tells_tokens(self) -> bool:
+        """Whether the options alone say how long the whole sequence is."""
+        given = self.tokens is not None or self.mask is not None
+        return given or isinstance(self.plan, Plan | Schedule)
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Shapes, dtypes and devices of this rank's q, k, v."""
+
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    v: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    devices: tuple[torch.device, ...]
+
+    def check(self) -> None:
+        """The rules that one rank can see by itself."""
+        for name, shape in (("q", self.q), ("k", self.k), ("v", self.v)):
+            if len(shape) != 4:
+                raise InputError(
+                    f"{name} has shape {list(shape)}.",
+                    hint="Expected [batch, heads, local tokens, head_dim].",
+                )
+        if self.k != self.v:
+            raise InputError(f"k has shape {list(self.k)}, v {list(self.v)}.", hint="They must be the same.")
+        if (self.q[0], self.q[3]) != (self.k[0], self.k[3]):
+            raise InputError(
+                f"q {list(self.q)} and k {list(self.k)} differ in batch or head_dim.",
+                hint="They must be the same.",
+            )
+        if len(set(self.dtypes)) > 1:
+            raise InputError(
+                f"q, k, v have dtypes {[str(d) for d in self.dtypes]}.", hint="Cast them to one."
+            )
+        if self.dtype not in ITEM_BYTES:
+            raise InputError(f"q, k, v are {self.dtype}.", hint=f"Use one of {', '.join(ITEM_BYTES)}.")
+        if len(set(self.devices)) > 1:
+            raise InputError(
+                f"q, k, v are on {[str(d) for d in self.devices]}.",
+                hint="Move them to one device.",
+            )
+
+    @property
+    def dtype(self) -> str:
+        return str(self.dtypes[0]).removeprefix("torch.")
+
+    @property
+    def counts(self) -> list[int]:
+        """Rows of q and k, for the ranks to tell each other; a wrong shape is noticed later, by `check`."""
+        return [shape[2] if len(shape) == 4 else 0 for shape in (self.q, self.k)]
+
+
+def schedule_for(
+    tensors: Tensors,
+    options: Options,
+    *,
+    rank: int,
+    ranks: int,
+    counts: Counts | None,
+    axes: str | None,
+) -> Schedule:
+    """Check the call and build its schedule; every rank gets the same one, or somebody raises."""
+    tensors.check()
+    _check_options(options)
+    if isinstance(options.plan, Plan | Schedule):
+        return _given_schedule(tensors, options, rank, ranks)
+    q, kv = _layouts(options, ranks, counts)
+    batch, heads, q_rows, head_dim = tensors.q
+    _check_rows("q", q_rows, q, rank)
+    _check_rows("k and v", tensors.k[2], kv, rank)
+    problem = Problem(
+        batch=batch,
+        heads=heads,
+        kv_heads=tensors.k[1],
+        head_dim=head_dim,
+        q=q,
+        kv=kv,
+        dtype=tensors.dtype,
+    )
+    mask = BlockMask.dense(heads, q.size, kv.size) if options.mask is None else options.mask
+    name = axes if axes and options.plan == "auto" else options.plan
+    return choose(problem, mask).schedule if name == "auto" else build(name, problem, mask)
+
+
+def facts(schedule: Schedule, tensors: Tensors, options: Options) -> dict[str, str]:
+    """What every rank must say alike before anything moves; the schedule's digest stands for the rest."""
+    problem = schedule.problem
+    return {
+        "batch": str(problem.batch),
+        "heads": f"{problem.heads}/{problem.kv_heads}",
+        "head_dim": str(problem.head_dim),
+        "dtype": problem.dtype,
+        "device": tensors.devices[0].type,
+        "tokens": f"{problem.q.size}×{problem.kv.size}",
+        "mask": schedule.mask.digest,
+        "scale": repr(options.scale),
+        "impl": options.impl,
+        "strategy": f"{schedule.name} on {schedule.mesh}",
+        "plan": schedule.digest,
+    }
+
+
+def _check_options(options: Options) -> None:
+    scale = options.scale
+    if scale is not None and not (isinstance(scale, int | float) and math.isfinite(scale)):
+        raise InputError(f"scale={scale!r} is not a finite number.", hint="Leave it out for 1/√head_dim.")
+    if options.impl not in IMPLEMENTATIONS:
+        raise InputError(
+            f"impl={options.impl!r} is unknown.", hint=f"Use one of {', '.join(IMPLEMENTATIONS)}."
+        )
+    if options.mask is not None and not isinstance(options.mask, BlockMask):
+        raise InputError(
+            f"mask is a {type(options.mask).__name__}.",
+            hint="Make a weft.BlockMask, for example BlockMask.from_tiles.",
+        )
+    if not isinstance(options.plan, str | Plan | Schedule):
+        raise InputError(f"plan={options.plan!r}.", hint="Give a strategy's name, a Plan or a Schedule.")
+
+
+def _given_schedule(tensors: Tensors, options: Options, rank: int, ranks: int) -> Schedule:
+    plan = options.plan
+    assert isinstance(plan, Plan | Schedule)
+    schedule = plan.schedule if isinstance(plan, Plan) else plan
+    problem = schedule.problem
+    if problem.ranks != ranks:
+        raise InputError(f"The plan is for {problem.ranks} ranks, this world has {ranks}.")
+    batch, heads, q_rows, head_dim = tensors.q
+    have = (batch, heads, tensors.k[1], head_dim, tensors.dtype)
+    want = (problem.batch, problem.heads, problem.kv_heads, problem.head_dim, problem.dtype)
+    if have != want:
+        raise InputError(
+            f"The plan is for (batch, heads, kv heads, head_dim, dtype) {want}, the tensors have {have}."
+        )
+    _check_rows("q", q_rows, problem.q, rank)
+    _check_rows("k and v", tensors.k[2], problem.kv, rank)
+    if options.mask is not None and options.mask != schedule.mask:
+        raise InputError("The plan was made for another mask.", hint="Leave mask out, or plan again.")
+    verify(schedule)
+    return schedule
+
+
+def _layouts(options: Options, ranks: int, counts: Counts | None) -> tuple[Layout, Layout]:
+    """Home layouts of the query and key/value tokens, from what the caller or all ranks together said."""
+    mask = options.mask
+    q = options.tokens if options.tokens is not None else mask and mask.q_len
+    kv = options.kv_tokens if options.kv_tokens is not None else mask and mask.kv_len
+    if counts is not None:
+        q = _from_counts([row[0] for row in counts], options)
+        if kv is None:
+            same = all(row[0] == row[1] for row in counts)
+            kv = q if same else Layout.uneven([row[1] for row in counts])
+    q_layout = _layout(q, ranks, options)
+    if options.kv_tokens is None and (kv is None or (isinstance(kv, int) and kv == q_layout.size)):
+        return q_layout, q_layout
+    return q_layout, kv if isinstance(kv, Layout) else Layout.even(kv, ranks)
+
+
+def _layout(tokens: Any, ranks: int, options: Options) -> Layout:
+    if isinstance(tokens, Layout):
+        if tokens.ranks != ranks:
+            raise InputError(f"The layout is for {tokens.ranks} ranks, this world has {ranks}.")
+        return tokens
+    if not isinstance(tokens, int) or tokens < 1:
+        raise InputError(f"tokens={tokens!r}.", hint="Give the whole sequence's length, or its Layout.")
+    return Layout.even(tokens, ranks, prefix=options.prefix, suffix=options.suffix)
+
+
+def _from_counts(rows: list[int], options: Options) -> Layout:
+    own = [count - options.prefix - options.suffix for count in rows]
+    if min(own) < 0:
+        raise InputError(
+            f"prefix={options.prefix} and suffix={options.suffix} are more than rank {own.index(min(own))}'s "
+            f"{min(rows)} rows.",
+            hint="The replicated tokens are part of every rank's q, k and v.",
+        )
+    return Layout.uneven(own, prefix=options.prefix, suffix=options.suffix)
+
+
+def _check_rows(name: str, rows: int, layout: Layout, rank: int) -> None:
+    if rows != layout.rows(rank):
+        raise InputError(
+            f"Rank {rank}'s {name} have {rows} tokens; {layout} expects {layout.rows(rank)}.",
+            hint="Cut the sequence as the layout says, or pass the Layout you cut it by as tokens=.",
+        )

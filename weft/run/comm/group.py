@@ -1,0 +1,102 @@
+"""torch.distributed process groups as a transport: gloo on CPUs, NCCL on GPUs."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from weft.core.errors import CommError
+from weft.run.comm import Message
+
+
+class GroupComm:
+    """Messages over a process group, in group ranks. `timeout` is the longest wait for one message."""
+
+    def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
+        self.group, self.timeout = group, timeout
+        self.rank, self.size = group.rank(), group.size()
+        self.bytes_sent = 0
+        self._on_gpu = dist.get_backend(group) == "nccl"
+
+    def post(self, sends: list[Message], receives: list[Message], label: str) -> GroupTransit:
+        self.bytes_sent += sum(buffer.numel() * buffer.element_size() for _, buffer in sends)
+        try:
+            if self._on_gpu:
+                return GroupTransit(self, *self._post_batch(sends, receives), label)
+            # Receives first: a message that finds its buffer waiting needs no copy of its own.
+            coming = {peer: dist.irecv(buffer, group=self.group, group_src=peer) for peer, buffer in receives}
+            going = [(peer, dist.isend(buffer, group=self.group, group_dst=peer)) for peer, buffer in sends]
+        except RuntimeError as error:
+            peers = sorted({peer for peer, _ in (*sends, *receives)})
+            raise CommError(
+                f"Rank {self.rank} cannot start {label} with ranks {peers}: {_reason(error)}"
+            ) from error
+        return GroupTransit(self, coming, going, label)
+
+    def _post_batch(
+        self, sends: list[Message], receives: list[Message]
+    ) -> tuple[dict[int, dist.Work], list[tuple[int, dist.Work]]]:
+        """NCCL pairs a batch as one group call, so that sends and receives cannot wait for each other."""
+        calls = [dist.P2POp(dist.irecv, x, group=self.group, group_peer=peer) for peer, x in receives]
+        calls += [dist.P2POp(dist.isend, x, group=self.group, group_peer=peer) for peer, x in sends]
+        works = dist.batch_isend_irecv(calls) if calls else []
+        coming = {peer: works[min(i, len(works) - 1)] for i, (peer, _) in enumerate(receives)}
+        return coming, [(-1, work) for work in works[len(receives) :]]
+
+    def gather_numbers(self, numbers: list[int]) -> list[list[int]]:
+        device = torch.device("cuda", torch.cuda.current_device()) if self._on_gpu else torch.device("cpu")
+        mine = torch.tensor(numbers, dtype=torch.int64, device=device)
+        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        try:
+            work = dist.all_gather(everyone, mine, group=self.group, async_op=True)
+            assert work is not None
+            work.wait(timedelta(seconds=self.timeout))
+        except RuntimeError as error:
+            raise CommError(
+                f"Rank {self.rank} waited for all {self.size} ranks to agree on a plan: {_reason(error)}",
+                hint="A rank is lost, or in another call; every rank must make the same calls in the same order.",
+            ) from error
+        return [row.tolist() for row in everyone]
+
+
+class GroupTransit:
+    """Works of one post; waiting names the peer that is late."""
+
+    def __init__(
+        self,
+        comm: GroupComm,
+        coming: dict[int, dist.Work],
+        going: list[tuple[int, dist.Work]],
+        label: str,
+    ) -> None:
+        self.comm, self.coming, self.going, self.label = comm, coming, going, label
+
+    def wait_for(self, peer: int) -> None:
+        if work := self.coming.pop(peer, None):
+            self._wait(work, peer, "from")
+
+    def finish(self) -> None:
+        for peer in list(self.coming):
+            self.wait_for(peer)
+        for peer, work in self.going:
+            self._wait(work, peer, "to")
+        self.going = []
+
+    def _wait(self, work: dist.Work, peer: int, way: str) -> None:
+        began = time.monotonic()
+        try:
+            work.wait(timedelta(seconds=self.comm.timeout))
+        except RuntimeError as error:
+            raise CommError(
+                f"Rank {self.comm.rank} waited {time.monotonic() - began:.1f} s for {self.label} {way} rank "
+                f"{peer}: {_reason(error)}",
+                hint="That rank is lost, stuck or late; look at its own error first.",
+            ) from error
+
+
+def _reason(error: RuntimeError) -> str:
+    """The end of a backend's message, without its source locations."""
+    return str(error).splitlines()[0].split("] ")[-1].strip() if str(error) else type(error).__name__

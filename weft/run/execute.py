@@ -1,0 +1,76 @@
+"""Execute: run a compiled schedule on this rank, forward and backward."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from weft.core.schedule import Schedule
+from weft.run.comm import Comm
+from weft.run.compile import compile_backward, compile_forward
+from weft.run.kernels import Kernel
+from weft.run.steps import Frame
+from weft.schedule.reverse import reverse
+
+
+class Executor:
+    """One rank's compiled schedule. q, k, v are this rank's shards [B, H, rows, D]."""
+
+    def __init__(self, schedule: Schedule, comm: Comm, kernel: Kernel, *, keep: str = "auto") -> None:
+        self.schedule, self.comm, self.kernel = schedule, comm, kernel
+        compiler = compile_forward(schedule, comm.rank)
+        self.backward_schedule = reverse(schedule, keep=keep)
+        self._backward = compile_backward(self.backward_schedule, compiler)
+        self._forward = compiler.program
+        kept = set(self._forward.keep)
+        self._regions = {s: r for s, r in self._forward.regions.items() if r.buffer in kept}
+        self._narrow_is_wide = compiler.narrow == compiler.wide
+        self._shapes = compiler.sum_shapes()
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, *, keep: bool
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The output, and with `keep` what `backward` needs besides q, k, v and the output itself."""
+        frame = Frame(self.comm, self.kernel, scale, q.device)
+        frame.slots |= {"home q": (q,), "home kv": (k, v)}
+        fresh = self._forward.prepare(frame, keep=keep, device=q.device)
+        self._forward.run(frame)
+        (out,) = frame.slots["home o"]
+        if not keep:
+            return out.contiguous(), []
+        sums = [frame.slots[slot][0].contiguous() for slot in self._sums()]
+        return out.contiguous(), [fresh[name] for name in self._forward.keep] + sums
+
+    def saved_shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and dtypes of what `forward` keeps, for torch.compile."""
+        buffers = [((self._forward.sizes[name],), torch.uint8) for name in self._forward.keep]
+        return buffers + [self._shapes[slot] for slot in self._sums()]
+
+    def backward(
+        self,
+        grad: Tensor,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        out: Tensor,
+        saved: list[Tensor],
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv) of this rank's shards."""
+        frame = Frame(self.comm, self.kernel, scale, grad.device)
+        frame.slots |= {"home q": inputs[:1], "home kv": inputs[1:], "home do": (grad,)}
+        names = self._forward.keep
+        buffers = dict(zip(names, saved, strict=False))
+        frame.slots |= {slot: r.bind(buffers[r.buffer]) for slot, r in self._regions.items()}
+        frame.slots |= {slot: (x,) for slot, x in zip(self._sums(), saved[len(names) :], strict=True)}
+        if self._out_is_sum():
+            frame.slots[self._forward.sums[0]] = (out,)
+        self._backward.prepare(frame, keep=False, device=grad.device)
+        self._backward.run(frame)
+        (dq,), (dk, dv) = frame.slots["home dq"], frame.slots["home dkv"]
+        return dq, dk, dv
+
+    def _out_is_sum(self) -> bool:
+        """In a ring the result is the sum itself; keeping it twice would alias and waste."""
+        return self._narrow_is_wide and self._forward.direct.get("home o") in self._forward.sums
+
+    def _sums(self) -> tuple[str, ...]:
+        return self._forward.sums[1:] if self._out_is_sum() else self._forward.sums

@@ -1,0 +1,51 @@
+"""The reference: dense scores, any dtype, differentiable. The judge of every other kernel."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from weft.run.kernels.tiles import Tiles
+
+
+class Reference:
+    """Softmax attention written out, in float32 or better."""
+
+    name = "reference"
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
+        q, k, v = (widen(x) for x in (q, k, v))
+        scores = self._scores(q, k, tiles, scale)
+        lse = torch.logsumexp(scores, dim=-1)
+        return self._weights(scores, lse) @ v, lse
+
+    def attend_backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        done: tuple[Tensor, Tensor],
+        tiles: Tiles,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        grad, q, k, v = (widen(x) for x in (grad, q, k, v))
+        out, lse = done
+        weights = self._weights(self._scores(q, k, tiles, scale), lse)
+        slope = weights * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * scale
+        return slope @ k, slope.mT @ q, weights.mT @ grad
+
+    def _scores(self, q: Tensor, k: Tensor, tiles: Tiles, scale: float) -> Tensor:
+        scores = q @ k.mT * scale
+        if tiles.token_mask is not None:
+            scores = scores.masked_fill(~tiles.token_mask.to(q.device), -torch.inf)
+        return scores
+
+    def _weights(self, scores: Tensor, lse: Tensor) -> Tensor:
+        # A row with no active tile has lse = -inf; +inf in its place makes every weight exactly 0.
+        return torch.exp(scores - lse.masked_fill(lse == -torch.inf, torch.inf).unsqueeze(-1))
+
+
+def widen(x: Tensor) -> Tensor:
+    """The dtype that sums are kept in: float64 stays, everything else is float32."""
+    return x if x.dtype in (torch.float64, torch.float32) else x.float()

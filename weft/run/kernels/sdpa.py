@@ -1,0 +1,85 @@
+"""torch's own fused attention: one call where tiles are dense, one per distinct row of blocks where not."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from weft.run.kernels.tiles import Tiles
+
+_aten = torch.ops.aten
+
+
+class Sdpa:
+    """Flash attention of torch with its log-sum-exp, on CPU, and memory-efficient attention on GPUs.
+
+    16-bit inputs are widened first: partial outputs are merged over ranks, and rounding each of them
+    to 16 bits would make the result depend on the number of ranks.
+    """
+
+    name = "sdpa"
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
+        q, k, v = (_widen(x) for x in (q, k, v))
+        if tiles.active is None:
+            return _forward(q, k, v, scale)
+        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+        lse = q.new_full(q.shape[:-1], -torch.inf)
+        for heads, rows, keys in tiles.rows_of_work:
+            part = _forward(q[:, heads, rows], k[:, heads][:, :, keys], v[:, heads][:, :, keys], scale)
+            out[:, heads, rows], lse[:, heads, rows] = part
+        return out, lse
+
+    def attend_backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        done: tuple[Tensor, Tensor],
+        tiles: Tiles,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        grad, q, k, v = (_widen(x) for x in (grad, q, k, v))
+        out, lse = done
+        if tiles.active is None:
+            return _backward(grad, q, k, v, out, lse, scale)
+        dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+        for heads, rows, keys in tiles.rows_of_work:
+            columns = (slice(None), heads[:, None], keys)
+            row = [x[:, heads, rows] for x in (grad, q)]
+            end = [x[:, heads, rows] for x in (out, lse)]
+            parts = _backward(*row, k[columns], v[columns], *end, scale)
+            dq[:, heads, rows] = parts[0]
+            # Keys of one row are distinct, so this adds and never overwrites.
+            dk[columns] += parts[1]
+            dv[columns] += parts[2]
+        return dq, dk, dv
+
+
+def _widen(x: Tensor) -> Tensor:
+    wide = x if x.dtype in (torch.float64, torch.float32) else x.float()
+    return wide if wide.stride(-1) == 1 else wide.contiguous()
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    if q.device.type == "cpu":
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, scale=scale)
+        return out, lse
+    out, lse, *_ = _aten._scaled_dot_product_efficient_attention(q, k, v, None, True, scale=scale)
+    return out, lse[..., : q.shape[2]]
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    if q.device.type == "cpu":
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, False, scale=scale
+        )
+    nothing = q.new_zeros((), dtype=torch.int64, device="cpu")
+    wants = [True, True, True, False]
+    dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
+        grad, q, k, v, None, out, lse, nothing, nothing, 0.0, wants, False, scale=scale
+    )
+    return dq, dk, dv

@@ -1,0 +1,15 @@
+"""Merge partial attentions by log-sum-exp, in place, in the dtype that sums are kept in."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
+    """(out, lse) becomes the attention over the keys of both parts; lse is natural-log [B, H, S, 1]."""
+    # The new part's weight is e^new / (e^old + e^new). An empty new part weighs nothing, also where both
+    # are empty and the difference is inf - inf; a NaN that came from the inputs stays one.
+    weight = torch.sigmoid(new_lse - lse).masked_fill_(new_lse == -torch.inf, 0.0)
+    out.lerp_(new_out.to(out.dtype), weight.to(out.dtype))
+    torch.logaddexp(lse, new_lse.to(lse.dtype), out=lse)

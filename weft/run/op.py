@@ -1,0 +1,67 @@
+"""The attention as one opaque torch operation, with its gradient: `torch.compile` sees a single node."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.run.execute import Executor
+
+# A torch operation takes numbers and tensors only, so executors are passed by number.
+_executors: dict[int, Executor] = {}
+
+
+def register(executor: Executor) -> int:
+    number = len(_executors)
+    _executors[number] = executor
+    return number
+
+
+@torch.library.custom_op("weft::attention", mutates_args=())
+def attention_op(q: Tensor, k: Tensor, v: Tensor, executor: int, scale: float, keep: bool) -> list[Tensor]:
+    """[output, *what the backward needs]."""
+    out, saved = _executors[executor].forward(q, k, v, scale, keep=keep)
+    return [out, *saved]
+
+
+@attention_op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, executor: int, scale: float, keep: bool) -> list[Tensor]:
+    shapes = _executors[executor].saved_shapes() if keep else []
+    return [torch.empty(q.shape, dtype=q.dtype, device=q.device)] + [
+        torch.empty(shape, dtype=dtype, device=q.device) for shape, dtype in shapes
+    ]
+
+
+@torch.library.custom_op("weft::attention_backward", mutates_args=())
+def backward_op(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, saved: list[Tensor], executor: int, scale: float
+) -> list[Tensor]:
+    """[dq, dk, dv]; `saved` begins with the output."""
+    out, *rest = saved
+    grads = _executors[executor].backward(grad, (q, k, v), out, rest, scale)
+    # torch.compile plans memory from the strides that the fake below promises.
+    return [x.contiguous() for x in grads]
+
+
+@backward_op.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, saved: list[Tensor], executor: int, scale: float
+) -> list[Tensor]:
+    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    q, k, v, ctx.executor, ctx.scale, _ = inputs
+    ctx.save_for_backward(q, k, v, *output)
+
+
+def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    q, k, v, *saved = ctx.saved_tensors
+    grad = grads[0] if grads[0] is not None else torch.zeros_like(saved[0])
+    dq, dk, dv = backward_op(grad, q, k, v, saved, ctx.executor, ctx.scale)
+    return dq, dk, dv, None, None, None
+
+
+attention_op.register_autograd(_backward, setup_context=_setup_context)

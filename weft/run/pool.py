@@ -1,0 +1,275 @@
+"""Ranks on this machine: processes that weft starts, hands functions to and takes down again.
+
+    with Pool(3) as pool:
+        pool.run(fn, x)                                   # fn(x) on ranks 0, 1, 2 -> their results
+        pool.run(fn, x, per_rank=[(0,), (1,), (2,)])      # fn(x, 0), fn(x, 1), fn(x, 2)
+
+A rank lives for many runs: what `fn` leaves behind (seeds, caches, groups) is there in the next.
+A run that fails ends its ranks, and the one after it gets fresh ones.
+"""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from math import inf
+from multiprocessing import connection, util
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from typing import Any, Self
+
+from weft.core.errors import CommError, InputError, WeftError
+from weft.run.rank import (
+    WHERE,
+    Answer,
+    Failure,
+    Returned,
+    call,
+    end_ranks,
+    join_world,
+    meet,
+    start_ranks,
+)
+
+__all__ = ["Failure", "Pool", "RankFailure"]
+
+REPLY_SECONDS = 5.0  # beyond the process group's time-out, for a rank to say what went wrong
+MEET_SECONDS = 5.0
+REAP_SECONDS = 2.0
+START_HINT = '\nRanks import the main module: start pools in a file, under if __name__ == "__main__".'
+
+
+class RankFailure(CommError):  # noqa: N818 - a failure of ranks, told by its `failures`
+    """A run that failed on some ranks; `failures` maps each to what happened, earliest first."""
+
+    def __init__(self, failures: dict[int, Failure], size: int, hint: str = "") -> None:
+        lines = [failure.line(rank) for rank, failure in failures.items()]
+        super().__init__("\n  ".join([f"{len(lines)} of {size} ranks failed:", *lines]), hint=hint)
+        self.failures = failures
+        self.size = size
+        rank, first = next(iter(failures.items()))
+        if first.traceback:
+            self.add_note(f"rank {rank} was here:\n{first.traceback}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return RankFailure, (self.failures, self.size, self.hint)
+
+
+class Pool:
+    """`size` local ranks in one gloo process group, ready when the constructor returns.
+
+    `timeout` is that of the process group. `limit` bounds a whole run; without one, a run in which
+    no rank fails takes as long as it needs.
+    """
+
+    def __init__(
+        self, size: int, *, threads: int = 1, timeout: float = 30.0, limit: float | None = None
+    ) -> None:
+        if size < 1 or threads < 1:
+            raise InputError(f"a pool has 1 rank and 1 thread or more, not {size} and {threads}.")
+        self.size = size
+        self.threads = threads
+        self.timeout = timeout
+        self.limit = inf if limit is None else limit
+        self._closed = False
+        self._busy = False
+        self._ranks: _Ranks | None = self._fresh_ranks()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """Process ids by rank; empty after a failure, until the next run starts fresh ranks."""
+        return () if self._ranks is None else self._ranks.pids
+
+    def run(
+        self, fn: Callable[..., Any], *args: Any, per_rank: Sequence[Sequence[Any]] | None = None
+    ) -> list[Any]:
+        """`fn(*args, *per_rank[rank])` on every rank: the results by rank, or RankFailure."""
+        self.start(fn, *args, per_rank=per_rank)
+        return self.finish()
+
+    def start(
+        self, fn: Callable[..., Any], *args: Any, per_rank: Sequence[Sequence[Any]] | None = None
+    ) -> None:
+        """The first half of `run`: returns while the ranks are at work."""
+        if self._closed or self._busy:
+            state = "is closed" if self._closed else "has a run under way: call finish() first"
+            raise InputError(f"cannot start {fn}: this pool {state}.")
+        if per_rank is not None and len(per_rank) != self.size:
+            raise InputError(f"per_rank has {len(per_rank)} entries for {self.size} ranks.")
+        if per_rank is None:
+            calls = [call(fn, *args)] * self.size
+        else:
+            calls = [call(fn, *args, *own) for own in per_rank]
+        if self._ranks is None:
+            self._ranks = self._fresh_ranks()
+        self._busy = True
+        with self._ended_on_error():
+            self._ranks.tell(calls)
+
+    def finish(self) -> list[Any]:
+        """The second half of `run`: waits for the ranks and returns their results."""
+        if self._ranks is None or not self._busy:
+            raise InputError("nothing to finish: start() a run first.")
+        with self._ended_on_error():
+            answers = self._ranks.answers(self.timeout + REPLY_SECONDS, self.limit)
+            failures = _failures(answers)
+            if failures and not self._in_step(self._ranks, failures):
+                self._end_ranks()
+        self._busy = False
+        if failures:
+            raise RankFailure(failures, self.size)
+        returned = {rank: a.value for rank, a in answers.items() if isinstance(a, Returned)}
+        return [returned[rank] for rank in range(self.size)]
+
+    def close(self) -> None:
+        """End the ranks; a second call does nothing."""
+        self._closed = True
+        self._end_ranks()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _fresh_ranks(self) -> _Ranks:
+        ranks = _Ranks(self.size)
+        try:
+            ranks.launch(self.threads, self.timeout)
+            failures = _failures(ranks.answers(self.timeout + REPLY_SECONDS, inf))
+            if failures:
+                raise RankFailure(failures, self.size, START_HINT)
+        except BaseException:
+            ranks.end(grace=False)
+            raise
+        return ranks
+
+    def _in_step(self, ranks: _Ranks, failures: dict[int, Failure]) -> bool:
+        """Whether every rank refused its call, as weft does before anything moves, and can go on.
+
+        Any other failure may leave messages behind that the next run would take for its own.
+        """
+        refused = [
+            isinstance(failure.error, WeftError) and not isinstance(failure.error, CommError)
+            for failure in failures.values()
+        ]
+        if len(refused) < self.size or not all(refused):
+            return False
+        ranks.tell([call(meet, MEET_SECONDS)] * self.size)
+        return not _failures(ranks.answers(0.0, MEET_SECONDS))
+
+    @contextmanager
+    def _ended_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:  # Ctrl-C above all
+            self._end_ranks()
+            raise
+
+    def _end_ranks(self) -> None:
+        ranks, busy = self._ranks, self._busy
+        self._ranks, self._busy = None, False
+        if ranks is not None:
+            ranks.end(grace=not busy)
+
+
+class _Ranks:
+    """One set of processes and the pipes to them: never repaired, only replaced."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._told = 0.0
+        self._processes: list[ForkServerProcess] = []
+        self._pipes: list[Connection] = []
+        self._directory = tempfile.mkdtemp(prefix="weft-pool-")
+        # multiprocessing's finalizer and not weakref's: at exit it runs before multiprocessing
+        # joins its children, which would wait for ever for ranks that nobody has ended.
+        parts = (self._processes, self._pipes, self._directory)
+        self._finalizer = util.Finalize(self, end_ranks, parts, {"grace": False}, exitpriority=10)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return tuple(process.pid or 0 for process in self._processes)
+
+    def launch(self, threads: int, timeout: float) -> None:
+        for process, pipe in start_ranks(self._size, self._directory):
+            self._processes.append(process)
+            self._pipes.append(pipe)
+        world = (self._size, threads, timeout, self._directory)
+        self.tell([call(join_world, rank, *world) for rank in range(self._size)])
+
+    def tell(self, messages: Sequence[bytes]) -> None:
+        self._told = time.monotonic()
+        for pipe, message in zip(self._pipes, messages, strict=True):
+            with suppress(OSError):  # a dead rank: answers() finds out how it died
+                pipe.send_bytes(message)
+
+    def answers(self, patience: float, limit: float) -> dict[int, Answer]:
+        """What every rank answered, in order of arrival.
+
+        After a first failure the others have `patience` seconds to end by themselves.
+        """
+        got: dict[int, Answer] = {}
+        self._gather(got, time.monotonic() + limit, patience)
+        late = [rank for rank in range(self._size) if rank not in got]
+        for rank in late:
+            with suppress(OSError):
+                self._pipes[rank].send_bytes(WHERE)
+        self._gather(got, time.monotonic() + 1.0, 1.0)
+        for rank in late:
+            # One that answers now also answers WHERE, so its pipe is no longer in step.
+            if not isinstance(got.get(rank), Failure):
+                message = "answered too late" if rank in got else "gave no sign of life"
+                seconds = time.monotonic() - self._told
+                got[rank] = Failure(kind="stuck", message=message, seconds=seconds)
+        return got
+
+    def _gather(self, got: dict[int, Answer], deadline: float, patience: float) -> None:
+        while waiting := [rank for rank in range(self._size) if rank not in got]:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return
+            sources: dict[Any, int] = {self._pipes[rank]: rank for rank in waiting}
+            sources |= {self._processes[rank].sentinel: rank for rank in waiting}
+            ready = connection.wait(sources, timeout=None if left == inf else left)
+            for rank in dict.fromkeys(sources[source] for source in ready):
+                answer = self._receive(rank)
+                if isinstance(answer, Failure):
+                    now = time.monotonic()
+                    answer = replace(answer, seconds=now - self._told)
+                    deadline = min(deadline, now + patience)
+                got[rank] = answer
+
+    def _receive(self, rank: int) -> Answer:
+        try:
+            # A rank that died may have answered first.
+            answer = self._pipes[rank].recv_bytes() if self._pipes[rank].poll() else b""
+        except (EOFError, OSError):
+            answer = b""
+        if not answer:
+            return self._death(rank)
+        try:
+            return pickle.loads(answer)
+        except Exception as error:
+            return Failure.of(error)
+
+    def _death(self, rank: int) -> Failure:
+        self._processes[rank].join(REAP_SECONDS)  # its pipe closes a moment before it is reaped
+        code = self._processes[rank].exitcode
+        if code is not None and code < 0:
+            return Failure(kind="killed", message=f"was killed by {signal.Signals(-code).name}")
+        message = "closed its pipe" if code is None else f"exited with code {code}"
+        return Failure(kind="exited", message=message)
+
+    def end(self, *, grace: bool) -> None:
+        self._finalizer.cancel()
+        end_ranks(self._processes, self._pipes, self._directory, grace=grace)
+
+
+def _failures(answers: dict[int, Answer]) -> dict[int, Failure]:
+    return {rank: answer for rank, answer in answers.items() if isinstance(answer, Failure)}

@@ -1,0 +1,102 @@
+"""World: the ranks this process runs with. The only reader of RANK and WORLD_SIZE."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft.core.errors import CommError, InputError
+from weft.core.mesh import Mesh
+from weft.run.comm import Comm, Message
+from weft.run.comm.group import GroupComm
+
+
+class SoloComm:
+    """One rank has nobody to talk to."""
+
+    rank, size, bytes_sent = 0, 1, 0
+
+    def post(self, sends: list[Message], receives: list[Message], label: str) -> Any:
+        raise CommError(f"{label}: a world of one rank has nobody to send to.")
+
+    def gather_numbers(self, numbers: list[int]) -> list[list[int]]:
+        return [numbers]
+
+
+class World:
+    """A communicator with what was compiled for it; one for each process group and time-out."""
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
+        self.compiled: dict[Any, int] = {}
+
+
+_alone = World(SoloComm())
+_worlds: WeakKeyDictionary[dist.ProcessGroup, dict[float, World]] = WeakKeyDictionary()
+
+
+def world_of(mesh: Any, timeout: float) -> World:
+    """The world of a process group, a DeviceMesh, or by default of all processes."""
+    group = _group_of(mesh)
+    if group is None:
+        return _alone
+    known = _worlds.setdefault(group, {})
+    if timeout not in known:
+        known[timeout] = World(GroupComm(group, timeout))
+    return known[timeout]
+
+
+def _group_of(mesh: Any) -> dist.ProcessGroup | None:
+    if isinstance(mesh, DeviceMesh):
+        return (mesh if mesh.ndim == 1 else mesh._flatten()).get_group()
+    if isinstance(mesh, dist.ProcessGroup):
+        return mesh
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise InputError(
+            f"mesh={mesh!r} is a {type(mesh).__name__}.",
+            hint="Give a weft.Mesh, a torch DeviceMesh, a process group, or nothing for all ranks.",
+        )
+    if not dist.is_initialized() and not _join():
+        return None
+    group = dist.group.WORLD
+    assert group is not None
+    if mesh is not None and mesh.ranks != group.size():
+        raise InputError(
+            f"The mesh {mesh} has {mesh.ranks} ranks, this world has {group.size()}.",
+            hint=f"Use axes whose product is {group.size()}, or start {mesh.ranks} ranks.",
+        )
+    return group
+
+
+def _join() -> bool:
+    """Under torchrun, join the world that the environment describes; else we are alone."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return False
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(minutes=10))
+    return True
+
+
+def axes_of(mesh: Any) -> str | None:
+    """The strategy that a mesh with named axes asks for, if it names any."""
+    if isinstance(mesh, DeviceMesh):
+        names = mesh.mesh_dim_names or ()
+        sizes = dict(zip(names, mesh.mesh.shape, strict=False))
+    elif isinstance(mesh, Mesh):
+        sizes = dict(mesh.axes)
+    else:
+        return None
+    if not sizes or not set(sizes) <= {"ring", "ulysses"}:
+        return None
+    if list(sizes) == ["ulysses", "ring"] and min(sizes.values()) > 1:
+        raise InputError(
+            "The mesh has ulysses outside ring.",
+            hint="Order the axes ring, ulysses: heads on the faster links.",
+        )
+    return f"usp:{sizes.get('ulysses', 1)}x{sizes.get('ring', 1)}"

@@ -1,0 +1,80 @@
+"""Cells: the coarsest grid on which every piece of a schedule is a set of whole cells.
+
+Cutting tokens at every boundary that any block, shard or piece has turns sets of tokens into small
+boolean arrays, on which `verify` can count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from weft.core.indices import Indices, IntArray
+from weft.core.layout import Layout
+from weft.core.mask import BoolArray
+from weft.core.schedule import Piece, Schedule
+
+
+class Cells:
+    """Token cells of the query and of the key/value sequence, and where the mask is active on them."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        problem, mask = schedule.problem, schedule.mask
+        pieces = [transfer.piece for _, transfer in schedule.transfers()]
+        for _, attend in schedule.attends():
+            pieces += [attend.q, attend.kv]
+        for kept in schedule.kept:
+            pieces += kept
+        self.heads = problem.heads
+        self.share = problem.heads // problem.kv_heads
+        self.mask = mask
+        self._edges: dict[bool, IntArray] = {}
+        for is_kv, layout, block in (
+            (False, problem.q, mask.block_q),
+            (True, problem.kv, mask.block_k),
+        ):
+            tokens = {piece.tokens for piece in pieces if piece.tensor.endswith("kv") == is_kv}
+            self._edges[is_kv] = _edges(layout, block, tokens)
+        self._memo: dict[tuple[bool, Indices], IntArray] = {}
+        self.q_block = self._edges[False][:-1] // mask.block_q
+        self.kv_block = self._edges[True][:-1] // mask.block_k
+
+    def count(self, is_kv: bool) -> int:
+        return len(self._edges[is_kv]) - 1
+
+    def of(self, tokens: Indices, *, is_kv: bool) -> IntArray:
+        """The cells of some tokens; they are whole because every run's ends are edges."""
+        key = (is_kv, tokens)
+        if key not in self._memo:
+            edges = self._edges[is_kv]
+            runs = [(np.searchsorted(edges, a), np.searchsorted(edges, b)) for a, b in tokens.runs]
+            parts = [np.arange(start, stop, dtype=np.int64) for start, stop in runs]
+            self._memo[key] = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+        return self._memo[key]
+
+    def index(self, piece: Piece) -> tuple[IntArray, ...]:
+        """Open-mesh index of a piece into an array [heads, cells]."""
+        cells = self.of(piece.tokens, is_kv=piece.tensor.endswith("kv"))
+        return np.ix_(piece.heads.array, cells)
+
+    def first_token(self, piece: Piece, cell: int) -> int:
+        """The first token of a piece's n-th cell."""
+        is_kv = piece.tensor.endswith("kv")
+        return int(self._edges[is_kv][self.of(piece.tokens, is_kv=is_kv)[cell]])
+
+    def active(self, heads: IntArray, q_cells: IntArray, kv_cells: IntArray) -> BoolArray:
+        """Where the mask is active, [heads, q cells, kv cells]."""
+        patterns = np.asarray(self.mask.pattern_of)[heads]
+        return self.mask.patterns[np.ix_(patterns, self.q_block[q_cells], self.kv_block[kv_cells])]
+
+    def holding(self, layout: Layout, rank: int, *, is_kv: bool) -> IntArray:
+        return self.of(layout.held(rank), is_kv=is_kv)
+
+
+def _edges(layout: Layout, block: int, tokens: Iterable[Indices]) -> IntArray:
+    edges = set(range(0, layout.size, block)) | {layout.size}
+    for runs in (*layout.shards, *(piece.runs for piece in tokens)):
+        for start, stop in runs:
+            edges |= {start, stop}
+    return np.asarray(sorted(edges), dtype=np.int64)

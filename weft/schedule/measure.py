@@ -1,0 +1,126 @@
+"""Measure: what a schedule costs, from the data alone: bytes on every link, memory on every rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+
+from weft.core.indices import IntArray
+from weft.core.mask import BlockMask
+from weft.core.schedule import Attend, Exchange, Piece, Schedule
+
+
+@dataclass(frozen=True)
+class Report:
+    """Bytes and messages by (source, target), peak bytes and active token pairs by rank."""
+
+    ranks: int
+    link_bytes: dict[tuple[int, int], int]
+    messages: dict[tuple[int, int], int]
+    peak_memory: tuple[int, ...]
+    """Home tensors, what has arrived and is still needed, and unfinished outputs."""
+    work: tuple[int, ...]
+    """Active (head, query token, key token) triples that each rank computes."""
+
+    def sent(self, rank: int) -> int:
+        return sum(size for (src, _), size in self.link_bytes.items() if src == rank)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.link_bytes.values())
+
+    @property
+    def imbalance(self) -> float:
+        """The slowest rank's work over the mean: 1.0 is perfect."""
+        return max(self.work) * self.ranks / max(1, sum(self.work))
+
+    def matrix(self) -> IntArray:
+        """Bytes from row to column."""
+        found = np.zeros((self.ranks, self.ranks), dtype=np.int64)
+        for (src, dst), size in self.link_bytes.items():
+            found[src, dst] = size
+        return found
+
+
+def measure(schedule: Schedule) -> Report:
+    link_bytes: Counter[tuple[int, int]] = Counter()
+    pairs: set[tuple[int, int, int]] = set()
+    for index, transfer in schedule.transfers():
+        link_bytes[transfer.src, transfer.dst] += transfer.piece.num_bytes(schedule.problem)
+        pairs.add((index, transfer.src, transfer.dst))
+    messages = Counter((src, dst) for _, src, dst in pairs)
+    memory = tuple(_peak_memory(schedule, rank) for rank in range(schedule.problem.ranks))
+    work = [0] * schedule.problem.ranks
+    for _, op in schedule.attends():
+        work[op.rank] += attend_work(schedule.mask, op)
+    return Report(schedule.problem.ranks, dict(link_bytes), dict(messages), memory, tuple(work))
+
+
+def attend_work(mask: BlockMask, op: Attend) -> int:
+    """Active (head, query token, key token) triples of one Attend."""
+    if mask.is_dense:
+        return op.q.heads.size * op.q.tokens.size * op.kv.tokens.size
+    rows, cols = op.q.tokens.blocks(mask.block_q), op.kv.tokens.blocks(mask.block_k)
+    chosen, repeats = np.unique([mask.pattern_of[head] for head in op.q.heads], return_counts=True)
+    tiles = mask.patterns[np.ix_(chosen, rows.array, cols.array)]
+    return int(repeats @ (tiles @ mask.col_sizes[cols.array] @ mask.row_sizes[rows.array]))
+
+
+def _peak_memory(schedule: Schedule, rank: int) -> int:
+    """Walk a rank's program: a piece is live from the operation that brings it to the last that reads it."""
+    problem = schedule.problem
+    lives: dict[Piece, _Life] = {}
+    for piece in schedule.kept[rank] if schedule.kept else ():
+        lives[piece] = _Life(0, 0, piece.num_bytes(problem))
+    for index, op in enumerate(schedule.ops):
+        if isinstance(op, Exchange):
+            for transfer in op.transfers:
+                if transfer.src == rank:
+                    _read(lives, transfer.piece, index)
+                if transfer.dst == rank:
+                    size = transfer.piece.num_bytes(problem)
+                    lives[transfer.piece] = _Life(index, index, size)
+        elif op.rank == rank:
+            _read(lives, op.q, index)
+            _read(lives, op.kv, index)
+            for piece in _sums(op, schedule.backward):
+                size = piece.elements(problem) * problem.sum_bytes
+                lives.setdefault(piece, _Life(index, index, size)).last = index
+    change = np.zeros(len(schedule.ops) + 1, dtype=np.int64)
+    for life in lives.values():
+        change[life.first] += life.size
+        change[life.last + 1] -= life.size
+    at_home = sum(
+        problem.home(tensor).rows(rank) * problem.batch * problem.head_dim * problem.item_bytes * heads
+        for tensor, heads in (
+            ("q", problem.heads),
+            ("kv", 2 * problem.kv_heads),
+            ("o", problem.heads),
+        )
+    )
+    return int(at_home + change.cumsum().max(initial=0))
+
+
+@dataclass
+class _Life:
+    first: int
+    last: int
+    size: int
+
+
+def _sums(op: Attend, backward: bool) -> list[Piece]:
+    """The pieces an Attend adds to."""
+    if backward:
+        return [Piece("dq", op.q.heads, op.q.tokens), Piece("dkv", op.kv.heads, op.kv.tokens)]
+    return [Piece("o", op.q.heads, op.q.tokens)]
+
+
+def _read(lives: dict[Piece, _Life], piece: Piece, index: int) -> None:
+    if piece in lives:
+        lives[piece].last = index
+        return
+    for held, life in lives.items():
+        if held.tensor == piece.tensor and held & piece:
+            life.last = index

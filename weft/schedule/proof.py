@@ -1,0 +1,164 @@
+"""The walk that both directions of a proof share: who holds what, and which tiles are done."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NoReturn
+
+import numpy as np
+
+from weft.core.errors import ScheduleError
+from weft.core.mask import BoolArray
+from weft.core.schedule import Attend, Op, Piece, Schedule, Transfer
+from weft.schedule.cells import Cells
+
+
+class Proof(ABC):
+    """One pass over the operations of a schedule; the first broken rule raises."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.problem = schedule.problem
+        self.cells = Cells(schedule)
+        self.at: tuple[int, object] = (-1, None)
+        ranks, heads, kv_heads = self.problem.ranks, self.problem.heads, self.problem.kv_heads
+        q_cells, kv_cells = self.cells.count(is_kv=False), self.cells.count(is_kv=True)
+        self.held = {
+            "q": np.zeros((ranks, heads, q_cells), dtype=bool),
+            "kv": np.zeros((ranks, kv_heads, kv_cells), dtype=bool),
+        }
+        for name, held in self.held.items():
+            held |= self.at_home(name)
+        if schedule.backward:
+            self.held["o"] = np.zeros((ranks, heads, q_cells), dtype=bool)
+        for rank, pieces in enumerate(schedule.kept):
+            for piece in pieces:
+                self.held[piece.tensor][rank][self.cells.index(piece)] = True
+        everything = (np.arange(heads), np.arange(q_cells), np.arange(kv_cells))
+        self.todo = self.cells.active(*everything)
+        self.has_tiles = self.todo.any(axis=2)
+        self.tiles_left = self.todo.sum(axis=2)
+        self.owner = np.full((heads, q_cells), -1, dtype=np.int64)
+
+    def at_home(self, tensor: str) -> BoolArray:
+        """[ranks, heads, cells] of what each rank holds before anything moves."""
+        home = np.zeros_like(self.held[tensor])
+        for rank in range(self.problem.ranks):
+            cells = self.cells.holding(self.problem.home(tensor), rank, is_kv=tensor == "kv")
+            home[rank][:, cells] = True
+        return home
+
+    def fail(self, why: str, hint: str = "") -> NoReturn:
+        index, op = self.at
+        where = f"op {index}, {op}: " if index >= 0 else ""
+        raise ScheduleError(f"{self.schedule.name}: {where}{why}", hint=hint)
+
+    def step(self, index: int, op: Op) -> None:
+        if isinstance(op, Attend):
+            self.at = (index, op)
+            self.check_attend(op)
+            return
+        # Transfers of one exchange start together, so none of them may read what another one brings.
+        landed: list[Transfer] = []
+        for transfer in op.transfers:
+            self.at = (index, transfer)
+            self.check_ends(transfer)
+            self.leave(transfer)
+            landed.append(transfer)
+        for transfer in landed:
+            self.at = (index, transfer)
+            self.arrive(transfer)
+
+    def check_ends(self, transfer: Transfer) -> None:
+        piece, ranks = transfer.piece, range(self.problem.ranks)
+        if transfer.src not in ranks or transfer.dst not in ranks:
+            self.fail(f"there is no such rank; ranks are 0 to {self.problem.ranks - 1}.")
+        if transfer.src == transfer.dst:
+            self.fail("a rank sends to itself.")
+        self.check_bounds(piece)
+
+    def check_bounds(self, piece: Piece) -> None:
+        is_kv = piece.tensor.endswith("kv")
+        heads = self.problem.kv_heads if is_kv else self.problem.heads
+        size = self.problem.home(piece.tensor).size
+        if not piece or piece.heads.runs[-1][1] > heads or piece.tokens.runs[-1][1] > size:
+            self.fail(f"{piece} is empty or reaches beyond {heads} heads and {size} tokens.")
+
+    def check_attend(self, op: Attend) -> None:
+        """Both pieces are there, blocks are whole, no tile is computed twice, each row stays on one rank."""
+        self.check_bounds(op.q)
+        self.check_bounds(op.kv)
+        if not op.kv.heads.covers(self.problem.kv_heads_of(op.q.heads)):
+            self.fail(
+                f"query heads {op.q.heads} need key/value heads {self.problem.kv_heads_of(op.q.heads)}."
+            )
+        for piece in (op.q, op.kv):
+            self.require(self.held[piece.tensor][op.rank], piece, f"rank {op.rank} does not have")
+            self.check_blocks(piece)
+        heads = op.q.heads.array
+        q_cells = self.cells.of(op.q.tokens, is_kv=False)
+        kv_cells = self.cells.of(op.kv.tokens, is_kv=True)
+        active = self.cells.active(heads, q_cells, kv_cells)
+        where = np.ix_(heads, q_cells, kv_cells)
+        if (again := active & ~self.todo[where]).any():
+            head, row, col = (int(axis[0]) for axis in np.nonzero(again))
+            tile = (
+                int(heads[head]),
+                self.cells.q_block[q_cells[row]],
+                self.cells.kv_block[kv_cells[col]],
+            )
+            self.fail("tile (head {}, q block {}, kv block {}) is computed a second time.".format(*tile))
+        self.todo[where] &= ~active
+        rows = np.ix_(heads, q_cells)
+        self.tiles_left[rows] -= active.sum(axis=2)
+        mine = active.any(axis=2)
+        other = mine & (self.owner[rows] >= 0) & (self.owner[rows] != op.rank)
+        if other.any():
+            self.fail(f"some of its rows are also computed on rank {self.owner[rows][other][0]}.")
+        self.owner[rows] = np.where(mine, op.rank, self.owner[rows])
+        self.attended(op, mine, active.any(axis=1))
+
+    def check_blocks(self, piece: Piece) -> None:
+        mask = self.schedule.mask
+        block, size = (mask.block_k, mask.kv_len) if piece.tensor == "kv" else (mask.block_q, mask.q_len)
+        cut = any(a % block or (b % block and b != size) for a, b in piece.tokens.runs)
+        if cut and not mask.is_dense:
+            self.fail(f"{piece} cuts a block of {block} tokens in two.")
+
+    def require(self, held: BoolArray, piece: Piece, what: str) -> None:
+        missing = ~held[self.cells.index(piece)]
+        if missing.any():
+            head, cell = (int(axis[0]) for axis in np.nonzero(missing))
+            token = self.cells.first_token(piece, cell)
+            self.fail(
+                f"{what} {piece.tensor} of head {int(piece.heads.array[head])}, token {token} at this point."
+            )
+
+    def check_all_done(self) -> None:
+        self.at = (-1, None)
+        if self.todo.any():
+            head, row, col = (int(axis[0]) for axis in np.nonzero(self.todo))
+            tile = (head, self.cells.q_block[row], self.cells.kv_block[col])
+            self.fail("tile (head {}, q block {}, kv block {}) is never computed.".format(*tile))
+
+    def copy_in(self, transfer: Transfer, held: BoolArray) -> None:
+        where = self.cells.index(transfer.piece)
+        if held[transfer.dst][where].any():
+            self.fail(f"rank {transfer.dst} already has some of it.")
+        held[transfer.dst][where] = True
+
+    @abstractmethod
+    def attended(self, op: Attend, rows: BoolArray, cols: BoolArray) -> None:
+        """An Attend was found sound; `rows` [heads, q cells] and `cols` [heads, kv cells] are what it touches."""
+
+    @abstractmethod
+    def leave(self, transfer: Transfer) -> None:
+        """May this piece leave its source now?"""
+
+    @abstractmethod
+    def arrive(self, transfer: Transfer) -> None:
+        """May this piece arrive at its target now?"""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Is everything done and delivered?"""

@@ -1,0 +1,92 @@
+"""Reverse: the backward pass of a schedule, derived from the forward one.
+
+Output gradients travel the way outputs came. Attentions run again in forward order, over keys and
+values that were kept or are sent again as before; each rank's partial dK/dV goes straight home as
+soon as its last tile is done, and dQ goes back where Q came from.
+"""
+
+from __future__ import annotations
+
+from weft.core.errors import InputError
+from weft.core.schedule import Attend, Exchange, Op, Piece, Schedule, Transfer
+
+
+def reverse(schedule: Schedule, *, keep: str = "auto") -> Schedule:
+    """`keep` says which keys and values stay in memory between the passes: all, none, or auto.
+
+    Auto keeps them where that no more than doubles what a rank holds at home, as in Ulysses.
+    """
+    if schedule.backward:
+        raise InputError(f"{schedule.name} is already a backward schedule.", hint="Reverse the forward one.")
+    if keep not in ("all", "none", "auto"):
+        raise InputError(f"keep={keep!r} is unknown.", hint="Use all, none or auto.")
+    if keep == "auto":
+        keep = "all" if _kv_fits(schedule) else "none"
+    again: list[Op] = []
+    moves: list[Transfer] = []
+    last = {(op.rank, op.kv): index for index, op in schedule.attends()}
+    for index, op in enumerate(schedule.ops):
+        if isinstance(op, Exchange):
+            resent = [t for t in op.transfers if t.piece.tensor == "kv" and keep == "none"]
+            again.append(Exchange((*resent, *moves), op.label if resent else "gradients home"))
+            moves = []
+        else:
+            again.append(op)
+            if last[op.rank, op.kv] == index:
+                moves += _home(schedule, op.rank, _gradient(op.kv))
+    done = {(op.rank, op.q) for _, op in schedule.attends()}
+    for rank, q in sorted(done, key=str):
+        moves += _home(schedule, rank, _gradient(q))
+    first = Exchange(_output_gradients(schedule), "output gradients")
+    ops = (first, *again, Exchange(tuple(moves), "gradients home"))
+    return Schedule(
+        schedule.name,
+        schedule.problem,
+        schedule.mask,
+        schedule.mesh,
+        tuple(op for op in ops if isinstance(op, Attend) or op.transfers),
+        backward=True,
+        kept=_kept(schedule, keep),
+    )
+
+
+def _gradient(piece: Piece) -> Piece:
+    return Piece("d" + piece.tensor, piece.heads, piece.tokens)
+
+
+def _output_gradients(schedule: Schedule) -> tuple[Transfer, ...]:
+    return tuple(
+        Transfer(_gradient(t.piece), t.dst, t.src) for _, t in schedule.transfers() if t.piece.tensor == "o"
+    )
+
+
+def _home(schedule: Schedule, rank: int, piece: Piece) -> list[Transfer]:
+    """Send a partial gradient to the copies that were read; what the rank holds itself stays."""
+    sources = schedule.problem.home(piece.tensor).sources(rank, piece.tokens)
+    return [
+        Transfer(Piece(piece.tensor, piece.heads, tokens), rank, home)
+        for home, tokens in sources
+        if home != rank
+    ]
+
+
+def _kept(schedule: Schedule, keep: str) -> tuple[tuple[Piece, ...], ...]:
+    """Received queries and computed outputs always stay; received keys and values if asked to."""
+    kept: list[dict[Piece, None]] = [{} for _ in range(schedule.problem.ranks)]
+    for _, transfer in schedule.transfers():
+        tensor = transfer.piece.tensor
+        if tensor == "q" or (tensor == "kv" and keep == "all"):
+            kept[transfer.dst][transfer.piece] = None
+    for _, op in schedule.attends():
+        kept[op.rank][Piece("o", op.q.heads, op.q.tokens)] = None
+    return tuple(tuple(pieces) for pieces in kept)
+
+
+def _kv_fits(schedule: Schedule) -> bool:
+    problem = schedule.problem
+    received = [0] * problem.ranks
+    for _, transfer in schedule.transfers():
+        if transfer.piece.tensor == "kv":
+            received[transfer.dst] += transfer.piece.heads.size * transfer.piece.tokens.size
+    home = -(-problem.kv.size // problem.ranks) * problem.kv_heads
+    return max(received, default=0) <= home

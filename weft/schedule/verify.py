@@ -1,0 +1,143 @@
+"""Verify: prove from the data alone that a schedule computes the attention it claims to.
+
+The operations are walked once, in order, on boolean arrays over heads × token cells:
+
+  coverage   every active (head, q block, kv block) is computed exactly once
+  readiness  nothing is read on a rank before it is there, no output leaves before its last tile
+  delivery   every output (backward: every gradient) gets home, once
+  pairing    one list for all ranks: a transfer is both its send and its receive, and each operation
+             waits only for earlier ones, so by induction over the list nobody waits for ever
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from weft.core.mask import BoolArray
+from weft.core.schedule import Attend, Schedule, Transfer
+from weft.schedule.measure import Report, measure
+from weft.schedule.proof import Proof
+
+
+def verify(schedule: Schedule) -> Report:
+    """Raise ScheduleError at the first operation that breaks a rule; else tell bytes and memory."""
+    proof = _BackwardProof(schedule) if schedule.backward else _ForwardProof(schedule)
+    for index, op in enumerate(schedule.ops):
+        proof.step(index, op)
+    proof.end()
+    return measure(schedule)
+
+
+class _ForwardProof(Proof):
+    """Outputs leave only when whole and reach every rank that holds the query's token."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        super().__init__(schedule)
+        self.arrived = np.zeros_like(self.held["q"])
+
+    def attended(self, op: Attend, rows: BoolArray, cols: BoolArray) -> None:
+        pass
+
+    def leave(self, transfer: Transfer) -> None:
+        piece, src = transfer.piece, transfer.src
+        if piece.tensor in self.held:
+            self.require(self.held[piece.tensor][src], piece, f"rank {src} does not have")
+        elif piece.tensor == "o":
+            where = self.cells.index(piece)
+            here = (self.owner[where] == src) | ~self.has_tiles[where] | self.arrived[src][where]
+            if not here.all():
+                self.fail(f"rank {src} does not compute all of this output.")
+            if self.tiles_left[where].any():
+                self.fail("an output leaves before its last tile is merged.")
+        else:
+            self.fail(f"a forward schedule moves q, kv and o, not {piece.tensor!r}.")
+
+    def arrive(self, transfer: Transfer) -> None:
+        if transfer.piece.tensor == "o":
+            where = self.cells.index(transfer.piece)
+            if (self.owner[where] == transfer.dst).any():
+                self.fail(f"rank {transfer.dst} computed some of this output itself.")
+            self.copy_in(transfer, self.arrived)
+        else:
+            self.copy_in(transfer, self.held[transfer.piece.tensor])
+
+    def end(self) -> None:
+        self.check_all_done()
+        for rank in range(self.problem.ranks):
+            cells = self.cells.holding(self.problem.q, rank, is_kv=False)
+            here = (self.owner == rank) | self.arrived[rank] | ~self.has_tiles
+            if not here[:, cells].all():
+                head, cell = (int(axis[0]) for axis in np.nonzero(~here[:, cells]))
+                self.fail(
+                    f"output of head {head}, q block {self.cells.q_block[cells[cell]]} never reaches rank {rank}."
+                )
+
+
+class _BackwardProof(Proof):
+    """Output gradients reach whoever computed the row; partial input gradients go home exactly once."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        super().__init__(schedule)
+        ranks = self.problem.ranks
+        self.home = {name: self.at_home(name) for name in ("q", "kv")}
+        self.taker = np.full((ranks, *self.owner.shape), -1, dtype=np.int64)
+        self.partial = {name: np.zeros_like(self.held[name]) for name in ("q", "kv")}
+        self.sent = {name: np.zeros_like(self.held[name]) for name in ("q", "kv")}
+
+    def attended(self, op: Attend, rows: BoolArray, cols: BoolArray) -> None:
+        q_where, kv_cells = self.cells.index(op.q), self.cells.of(op.kv.tokens, is_kv=True)
+        self.require(self.held["o"][op.rank], op.q, f"rank {op.rank} has not computed, so has no lse and")
+        for holder in range(self.problem.ranks):
+            late = rows & self.home["q"][holder][q_where] & (self.taker[holder][q_where] != op.rank)
+            if holder != op.rank and late.any():
+                self.fail(f"rank {op.rank} does not have the output gradient that rank {holder} holds.")
+        kv_rows = np.zeros((self.problem.kv_heads, len(kv_cells)), dtype=bool)
+        np.logical_or.at(kv_rows, op.q.heads.array // self.cells.share, cols)
+        everyone = np.arange(self.problem.kv_heads)
+        for name, where, touched in (
+            ("q", q_where, rows),
+            ("kv", np.ix_(everyone, kv_cells), kv_rows),
+        ):
+            if (touched & self.sent[name][op.rank][where]).any():
+                self.fail(f"it adds to d{name} that rank {op.rank} has already sent home.")
+            self.partial[name][op.rank][where] |= touched
+
+    def leave(self, transfer: Transfer) -> None:
+        piece, src = transfer.piece, transfer.src
+        where = self.cells.index(piece)
+        if piece.tensor in ("q", "kv"):
+            self.require(self.held[piece.tensor][src], piece, f"rank {src} does not have")
+        elif piece.tensor == "do":
+            self.require(self.home["q"][src], piece, f"rank {src} does not hold")
+        elif piece.is_sum:
+            name = piece.tensor[1:]
+            if self.sent[name][src][where].any():
+                self.fail(f"rank {src} sends some of this gradient a second time.")
+            if self.home[name][src][where].any():
+                self.fail(f"rank {src} is at home with some of this gradient; it stays.")
+            self.sent[name][src][where] = True
+        else:
+            self.fail(f"a backward schedule moves q, kv, do, dq and dkv, not {piece.tensor!r}.")
+
+    def arrive(self, transfer: Transfer) -> None:
+        piece, where = transfer.piece, self.cells.index(transfer.piece)
+        if piece.tensor in ("q", "kv"):
+            self.copy_in(transfer, self.held[piece.tensor])
+        elif piece.tensor == "do":
+            if (self.taker[transfer.src][where] >= 0).any():
+                self.fail(f"rank {transfer.src} sends some of its output gradient a second time.")
+            self.taker[transfer.src][where] = transfer.dst
+        else:
+            self.require(
+                self.home[piece.tensor[1:]][transfer.dst],
+                piece,
+                f"rank {transfer.dst} is not home to",
+            )
+
+    def end(self) -> None:
+        self.check_all_done()
+        for name in ("q", "kv"):
+            lost = self.partial[name] & ~self.sent[name] & ~self.home[name]
+            if lost.any():
+                rank, head, _ = (int(axis[0]) for axis in np.nonzero(lost))
+                self.fail(f"d{name} of head {head}, computed on rank {rank}, never gets home.")

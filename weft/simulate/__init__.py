@@ -1,0 +1,1 @@
+"""Time a schedule on a cluster that we may not have."""
