@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -196,7 +197,7 @@ def test_a_killed_rank_is_named_first_and_the_others_raise_by_themselves(pool: P
 def test_a_rank_killed_between_runs_is_named_by_the_next(pool: Pool) -> None:
     pid = pool.pids[0]
     os.kill(pid, signal.SIGSEGV)
-    assert becomes_true(lambda: not running(pid))
+    assert becomes_true(lambda: not Path(f"/proc/{pid}").exists())
     with pytest.raises(RankFailure, match="rank 0 was killed by SIGSEGV"):
         pool.run(sum_of_ranks)
 
@@ -219,6 +220,16 @@ def test_a_stopped_rank_does_not_stop_the_pool() -> None:
         with pytest.raises(RankFailure, match="rank 1 gave no sign of life"):
             pool.finish()
         assert not any(running(pid) for pid in pids)
+
+
+def test_ctrl_c_ends_the_run_and_not_the_pool(pool: Pool) -> None:
+    pids = pool.pids
+    pool.start(time.sleep, 100.0)
+    threading.Timer(0.2, signal.pthread_kill, [threading.get_ident(), signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        pool.finish()
+    assert not any(running(pid) for pid in pids)
+    assert pool.run(sum_of_ranks) == [3.0] * 3
 
 
 def test_what_cannot_run_is_refused_before_anything_is_sent(pool: Pool) -> None:

@@ -6,16 +6,17 @@ import base64
 import dataclasses
 import hashlib
 import json
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from weft.core.errors import InputError
 
 _KINDS: dict[str, type[Any]] = {}
+Kind = TypeVar("Kind")
 
 
-def value(kind: type[Any]) -> type[Any]:
+def value(kind: type[Kind]) -> type[Kind]:
     """Class decorator: makes a frozen dataclass readable from JSON by its own name."""
     _KINDS[kind.__name__] = kind
     return kind
@@ -27,34 +28,32 @@ def to_plain(thing: Any) -> Any:
         fields = {f.name: to_plain(getattr(thing, f.name)) for f in dataclasses.fields(thing) if f.init}
         return {"kind": type(thing).__name__, **fields}
     if isinstance(thing, np.ndarray):
-        # Masks are bits in long runs: base64 of the packed bytes is small enough and needs no reader of its own.
-        data = base64.b64encode(np.ascontiguousarray(thing).tobytes()).decode()
-        return {
-            "kind": "array",
-            "dtype": str(thing.dtype),
-            "shape": list(thing.shape),
-            "data": data,
-        }
-    if isinstance(thing, (tuple, list)):
-        return [to_plain(item) for item in thing]
+        return _array_to_plain(cast("np.ndarray[Any, Any]", thing))
+    if isinstance(thing, tuple | list):
+        return [to_plain(item) for item in cast("list[Any]", thing)]
     if isinstance(thing, dict):
-        return {str(key): to_plain(item) for key, item in thing.items()}
-    if isinstance(thing, np.generic):
-        return thing.item()
+        return {str(key): to_plain(item) for key, item in cast("dict[Any, Any]", thing).items()}
     return thing
+
+
+def _array_to_plain(array: np.ndarray[Any, Any]) -> dict[str, Any]:
+    # Masks are bits in long runs: base64 of the packed bytes is small enough and needs no reader of its own.
+    data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+    return {"kind": "array", "dtype": str(array.dtype), "shape": list(array.shape), "data": data}
 
 
 def from_plain(plain: Any) -> Any:
     """The inverse of `to_plain`; lists become tuples, so that values are hashable again."""
     if isinstance(plain, list):
-        return tuple(from_plain(item) for item in plain)
+        return tuple(from_plain(item) for item in cast("list[Any]", plain))
     if not isinstance(plain, dict):
         return plain
-    kind = plain.get("kind")
+    table = cast("dict[str, Any]", plain)
+    kind = table.get("kind")
     if kind == "array":
-        raw = np.frombuffer(base64.b64decode(plain["data"]), dtype=plain["dtype"])
-        return raw.reshape(plain["shape"])
-    fields = {key: from_plain(item) for key, item in plain.items() if key != "kind"}
+        raw = np.frombuffer(base64.b64decode(table["data"]), dtype=table["dtype"])
+        return raw.reshape(table["shape"])
+    fields = {key: from_plain(item) for key, item in table.items() if key != "kind"}
     if kind is None:
         return fields
     if kind not in _KINDS:

@@ -90,28 +90,31 @@ class BlockMask:
     @cached_property
     def patterns(self) -> BoolArray:
         """[patterns, q blocks, kv blocks] as booleans."""
-        return np.unpackbits(self.bits, axis=2, count=self.kv_blocks).astype(bool)
+        return np.unpackbits(self.bits, axis=2, count=self.kv_blocks).view(np.bool_)
 
     @property
     def tiles(self) -> BoolArray:
-        """[heads, q blocks, kv blocks] as booleans; large for many heads, so take `select` where it serves."""
+        """[heads, q blocks, kv blocks] as booleans; large for many heads: `select` takes a part."""
         return self.patterns[list(self.pattern_of)]
 
     def select(self, heads: Indices, rows: Indices, cols: Indices) -> BoolArray:
         """The tiles of some heads, q *blocks* and kv *blocks*."""
-        chosen = [self.pattern_of[head] for head in heads]
+        chosen = np.asarray(self.pattern_of)[heads.array]
         return self.patterns[np.ix_(chosen, rows.array, cols.array)]
 
     @cached_property
     def is_dense(self) -> bool:
         return bool(self.patterns.all())
 
+    def needed(self, heads: Indices, q_tokens: Indices) -> BoolArray:
+        """Which kv blocks some heads of some query tokens touch."""
+        chosen = np.unique(np.asarray(self.pattern_of)[heads.array])
+        rows = q_tokens.blocks(self.block_q).array
+        return np.asarray(self.patterns[np.ix_(chosen, rows)].any(axis=(0, 1)))
+
     def any_active(self, heads: Indices, q_tokens: Indices, kv_tokens: Indices) -> bool:
-        if self.is_dense:
-            return bool(heads and q_tokens and kv_tokens)
-        chosen = sorted({self.pattern_of[head] for head in heads})
-        rows, cols = q_tokens.blocks(self.block_q), kv_tokens.blocks(self.block_k)
-        return bool(self.patterns[np.ix_(chosen, rows.array, cols.array)].any())
+        needed = self.needed(heads, q_tokens)
+        return any(needed[start:stop].any() for start, stop in kv_tokens.blocks(self.block_k).runs)
 
     @cached_property
     def row_sizes(self) -> IntArray:

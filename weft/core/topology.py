@@ -7,7 +7,7 @@ import math
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from weft.core.codec import value
 from weft.core.errors import InputError
@@ -110,21 +110,26 @@ class Topology:
 
 
 def _read_rows(rows: Any, where: str) -> list[dict[str, Any]]:
-    if not isinstance(rows, list) or any(
-        not isinstance(r, dict) or not {"from", "to"} <= set(r) for r in rows
-    ):
+    tables = [_table(row) for row in cast("list[Any]", rows)] if isinstance(rows, list) else [None]
+    found = [table for table in tables if table and {"from", "to"} <= set(table)]
+    if len(found) < len(tables):
         raise InputError(
             f"{where}: links must be tables with from and to.",
             hint="Write [[links]] from = 0, to = 1, latency = 1e-5, bandwidth = 2e10.",
         )
-    return [dict(row) for row in rows]
+    return found
 
 
-def _read_link(table: Any, where: str) -> Link:
-    if not isinstance(table, dict):
-        raise InputError(f"{where} is {table!r}.", hint="Write latency = seconds, bandwidth = bytes/s.")
+def _read_link(given: Any, where: str) -> Link:
+    table = _table(given)
+    if table is None:
+        raise InputError(f"{where} is {given!r}.", hint="Write latency = seconds, bandwidth = bytes/s.")
     _check_names(table, Link, where)
     return _build(Link, table, where)
+
+
+def _table(given: Any) -> dict[str, Any] | None:
+    return dict(cast("dict[str, Any]", given)) if isinstance(given, dict) else None
 
 
 def _build(kind: type[Any], table: dict[str, Any], where: str) -> Any:

@@ -1,4 +1,4 @@
-"""Agreement before movement: every rank says what it is about to run, and nobody moves unless all say the same."""
+"""Agreement before movement: every rank says what it will run; nobody moves unless all say the same."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from weft.run.op import attention_op, register
 from weft.run.world import axes_of, world_of
 
 
-def attention(
+def attention(  # noqa: PLR0913 - the one call users make; each option is a word of theirs
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -69,7 +69,7 @@ def _executor(shapes: Any, kinds: Any, given: Any, mesh: Any, timeout: float) ->
     comm = world.comm
     counts = None
     if not options.tells_tokens:
-        # Row counts may change on some ranks only, so a look-up by local shapes could leave the others waiting.
+        # Rows may change on some ranks only, so a look-up by local shapes could leave others waiting.
         counts = tuple(tuple(row) for row in comm.gather_numbers(tensors.counts))
     key = (tensors, options, axes_of(mesh), counts)
     if key not in world.compiled:

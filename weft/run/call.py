@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -179,9 +179,10 @@ def _given_schedule(tensors: Tensors, options: Options, rank: int, ranks: int) -
 
 def _layouts(options: Options, ranks: int, counts: Counts | None) -> tuple[Layout, Layout]:
     """Home layouts of the query and key/value tokens, from what the caller or all ranks together said."""
-    mask = options.mask
-    q = options.tokens if options.tokens is not None else mask and mask.q_len
-    kv = options.kv_tokens if options.kv_tokens is not None else mask and mask.kv_len
+    q, kv = options.tokens, options.kv_tokens
+    if options.mask is not None:
+        q = options.mask.q_len if q is None else q
+        kv = options.mask.kv_len if kv is None else kv
     if counts is not None:
         q = _from_counts([row[0] for row in counts], options)
         if kv is None:
@@ -190,7 +191,7 @@ def _layouts(options: Options, ranks: int, counts: Counts | None) -> tuple[Layou
     q_layout = _layout(q, ranks, options)
     if options.kv_tokens is None and (kv is None or (isinstance(kv, int) and kv == q_layout.size)):
         return q_layout, q_layout
-    return q_layout, kv if isinstance(kv, Layout) else Layout.even(kv, ranks)
+    return q_layout, _layout(kv, ranks, replace(options, prefix=0, suffix=0))
 
 
 def _layout(tokens: Any, ranks: int, options: Options) -> Layout:

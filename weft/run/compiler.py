@@ -108,7 +108,7 @@ class Compiler:
         self.program.steps.append(Copy(part.place.slot, source, target.slot, into, add))
 
     def collect(self, target: Place, parts: list[Part], *, padded: bool = False) -> None:
-        """Put a slot together: plain copies where parts tile it, zero and add where they overlap or miss some."""
+        """Put a slot together: copies where parts tile it, zero and add where they overlap or miss some."""
         tiled = tiles(target.piece, parts)
         if padded or not tiled:
             self.program.steps.append(Fill(target.slot))

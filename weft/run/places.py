@@ -90,17 +90,18 @@ def pick(x: Tensor, index: Index) -> Tensor:
 
 def put(x: Tensor, index: Index, given: Tensor, *, add: bool) -> None:
     """Write or add into part of a slot; indices never repeat, so adding is safe."""
+    if is_slice(index):
+        part = pick(x, index)
+        part.add_(given) if add else part.copy_(given)
+        return
     heads, rows = index
     if isinstance(heads, Tensor):
-        where = torch.arange(x.shape[2])[rows] if isinstance(rows, slice) else rows
-        index = heads[:, None], where
-    if not isinstance(index[0], Tensor) and not isinstance(index[1], Tensor):
-        part = x[:, index[0], index[1]]
-        part.add_(given) if add else part.copy_(given)
-    elif add:
-        x[:, index[0], index[1]] += given.to(x.dtype)
+        heads = heads.unsqueeze(1)
+        rows = torch.arange(x.shape[2])[rows] if isinstance(rows, slice) else rows
+    if add:
+        x[:, heads, rows] += given.to(x.dtype)
     else:
-        x[:, index[0], index[1]] = given.to(x.dtype)
+        x[:, heads, rows] = given.to(x.dtype)
 
 
 def is_slice(index: Index) -> bool:

@@ -87,7 +87,7 @@ def axes_of(mesh: Any) -> str | None:
     """The strategy that a mesh with named axes asks for, if it names any."""
     if isinstance(mesh, DeviceMesh):
         names = mesh.mesh_dim_names or ()
-        sizes = dict(zip(names, mesh.mesh.shape, strict=False))
+        sizes: dict[str, int] = dict(zip(names, tuple(mesh.mesh.shape), strict=False))
     elif isinstance(mesh, Mesh):
         sizes = dict(mesh.axes)
     else:

@@ -40,7 +40,7 @@ class Cells:
         self.q_block = self._edges[False][:-1] // mask.block_q
         self.kv_block = self._edges[True][:-1] // mask.block_k
 
-    def count(self, is_kv: bool) -> int:
+    def count(self, *, is_kv: bool) -> int:
         return len(self._edges[is_kv]) - 1
 
     def of(self, tokens: Indices, *, is_kv: bool) -> IntArray:

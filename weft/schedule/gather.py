@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from weft.core.indices import EMPTY, Indices
-from weft.core.mask import BlockMask
+from weft.core.mask import BlockMask, BoolArray
 from weft.core.mesh import Mesh
 from weft.core.partition import Partition, Work
 from weft.core.problem import Problem
@@ -51,23 +51,20 @@ def _not_in(piece: Piece, fetched: list[Piece]) -> list[Piece]:
 
 
 def needs(problem: Problem, mask: BlockMask, work: Work) -> list[tuple[Indices, Indices]]:
-    """Groups of query heads with the key/value tokens that each group touches; groups never share a kv head."""
+    """Groups of query heads with the key/value tokens they touch; no two groups share a kv head."""
     share = problem.heads // problem.kv_heads
-    rows = work.rows.blocks(mask.block_q).array
     groups: dict[bytes, Indices] = {}
-    columns: dict[bytes, np.ndarray] = {}
+    columns: dict[bytes, BoolArray] = {}
     for kv_head in problem.kv_heads_of(work.heads):
         heads = work.heads & Indices.span(kv_head * share, (kv_head + 1) * share)
-        patterns = sorted({mask.pattern_of[head] for head in heads})
-        needed = mask.patterns[np.ix_(patterns, rows)].any(axis=(0, 1))
-        key = np.packbits(needed).tobytes()
-        groups[key] = groups.get(key, EMPTY) | heads
-        columns[key] = needed
+        needed = mask.needed(heads, work.rows)
+        groups[needed.tobytes()] = groups.get(needed.tobytes(), EMPTY) | heads
+        columns[needed.tobytes()] = needed
     found = [(heads, _tokens(mask, columns[key])) for key, heads in groups.items()]
     return [(heads, tokens) for heads, tokens in found if tokens]
 
 
-def _tokens(mask: BlockMask, blocks: np.ndarray) -> Indices:
+def _tokens(mask: BlockMask, blocks: BoolArray) -> Indices:
     runs = Indices.of(np.flatnonzero(blocks).tolist()).runs
     return Indices.from_runs((a * mask.block_k, min(b * mask.block_k, mask.kv_len)) for a, b in runs)
 

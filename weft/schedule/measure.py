@@ -85,7 +85,7 @@ def _peak_memory(schedule: Schedule, rank: int) -> int:
         elif op.rank == rank:
             _read(lives, op.q, index)
             _read(lives, op.kv, index)
-            for piece in _sums(op, schedule.backward):
+            for piece in _sums(op, backward=schedule.backward):
                 size = piece.elements(problem) * problem.sum_bytes
                 lives.setdefault(piece, _Life(index, index, size)).last = index
     change = np.zeros(len(schedule.ops) + 1, dtype=np.int64)
@@ -110,7 +110,7 @@ class _Life:
     size: int
 
 
-def _sums(op: Attend, backward: bool) -> list[Piece]:
+def _sums(op: Attend, *, backward: bool) -> list[Piece]:
     """The pieces an Attend adds to."""
     if backward:
         return [Piece("dq", op.q.heads, op.q.tokens), Piece("dkv", op.kv.heads, op.kv.tokens)]

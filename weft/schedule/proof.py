@@ -36,7 +36,7 @@ class Proof(ABC):
                 self.held[piece.tensor][rank][self.cells.index(piece)] = True
         everything = (np.arange(heads), np.arange(q_cells), np.arange(kv_cells))
         self.todo = self.cells.active(*everything)
-        self.has_tiles = self.todo.any(axis=2)
+        self.has_tiles = np.asarray(self.todo.any(axis=2))
         self.tiles_left = self.todo.sum(axis=2)
         self.owner = np.full((heads, q_cells), -1, dtype=np.int64)
 
@@ -111,12 +111,12 @@ class Proof(ABC):
         self.todo[where] &= ~active
         rows = np.ix_(heads, q_cells)
         self.tiles_left[rows] -= active.sum(axis=2)
-        mine = active.any(axis=2)
+        mine = np.asarray(active.any(axis=2))
         other = mine & (self.owner[rows] >= 0) & (self.owner[rows] != op.rank)
         if other.any():
             self.fail(f"some of its rows are also computed on rank {self.owner[rows][other][0]}.")
         self.owner[rows] = np.where(mine, op.rank, self.owner[rows])
-        self.attended(op, mine, active.any(axis=1))
+        self.attended(op, mine, np.asarray(active.any(axis=1)))
 
     def check_blocks(self, piece: Piece) -> None:
         mask = self.schedule.mask
@@ -149,7 +149,7 @@ class Proof(ABC):
 
     @abstractmethod
     def attended(self, op: Attend, rows: BoolArray, cols: BoolArray) -> None:
-        """An Attend was found sound; `rows` [heads, q cells] and `cols` [heads, kv cells] are what it touches."""
+        """An Attend was found sound; it touches `rows` [heads, q cells] and `cols` [heads, kv cells]."""
 
     @abstractmethod
     def leave(self, transfer: Transfer) -> None:

@@ -93,9 +93,7 @@ def needed_columns(mask: BlockMask, works: tuple[Work, ...]) -> BoolArray:
     """Which kv blocks a rank's work touches."""
     needed = np.zeros(mask.kv_blocks, dtype=bool)
     for work in works:
-        patterns = sorted({mask.pattern_of[head] for head in work.heads})
-        rows = work.rows.blocks(mask.block_q).array
-        needed |= mask.patterns[np.ix_(patterns, rows)].any(axis=(0, 1))
+        needed |= mask.needed(work.heads, work.rows)
     return needed
 
 

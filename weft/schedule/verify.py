@@ -68,9 +68,8 @@ class _ForwardProof(Proof):
             here = (self.owner == rank) | self.arrived[rank] | ~self.has_tiles
             if not here[:, cells].all():
                 head, cell = (int(axis[0]) for axis in np.nonzero(~here[:, cells]))
-                self.fail(
-                    f"output of head {head}, q block {self.cells.q_block[cells[cell]]} never reaches rank {rank}."
-                )
+                block = self.cells.q_block[cells[cell]]
+                self.fail(f"output of head {head}, q block {block} never reaches rank {rank}.")
 
 
 class _BackwardProof(Proof):

@@ -57,7 +57,7 @@ class GroupComm:
         except RuntimeError as error:
             raise CommError(
                 f"Rank {self.rank} waited for all {self.size} ranks to agree on a plan: {_reason(error)}",
-                hint="A rank is lost, or in another call; every rank must make the same calls in the same order.",
+                hint="A rank is lost or in another call; all must make the same calls in the same order.",
             ) from error
         return [row.tolist() for row in everyone]
 

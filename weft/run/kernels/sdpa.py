@@ -47,9 +47,8 @@ class Sdpa:
         dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         for heads, rows, keys in tiles.rows_of_work:
             columns = (slice(None), heads[:, None], keys)
-            row = [x[:, heads, rows] for x in (grad, q)]
-            end = [x[:, heads, rows] for x in (out, lse)]
-            parts = _backward(*row, k[columns], v[columns], *end, scale)
+            row_grad, row_q, row_out, row_lse = (x[:, heads, rows] for x in (grad, q, out, lse))
+            parts = _backward(row_grad, row_q, k[columns], v[columns], row_out, row_lse, scale)
             dq[:, heads, rows] = parts[0]
             # Keys of one row are distinct, so this adds and never overwrites.
             dk[columns] += parts[1]

@@ -1,0 +1,123 @@
+"""The oracle: attention written out in float64 on the whole sequence, and how to cut it by a layout.
+
+truth = Truth.of(problem, mask)
+truth.check_outputs([fn(*truth.inputs(rank)) for rank in range(problem.ranks)], 1e-10)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from tests.cases import token_mask
+from weft.core.layout import Layout
+from weft.core.mask import BlockMask
+from weft.core.problem import Problem
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, allowed: Tensor | None = None) -> Tensor:
+    """Softmax attention [B, H, S, D] as the textbook has it; a row that may see nothing gives 0."""
+    share = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(share, 1) for x in (k, v))
+    scores = q @ k.mT * scale
+    if allowed is None:
+        return scores.softmax(-1) @ v
+    empty = ~allowed.any(-1, keepdim=True)
+    scores = scores.masked_fill(~(allowed | empty), -torch.inf)
+    return scores.softmax(-1).masked_fill(~allowed, 0.0) @ v
+
+
+def shard(x: Tensor, layout: Layout, rank: int, *, fill: float = torch.nan) -> Tensor:
+    """A rank's rows of a whole tensor; padded rows hold what must never be read."""
+    rows = x[:, :, torch.from_numpy(layout.order(rank))]
+    return torch.nn.functional.pad(rows, (0, 0, 0, layout.rows(rank) - rows.shape[2]), value=fill)
+
+
+def unshard(shards: Sequence[Tensor], layout: Layout) -> Tensor:
+    """The sum over all copies of each token: what the gradients of a whole tensor are."""
+    batch, heads, _, head_dim = shards[0].shape
+    whole = shards[0].new_zeros(batch, heads, layout.size, head_dim, dtype=torch.float64)
+    for rank, x in enumerate(shards):
+        order = torch.from_numpy(layout.order(rank))
+        whole.index_add_(2, order, x[:, :, : len(order)].double())
+    return whole
+
+
+@dataclass(frozen=True, eq=False)
+class Truth:
+    """Random q, k, v and output gradients of a problem, and what attention makes of them."""
+
+    problem: Problem
+    mask: BlockMask
+    scale: float
+    whole: tuple[Tensor, Tensor, Tensor]
+    """q, k, v over all tokens, float64 numbers that the problem's dtype has exactly."""
+    slopes: tuple[Tensor, ...]
+    """By rank, the gradient of its output; every copy of a replicated token has its own."""
+
+    @staticmethod
+    def of(problem: Problem, mask: BlockMask | None = None, *, scale: float = 0.37, seed: int = 0) -> Truth:
+        random = torch.Generator().manual_seed(seed)
+        dtype = getattr(torch, problem.dtype)
+
+        def some(heads: int, tokens: int) -> Tensor:
+            shape = (problem.batch, heads, tokens, problem.head_dim)
+            return torch.randn(shape, generator=random, dtype=torch.float64).to(dtype).double()
+
+        q, kv = problem.q, problem.kv
+        whole = some(problem.heads, q.size), some(problem.kv_heads, kv.size), some(problem.kv_heads, kv.size)
+        slopes = tuple(some(problem.heads, q.rows(rank)) for rank in range(q.ranks))
+        everything = BlockMask.dense(problem.heads, q.size, kv.size)
+        return Truth(problem, everything if mask is None else mask, scale, whole, slopes)
+
+    @cached_property
+    def answer(self) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The output over all tokens, and the gradients of q, k, v."""
+        inputs = [x.clone().requires_grad_() for x in self.whole]
+        allowed = None if self.mask.is_dense else torch.from_numpy(token_mask(self.mask))
+        out = dense(*inputs, self.scale, allowed)
+        slope = unshard(self.slopes, self.problem.q)
+        return out.detach(), torch.autograd.grad(out, inputs, slope)
+
+    def inputs(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+        """A rank's q, k, v in the problem's dtype, with NaN in the padded rows."""
+        dtype = getattr(torch, self.problem.dtype)
+        q, kv = self.problem.q, self.problem.kv
+        q_shard, *kv_shards = (
+            shard(x, layout, rank).to(dtype) for x, layout in zip(self.whole, (q, kv, kv), strict=True)
+        )
+        return q_shard, *kv_shards
+
+    def slope(self, rank: int) -> Tensor:
+        """A rank's output gradient, with NaN in the padded rows."""
+        held = self.problem.q.held(rank).size
+        slope = self.slopes[rank].clone()
+        slope[:, :, held:] = torch.nan
+        return slope.to(getattr(torch, self.problem.dtype))
+
+    def output_error(self, outs: Sequence[Tensor]) -> float:
+        """The largest difference of any rank's output from the truth; padded rows are 0 there."""
+        expected = [shard(self.answer[0], self.problem.q, rank, fill=0.0) for rank in range(self.problem.ranks)]
+        return max(error(x, y) for x, y in zip(outs, expected, strict=True))
+
+    def gradient_error(self, grads: Sequence[Sequence[Tensor]]) -> float:
+        """The largest difference of the gradients by rank (dq, dk, dv), summed over copies, from the truth."""
+        layouts = (self.problem.q, self.problem.kv, self.problem.kv)
+        for layout, shards in zip(layouts, zip(*grads, strict=True), strict=True):
+            for rank, x in enumerate(shards):
+                assert x.shape[2] == layout.rows(rank)
+                assert not x[:, :, layout.held(rank).size :].any(), "a padded row has a gradient"
+        found = [unshard(x, layout) for x, layout in zip(zip(*grads, strict=True), layouts, strict=True)]
+        return max(error(x, y) for x, y in zip(found, self.answer[1], strict=True))
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """The largest absolute difference; NaN, which no tolerance allows, counts as infinite."""
+    assert found.shape == expected.shape, (found.shape, expected.shape)
+    if not found.numel():
+        return 0.0
+    return (found.double() - expected.double()).abs().nan_to_num(torch.inf).max().item()
