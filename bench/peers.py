@@ -60,9 +60,9 @@ def _yunchang_ulysses() -> Attention:
 
 
 def _yunchang_ulysses_class() -> Attention:
-    """The class that yunchang's README names for Ulysses.
+    """yunchang's class for Ulysses alone.
 
-    With a torch kernel it also runs a ring, over the default group and thus over other heads' keys.
+    With a torch kernel it also runs a ring, over the default group and so over other heads' keys.
     """
     group, _ = _yunchang_groups(dist.get_world_size(), 1)
     from yunchang import UlyssesAttention

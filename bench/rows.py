@@ -102,6 +102,15 @@ def interleave(contenders: Contenders, rounds: int, warmup: int = 1) -> list[dic
     return [take_turns(contenders, turn) for turn in range(rounds)]
 
 
+def busy_seconds() -> float:
+    """CPU seconds of this machine so far, all processes and what a hypervisor took; 0 if unknown."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return 0.0
+    user, nice, system, _idle, _wait, *rest = map(int, stat.read_text().split("\n")[0].split()[1:])
+    return (user + nice + system + sum(rest[:3])) / os.sysconf("SC_CLK_TCK")
+
+
 def median_ratio(over: Sequence[float], under: Sequence[float]) -> float:
     """The median of the ratios of each round: a slow spell weighs on both sides of its ratio."""
     return statistics.median(a / b for a, b in zip(over, under, strict=True))

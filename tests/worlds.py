@@ -35,7 +35,7 @@ def running(pid: int) -> bool:
     return status[0] != "Z"
 
 
-def becomes_true(claim: Callable[[], bool], within: float = 5.0) -> bool:
+def becomes_true(claim: Callable[[], bool], within: float = 30.0) -> bool:
     deadline = time.monotonic() + within
     while not claim() and time.monotonic() < deadline:
         time.sleep(0.02)

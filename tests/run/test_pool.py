@@ -84,7 +84,7 @@ def a_generator() -> Iterator[int]:
 
 @pytest.fixture
 def pool() -> Iterator[Pool]:
-    with Pool(3, timeout=2.0, limit=20.0) as pool:
+    with Pool(3, limit=60.0) as pool:
         yield pool
 
 
@@ -128,7 +128,7 @@ def test_a_failure_names_its_rank_and_carries_its_exception(pool: Pool) -> None:
     assert list(caught.value.failures) == [1]
     assert isinstance(failure.error, KeyError)
     assert "in fail_on" in failure.traceback
-    assert 0.0 < failure.seconds < 20.0
+    assert 0.0 < failure.seconds < 60.0
 
 
 def test_an_exception_that_cannot_be_pickled_is_told_all_the_same(pool: Pool) -> None:
@@ -170,12 +170,14 @@ def test_any_other_failure_ends_the_ranks_and_the_next_run_has_fresh_ones(
     assert not set(pool.pids) & set(before)
 
 
-def test_a_rank_that_raises_alone_leaves_the_others_their_time_out(pool: Pool) -> None:
-    with pytest.raises(RankFailure, match="failed:\n  rank 1: KeyError") as caught:
-        pool.run(fail_on_then_barrier, (1,), KeyError("blue"))
+def test_a_rank_that_raises_alone_leaves_the_others_their_time_out() -> None:
+    with Pool(3, timeout=2.0) as pool:
+        pool.run(rank_and)  # imports this module, which may take longer than the time-out
+        with pytest.raises(RankFailure, match="failed:\n  rank 1: KeyError") as caught:
+            pool.run(fail_on_then_barrier, (1,), KeyError("blue"))
     failures = caught.value.failures
     assert {failures[rank].kind for rank in (0, 2)} == {"RuntimeError"}
-    assert failures[0].seconds - failures[1].seconds > 0.8 * pool.timeout
+    assert failures[0].seconds - failures[1].seconds > 1.5
 
 
 def test_a_rank_that_exits_is_named_with_its_code_and_the_others_raise(pool: Pool) -> None:

@@ -83,9 +83,7 @@ def session_of(pid: int) -> int:
 
 
 @pytest.mark.parametrize("busy", ["idle", "busy"])
-def test_nothing_is_left_after_close(
-    busy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_left_after_close(busy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     pool = Pool(2)
     pids = pool.pids
@@ -118,7 +116,7 @@ def test_nothing_is_left_of_a_pool_that_is_dropped() -> None:
 @pytest.mark.parametrize("then", ["raise SystemExit(3)", "os._exit(3)"])
 def test_nothing_is_left_of_a_parent_that_ends_without_close(then: str) -> None:
     with Script(BLOCKED.format(first="", then=then)) as script:
-        assert script.process.wait(10.0) == 3
+        assert script.process.wait(30.0) == 3
         assert becomes_true(lambda: not script.alive() and not script.files())
         assert script.errors() == ""
 
@@ -137,12 +135,16 @@ def test_ranks_end_with_a_killed_parent_even_if_its_children_live_on() -> None:
         assert script.alive()
 
 
-@pytest.mark.parametrize("code", [BLOCKED.format(first="", then="pool.finish()"), STARTING])
+@pytest.mark.parametrize(
+    "code",
+    [BLOCKED.format(first="", then="pool.finish()"), STARTING],
+    ids=["running", "starting"],
+)
 def test_ctrl_c_gives_one_traceback_and_leaves_nothing(code: str) -> None:
     with Script(code) as script:
         time.sleep(0.3)  # in which the forkserver begins to import torch
         os.killpg(script.process.pid, signal.SIGINT)
-        script.process.wait(10.0)
+        script.process.wait(30.0)
         assert becomes_true(lambda: not script.alive() and not script.files())
         errors = script.errors()
     assert errors.count("Traceback") == 1

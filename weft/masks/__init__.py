@@ -1,0 +1,1 @@
+"""Producers of block masks, one a file."""

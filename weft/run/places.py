@@ -94,14 +94,11 @@ def put(x: Tensor, index: Index, given: Tensor, *, add: bool) -> None:
         part = pick(x, index)
         part.add_(given) if add else part.copy_(given)
         return
-    heads, rows = index
-    if isinstance(heads, Tensor):
-        heads = heads.unsqueeze(1)
-        rows = torch.arange(x.shape[2])[rows] if isinstance(rows, slice) else rows
+    heads, rows = (torch.arange(size)[at] for size, at in zip(x.shape[1:3], index, strict=True))
     if add:
-        x[:, heads, rows] += given.to(x.dtype)
+        x[:, heads[:, None], rows] += given.to(x.dtype)
     else:
-        x[:, heads, rows] = given.to(x.dtype)
+        x[:, heads[:, None], rows] = given.to(x.dtype)
 
 
 def is_slice(index: Index) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import pickle
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ from math import inf
 from multiprocessing import connection, util
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
-from typing import Any, Self
+from typing import Any
 
 from weft.core.errors import CommError, InputError, WeftError
 from weft.run.rank import (
@@ -31,6 +32,7 @@ from weft.run.rank import (
     Returned,
     call,
     end_ranks,
+    get_ready,
     join_world,
     meet,
     start_ranks,
@@ -53,7 +55,7 @@ class RankFailure(CommError):  # noqa: N818 - a failure of ranks, told by its `f
         self.failures = failures
         self.size = size
         rank, first = next(iter(failures.items()))
-        if first.traceback:
+        if first.traceback and sys.version_info >= (3, 11):
             self.add_note(f"rank {rank} was here:\n{first.traceback}")
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -131,7 +133,7 @@ class Pool:
         self._closed = True
         self._end_ranks()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Pool:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -140,8 +142,7 @@ class Pool:
     def _fresh_ranks(self) -> _Ranks:
         ranks = _Ranks(self.size)
         try:
-            ranks.launch(self.threads, self.timeout)
-            failures = _failures(ranks.answers(self.timeout + REPLY_SECONDS, inf))
+            failures = ranks.launch(self.threads, self.timeout)
             if failures:
                 raise RankFailure(failures, self.size, START_HINT)
         except BaseException:
@@ -196,12 +197,18 @@ class _Ranks:
     def pids(self) -> tuple[int, ...]:
         return tuple(process.pid or 0 for process in self._processes)
 
-    def launch(self, threads: int, timeout: float) -> None:
+    def launch(self, threads: int, timeout: float) -> dict[int, Failure]:
         for process, pipe in start_ranks(self._size, self._directory):
             self._processes.append(process)
             self._pipes.append(pipe)
-        world = (self._size, threads, timeout, self._directory)
+        # First all get ready: the time-out of one must not run out while another imports torch.
+        self.tell([call(get_ready, threads)] * self._size)
+        failures = _failures(self.answers(REPLY_SECONDS, inf))
+        if failures:
+            return failures
+        world = (self._size, timeout, self._directory)
         self.tell([call(join_world, rank, *world) for rank in range(self._size)])
+        return _failures(self.answers(timeout + REPLY_SECONDS, inf))
 
     def tell(self, messages: Sequence[bytes]) -> None:
         self._told = time.monotonic()

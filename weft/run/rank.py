@@ -110,14 +110,19 @@ def call(fn: Callable[..., Any], *args: Any) -> bytes:
     return pickle.dumps((sys.path, pickled))
 
 
-def join_world(rank: int, size: int, threads: int, timeout: float, directory: str) -> None:
+def get_ready(threads: int) -> None:
     """The first call of every rank."""
     import torch
-    import torch.distributed as dist
 
     os.environ["OMP_NUM_THREADS"] = str(threads)  # for what a rank may start itself
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     torch.set_num_threads(threads)
+
+
+def join_world(rank: int, size: int, timeout: float, directory: str) -> None:
+    """The second call of every rank."""
+    import torch.distributed as dist
+
     meeting = f"file://{directory}/store"
     limit = timedelta(seconds=timeout)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size, timeout=limit)

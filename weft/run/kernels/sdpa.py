@@ -26,7 +26,8 @@ class Sdpa:
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
         lse = q.new_full(q.shape[:-1], -torch.inf)
         for heads, rows, keys in tiles.rows_of_work:
-            part = _forward(q[:, heads, rows], k[:, heads][:, :, keys], v[:, heads][:, :, keys], scale)
+            columns = (slice(None), heads[:, None], keys)
+            part = _forward(q[:, heads, rows], k[columns], v[columns], scale)
             out[:, heads, rows], lse[:, heads, rows] = part
         return out, lse
 

@@ -1,0 +1,123 @@
+"""Links between ranks, in Python and in TOML, where no slip of the pen is ignored."""
+
+import math
+
+import pytest
+
+from weft.core.errors import InputError
+from weft.core.topology import LOOPBACK, Link, Topology
+
+FAST, SLOW = Link(latency=1e-6, bandwidth=1e11), Link(latency=1e-5, bandwidth=1e10)
+
+CLUSTER = """
+name = "two boxes"
+machines = 2
+devices = 3
+flops = 2e14
+[intra]
+latency = 1e-6
+bandwidth = 1e11
+[inter]
+latency = 1e-5
+bandwidth = 1e10
+[[links]]
+from = 0
+to = 4
+latency = 0
+bandwidth = 7
+"""
+
+
+@pytest.fixture
+def read(tmp_path):
+    def read(text: str) -> Topology:
+        path = tmp_path / "cluster.toml"
+        path.write_text(text)
+        return Topology.from_toml(path)
+
+    return read
+
+
+def test_toml_gives_what_python_gives(read):
+    odd = (0, 4, Link(latency=0, bandwidth=7))
+    expected = Topology(
+        name="two boxes", machines=2, devices=3, intra=FAST, inter=SLOW, flops=2e14, links=(odd,)
+    )
+    assert read(CLUSTER) == expected
+    assert read("") == Topology()
+
+
+def test_ranks_fill_a_machine_before_the_next(read):
+    topology = read(CLUSTER)
+    assert [topology.machine(rank) for rank in range(topology.ranks)] == [0, 0, 0, 1, 1, 1]
+    assert topology.link(0, 2) == topology.link(5, 3) == FAST
+    assert topology.link(2, 3) == SLOW
+
+
+def test_a_link_of_its_own_goes_one_way_only(read):
+    topology = read(CLUSTER)
+    assert topology.link(0, 4).bandwidth == 7
+    assert topology.link(4, 0) == SLOW
+
+
+def test_local_is_one_machine_on_loopback():
+    assert Topology.local(5).ranks == 5
+    assert Topology.local(5).link(0, 4) == LOOPBACK
+
+
+def test_seconds_are_latency_and_then_bytes():
+    assert Link(latency=3.0, bandwidth=10.0).seconds(20) == 5.0
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("machnes = 2", r"no 'machnes'. Did you mean 'machines'\?"),
+        ("colour = 2", "no 'colour'. Known names: name, machines, devices"),
+        (
+            "[intra]\nlatency = 0\nbandwith = 1",
+            r"\[intra\].* no 'bandwith'. Did you mean 'bandwidth'",
+        ),
+        ("[inter]\nlatency = 0", r"\[inter\].*bandwidth"),
+        ("intra = 3", r"\[intra\] is 3. Write latency"),
+        ("machines = 'two'", "machines = 'two' is not a number"),
+        ("flops = true", "flops = True is not a number"),
+        ("[intra]\nlatency = 'x'\nbandwidth = 1", "latency = 'x' is not a number"),
+        ("[intra]\nlatency = nan\nbandwidth = 1", "latency is nan"),
+        ("machines = 0", "0 machines × 1 devices is empty"),
+        ("links = 3", "links must be tables with from and to"),
+        ("[[links]]\nfrom = 0\nlatency = 0\nbandwidth = 1", "with from and to"),
+        ("[[links]]\nfrom = 0\nto = 1\nlatency = 0\nbandwidth = 1", "ranks 0 and 1. local has ranks 0 to 0"),
+        ("devices = 2\n[[links]]\nfrom = 'a'\nto = 1\nlatency = 0\nbandwidth = 1", "cluster.toml"),
+        ("devices = 2\n[[links]]\nfrom = 0\nto = 1\nlatensy = 0\nbandwidth = 1", "Did you mean 'latency'"),
+        ("machines = ", "is not TOML"),
+    ],
+)
+def test_bad_toml_names_the_file_and_the_rule(read, text, words):
+    with pytest.raises(InputError, match=words):
+        read(text)
+
+
+@pytest.mark.xfail(strict=True, reason="bug: from_toml takes 1.5 machines, and a name that is a number")
+@pytest.mark.parametrize("text", ["machines = 1.5", "devices = 2.5", "name = 3"])
+def test_counts_are_whole_and_names_are_text(read, text):
+    with pytest.raises(InputError):
+        read(text)
+
+
+@pytest.mark.parametrize("latency", [-1e-9, math.nan, math.inf])
+def test_latency_is_finite_and_not_negative(latency):
+    with pytest.raises(InputError, match="latency"):
+        Link(latency=latency, bandwidth=1.0)
+
+
+@pytest.mark.parametrize("bandwidth", [0.0, -1.0, math.nan, math.inf])
+def test_bandwidth_is_finite_and_positive(bandwidth):
+    with pytest.raises(InputError, match="bandwidth"):
+        Link(latency=0.0, bandwidth=bandwidth)
+
+
+@pytest.mark.parametrize("flops", [0.0, -1.0, math.nan, math.inf])
+def test_flops_are_finite_and_positive(flops):
+    with pytest.raises(InputError, match="flops"):
+        Topology(flops=flops)

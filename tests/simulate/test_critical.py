@@ -1,0 +1,126 @@
+"""The predictor: slower links never help, overlap does, and work shared is time saved."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.cases import cases
+from weft.core.layout import Layout
+from weft.core.mask import BlockMask
+from weft.core.problem import Problem
+from weft.core.schedule import Attend, Exchange, Schedule
+from weft.core.topology import Link, Topology
+from weft.plan.choose import build
+from weft.schedule.reverse import reverse
+from weft.simulate.critical import CALL_SECONDS, critical_path
+
+FREE = Link(latency=0.0, bandwidth=1e30)
+
+
+def of(ranks: int, tokens: int = 840, heads: int = 12) -> Problem:
+    layout = Layout.even(tokens, ranks)
+    return Problem(batch=1, heads=heads, kv_heads=heads, head_dim=8, q=layout, kv=layout)
+
+
+def dense(name: str, ranks: int) -> Schedule:
+    return build(name, of(ranks), BlockMask.dense(12, 840))
+
+
+def cluster(ranks: int, link: Link, flops: float = 1e10) -> Topology:
+    return Topology(devices=ranks, intra=link, inter=link, flops=flops)
+
+
+@given(cases(max_tokens=97), st.floats(0, 1e-3), st.floats(1e4, 1e9), st.floats(1, 100))
+@settings(max_examples=60)
+def test_time_never_falls_as_a_link_slows(case, latency, bandwidth, factor):
+    ranks = case.problem.ranks
+    for schedule in (case.schedule, reverse(case.schedule)):
+        fast, slow, late = (
+            critical_path(schedule, cluster(ranks, link)).seconds
+            for link in (
+                Link(latency=latency, bandwidth=bandwidth * factor),
+                Link(latency=latency, bandwidth=bandwidth),
+                Link(latency=latency * factor, bandwidth=bandwidth),
+            )
+        )
+        assert fast <= slow <= late
+
+
+@given(cases(max_tokens=97))
+@settings(max_examples=60)
+def test_time_is_at_least_the_busiest_rank_and_the_busiest_wire(case):
+    topology = Topology.local(case.problem.ranks)
+    timing = critical_path(case.schedule, topology)
+    assert timing.seconds >= max(timing.compute)
+    sent = [0] * case.problem.ranks
+    for _, transfer in case.schedule.transfers():
+        sent[transfer.src] += transfer.piece.num_bytes(case.problem)
+    assert timing.seconds >= max(sent) / topology.intra.bandwidth
+    assert 0 <= timing.exposed <= 1
+
+
+@pytest.mark.parametrize("name", ["ring", "ulysses", "gather"])
+def test_more_ranks_compute_less_each(name):
+    times = [critical_path(dense(name, ranks), cluster(ranks, FREE)) for ranks in (1, 2, 3, 4)]
+    calls = [sum(op.rank == 0 for _, op in dense(name, ranks).attends()) for ranks in (1, 2, 3, 4)]
+    work = [t.compute[0] - n * CALL_SECONDS for t, n in zip(times, calls, strict=True)]
+    assert work == pytest.approx([work[0] / ranks for ranks in (1, 2, 3, 4)])
+    assert [t.seconds for t in times] == sorted((t.seconds for t in times), reverse=True)
+
+
+def test_one_rank_takes_its_flops():
+    timing = critical_path(dense("ring", 1), cluster(1, FREE, flops=1e9))
+    assert timing.seconds == pytest.approx(CALL_SECONDS + 4 * 8 * 12 * 840**2 / 1e9)
+    assert timing.exposed == 0
+
+
+def test_a_ring_hides_what_travels_while_it_computes():
+    ranks, ring = 4, dense("ring", 4)
+    attend = critical_path(ring, cluster(ranks, FREE)).compute[0] / ranks
+    shard = 2 * 12 * 210 * 8 * 4
+    hidden = Link(latency=0.0, bandwidth=shard / (0.9 * attend))
+    assert critical_path(ring, cluster(ranks, hidden)).seconds == pytest.approx(ranks * attend)
+    exposed = Link(latency=0.0, bandwidth=shard / (2 * attend))
+    assert critical_path(ring, cluster(ranks, exposed)).seconds == pytest.approx((2 * 3 + 1) * attend)
+
+
+def test_hops_posted_after_their_attention_are_not_hidden():
+    ring = dense("ring", 4)
+    late: list[Exchange | Attend] = []
+    for op in ring.ops:
+        late.insert(len(late) - 4 if isinstance(op, Attend) and len(late) % 5 == 4 else len(late), op)
+    blocking = replace(ring, ops=tuple(_after_attention(ring)))
+    link = Link(latency=1e-3, bandwidth=1e8)
+    assert critical_path(blocking, cluster(4, link)).seconds > critical_path(ring, cluster(4, link)).seconds
+
+
+def _after_attention(ring: Schedule) -> list[Exchange | Attend]:
+    """Each hop is posted when the attention that could have hidden it is done."""
+    found: list[Exchange | Attend] = []
+    waiting: list[Exchange] = []
+    for op in ring.ops:
+        if isinstance(op, Exchange):
+            found += waiting
+            waiting = [op]
+        else:
+            found.append(op)
+            if waiting and sum(isinstance(o, Attend) for o in found) % 4 == 0:
+                found += waiting
+                waiting = []
+    return found
+
+
+def test_only_the_slow_link_is_felt():
+    schedule, slow = dense("ring", 3), Link(latency=1.0, bandwidth=1e9)
+    topology = cluster(3, FREE)
+    assert critical_path(schedule, replace(topology, links=((1, 0, slow),))) == critical_path(schedule, topology)
+    assert critical_path(schedule, replace(topology, links=((0, 1, slow),))).seconds > 2
+
+
+def test_nothing_takes_no_time():
+    empty = BlockMask.from_tiles(np.zeros((12, 1, 1)), q_len=840, kv_len=840, block_q=840)
+    timing = critical_path(build("ring", of(3), empty), Topology.local(3))
+    assert (timing.seconds, timing.exposed) == (0.0, 0.0)

@@ -1,0 +1,115 @@
+"""`weft demo`: one DiT block's attention on 2 and 3 local ranks, checked against one process."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from weft.cli.numbers import counts
+from weft.core.errors import CommError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from weft.run.check import Outcome, Trial
+
+# Wan2.1-1.3B has 12 heads; 16×8×16 latent tokens less one, so that no rank count divides it.
+TOKENS, HEADS, HEAD_DIM = 2047, 12, 64
+
+KINDS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "text + video": {"prefix": 77},
+    "sparse 25%": {"density": 0.25},
+}
+
+
+def run(*, ranks: Annotated[str, typer.Option(help="Numbers of ranks to try.")] = "2,3") -> None:
+    """Run one DiT block's attention on a few local ranks and check it against one process."""
+    worlds = counts(ranks, "ranks")
+    from rich.console import Console
+
+    from weft.run.check import Trial
+
+    console = Console()
+    trials = {
+        name: Trial(tokens=TOKENS, heads=HEADS, kv_heads=HEADS, head_dim=HEAD_DIM, rounds=3, **kind)
+        for name, kind in KINDS.items()
+    }
+    with console.status("one process …"):
+        alone = {name: _seconds_alone(trial) for name, trial in trials.items()}
+    rows = _measure(console, worlds, trials)
+    _show(console, rows, alone)
+    if not all(outcome.holds for _, _, outcome in rows):
+        raise CommError("A result differs from one process by more than rounding.")
+
+
+def _measure(console: Console, worlds: list[int], trials: dict[str, Trial]) -> list[tuple[int, str, Outcome]]:
+    from weft.run.check import check
+    from weft.run.pool import Pool
+
+    rows: list[tuple[int, str, Outcome]] = []
+    with console.status("starting ranks …") as status:
+        for world in worlds:
+            with Pool(world) as pool:
+                for name, trial in trials.items():
+                    status.update(f"{world} ranks · {name}")
+                    rows.append((world, name, check(pool, trial)))
+    return rows
+
+
+def _seconds_alone(trial: Trial) -> float:
+    """The same attention by one thread of this process, with weft's own kernel."""
+    import torch
+
+    from weft.run.attention import attention
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        q, k, v, _ = trial.tensors()
+        attention(q, k, v, mask=trial.mask())
+        start = time.perf_counter()
+        attention(q, k, v, mask=trial.mask())
+        return time.perf_counter() - start
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _show(console: Console, rows: list[tuple[int, str, Outcome]], alone: dict[str, float]) -> None:
+    from rich.table import Table
+
+    sizes = f"{TOKENS} tokens · {HEADS} heads × {HEAD_DIM} · float32"
+    table = Table(title=f"One DiT block's attention · {sizes} · one thread a rank", title_justify="left")
+    for name in (
+        "attention",
+        "ranks",
+        "plan",
+        "one rank",
+        "time",
+        "speed-up",
+        "sent",
+        "error",
+        "grad error",
+        "",
+    ):
+        table.add_column(name, justify="left" if name in ("attention", "plan") else "right")
+    for world, name, outcome in rows:
+        table.add_row(
+            name,
+            str(world),
+            outcome.plan,
+            f"{alone[name] * 1e3:.0f} ms",
+            f"{outcome.seconds * 1e3:.0f} ms",
+            f"{alone[name] / outcome.seconds:.2f}×",
+            f"{outcome.bytes_sent / 1e6:.1f} MB",
+            f"{outcome.output_error:.0e}",
+            f"{outcome.gradient_error:.0e}",
+            "same" if outcome.holds else "DIFFERS",
+        )
+    console.print(table)
+    console.print(
+        "time: median of 3 forwards, slowest rank · sent: by the busiest rank, one forward · "
+        "error: largest difference from one process in float64"
+    )

@@ -1,0 +1,110 @@
+"""`weft verify`: N ranks compute what one rank computes, on this machine, for every strategy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from weft.cli.numbers import counts
+from weft.core.errors import CommError, InputError
+from weft.core.problem import ITEM_BYTES
+from weft.plan.choose import STRATEGIES, usp_names
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from weft.run.check import Outcome, Trial
+
+
+def run(
+    *,
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks to try, such as 2,3.")] = "2,3",
+    tokens: Annotated[int, typer.Option(help="Length of the whole sequence.")] = 509,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 6,
+    kv_heads: Annotated[int, typer.Option(help="Key/value heads; 0 means as many as query heads.")] = 0,
+    head_dim: Annotated[int, typer.Option(help="Size of one head.")] = 32,
+    dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16.")] = "float32",
+    strategy: Annotated[str, typer.Option(help="One strategy instead of all of them.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+) -> None:
+    """Prove that N ranks compute what one rank computes: outputs and gradients, every strategy."""
+    if dtype not in ITEM_BYTES:
+        raise InputError(f"dtype {dtype!r} is not supported.", hint=f"Use one of {', '.join(ITEM_BYTES)}.")
+    sizes = {"tokens": tokens, "heads": heads, "kv_heads": kv_heads or heads, "head_dim": head_dim}
+    if bad := [f"{name}={size}" for name, size in sizes.items() if size < 1]:
+        raise InputError(f"{bad[0]} is no size.", hint="Sizes are 1 or more.")
+    outcomes = _outcomes(counts(ranks, "ranks"), sizes | {"dtype": dtype}, strategy, quiet=as_json)
+    rows = [
+        {"ranks": world, **asdict(trial), **asdict(outcome), "holds": outcome.holds}
+        for world, trial, outcome in outcomes
+    ]
+    if as_json:
+        typer.echo(json.dumps({"holds": all(row["holds"] for row in rows), "rows": rows}, indent=2))
+    else:
+        _show(rows)
+    if failed := [row for row in rows if not row["holds"]]:
+        raise CommError(f"{len(failed)} of {len(rows)} checks differ from one rank by more than they may.")
+
+
+def _outcomes(
+    worlds: list[int], sizes: dict[str, Any], strategy: str, *, quiet: bool
+) -> Iterator[tuple[int, Trial, Outcome]]:
+    from rich.console import Console
+
+    from weft.run.check import Trial, check
+    from weft.run.pool import Pool
+
+    with Console(stderr=True, quiet=quiet).status("starting ranks …") as status:
+        for world in worlds:
+            names = [strategy] if strategy else ["auto", *STRATEGIES, *usp_names(world)[1:-1]]
+            with Pool(world) as pool:
+                for name in names:
+                    for density, prefix in ((None, 0), (0.3, 0), (None, 7)):
+                        status.update(f"{world} ranks · {name}")
+                        extra = {"density": density, "block": 16, "prefix": min(prefix, sizes["tokens"])}
+                        trial = Trial(**sizes, strategy=name, **extra)
+                        yield world, trial, check(pool, trial)
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+
+    Console().print(_table(rows))
+
+
+def _table(rows: list[dict[str, Any]]) -> Table:
+    from rich.table import Table
+
+    table = Table(title="N ranks against one process in float64", title_justify="left")
+    for name in (
+        "ranks",
+        "strategy",
+        "plan",
+        "attention",
+        "output error",
+        "gradient error",
+        "allowed",
+        "sent",
+        "",
+    ):
+        table.add_column(name, justify="left" if name in ("strategy", "plan", "attention") else "right")
+    for row in rows:
+        mask = "dense" if row["density"] is None else f"{row['density']:.0%} of tiles"
+        if row["prefix"]:
+            mask += f", text {row['prefix']}"
+        table.add_row(
+            str(row["ranks"]),
+            row["strategy"],
+            row["plan"],
+            mask,
+            f"{row['output_error']:.1e}",
+            f"{row['gradient_error']:.1e}",
+            f"{row['tolerance']:.0e}",
+            f"{row['bytes_sent'] / 1e6:.2f} MB",
+            "ok" if row["holds"] else "DIFFERS",
+        )
+    return table
