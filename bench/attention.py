@@ -20,12 +20,11 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
-import statistics
-import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -39,21 +38,21 @@ from bench.peers import Attention, Peer, peers
 from bench.rows import (
     Line,
     Report,
+    Round,
     Row,
     Took,
-    busy_seconds,
+    interleave,
     main,
     median_ratio,
     quartiles,
     take_turns,
+    undisturbed,
 )
 from weft.run.pool import Pool
 
 RANKS, HEADS, DIM = 2, 8, 64
 TOLERANCE = 1e-4
 BAR = 0.98
-MIN_ROUNDS, MAX_ROUNDS = 3, 60
-QUIET = 0.05  # of the machine, to others
 WEFT, COMPUTE, LINK = "weft", "limit: SDPA on half the heads", "limit: link"
 
 
@@ -223,47 +222,20 @@ def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - the co
             verdicts = pool.run(prepare, case, verdicts if case.backward else {})[0]
             progress.update(task, description=str(case))
             rounds = []
-            for spent, played in _rounds(pool, case.seconds):
+            for played in interleave(partial(pool.run, play), case.seconds):
                 rounds.append(played)
-                progress.update(task, completed=spent)
+                progress.update(task, completed=played.spent)
             row, lines = _summary(case, verdicts, rounds)
             report.rows.append(row)
             report.lines.extend(lines)
     return report
 
 
-class Round(NamedTuple):
-    took: dict[str, Took]  # by the slower rank
-    others: float  # the share of the machine that other processes had
-
-
-def _rounds(pool: Pool, seconds: float) -> Iterator[tuple[float, Round]]:
-    """Rounds until the time is spent, each with the seconds so far."""
-    cores = os.cpu_count() or 1
-    began = time.monotonic()
-    spent = 0.0
-    for turn in range(MAX_ROUNDS):
-        before, busy = spent, busy_seconds()
-        a, b = pool.run(play, turn)
-        spent = time.monotonic() - began
-        own = sum(took.cpu for ours in (a, b) for took in ours.values())
-        others = max(0.0, busy_seconds() - busy - own) / (spent - before) / cores
-        yield spent, Round({name: Took(*map(max, a[name], b[name])) for name in a}, others)
-        if turn + 1 >= MIN_ROUNDS and spent * (turn + 2) / (turn + 1) > seconds:
-            return
-
-
-def _quiet(rounds: list[Round]) -> list[Round]:
-    """The rounds that others did not disturb; all of them, if that would leave too few."""
-    quiet = [played for played in rounds if played.others <= QUIET]
-    return quiet if len(quiet) >= MIN_ROUNDS else rounds
-
-
 def _summary(case: Case, verdicts: dict[str, Verdict], rounds: list[Round]) -> tuple[Row, list[Line]]:
-    used = [played.took for played in _quiet(rounds)]
-    wall = {name: [took[name].wall * 1e3 for took in used] for name in used[0]}
-    cpu = {name: statistics.median(took[name].cpu * 1e3 for took in used) for name in wall}
-    middle = {name: statistics.median(times) for name, times in wall.items()}
+    used = undisturbed(rounds)
+    wall = {name: [played.took[name].wall * 1e3 for played in used] for name in used[0].took}
+    cpu = {name: median(played.took[name].cpu * 1e3 for played in used) for name in wall}
+    middle = {name: median(times) for name, times in wall.items()}
     ratio = {name: median_ratio(wall[name], wall[WEFT]) for name in wall} if WEFT in wall else {}
     rivals = [name for name in middle if name in verdicts and name != WEFT]
     fastest = min(rivals, key=lambda name: ratio.get(name, middle[name]), default="")
@@ -280,7 +252,7 @@ def _summary(case: Case, verdicts: dict[str, Verdict], rounds: list[Round]) -> t
     )
     rate = case.nbytes / middle[LINK] / 1e6
     notes = {name: str(verdict) for name, verdict in verdicts.items()}
-    others = statistics.median(played.others for played in _quiet(rounds))
+    others = median(played.others for played in used)
     notes[COMPUTE] = f"{len(used)} of {len(rounds)} rounds, {others:.0%} of the machine to others"
     notes[LINK] = f"{case.nbytes / 1e6:.1f} MB, {rate:.2f} GB/s"
     lines = [

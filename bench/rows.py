@@ -16,14 +16,14 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,11 +95,49 @@ def take_turns(
     return took
 
 
-def interleave(contenders: Contenders, rounds: int, warmup: int = 1) -> list[dict[str, Took]]:
-    """`rounds` rounds in this process, after `warmup` rounds that are thrown away."""
-    for turn in range(warmup):
-        take_turns(contenders, turn)
-    return [take_turns(contenders, turn) for turn in range(rounds)]
+class Round(NamedTuple):
+    took: dict[str, Took]  # by the slowest rank
+    others: float  # the share of the machine that other processes had
+    spent: float  # seconds since the first round began
+
+
+QUIET = 0.05
+LEAST, MOST = 3, 60
+
+
+def interleave(
+    play: Callable[[int], Sequence[dict[str, Took]]],
+    seconds: float,
+    least: int = LEAST,
+    most: int = MOST,
+) -> Iterator[Round]:
+    """Rounds until the time is spent. `play(turn)` has every rank take its turns.
+
+    In one process, `play` is `lambda turn: [take_turns(contenders, turn)]`.
+    """
+    cores = os.cpu_count() or 1
+    began = time.monotonic()
+    spent = 0.0
+    for turn in range(most):
+        before, busy = spent, busy_seconds()
+        ranks = play(turn)
+        spent = time.monotonic() - began
+        own = sum(took.cpu for rank in ranks for took in rank.values())
+        others = max(0.0, busy_seconds() - busy - own) / (spent - before) / cores
+        took = {name: _slowest([rank[name] for rank in ranks]) for name in ranks[0]}
+        yield Round(took, others, spent)
+        if turn + 1 >= least and spent * (turn + 2) / (turn + 1) > seconds:
+            return
+
+
+def _slowest(ranks: Sequence[Took]) -> Took:
+    return Took(max(took.wall for took in ranks), max(took.cpu for took in ranks))
+
+
+def undisturbed(rounds: Sequence[Round]) -> Sequence[Round]:
+    """The rounds in which others had little of the machine; all, if that would leave too few."""
+    quiet = [played for played in rounds if played.others <= QUIET]
+    return quiet if len(quiet) >= LEAST else rounds
 
 
 def busy_seconds() -> float:
@@ -172,9 +210,7 @@ def _lines_table(lines: Iterable[Line]) -> Table:
     return table
 
 
-def _right(name: str):
-    from rich.table import Column
-
+def _right(name: str) -> Column:
     return Column(name, justify="right")
 
 

@@ -26,9 +26,7 @@ def test_gradients_live_where_their_tensors_do():
     assert [problem.home(name).size for name in ("kv", "dkv")] == [7] * 2
 
 
-@pytest.mark.parametrize(
-    ("dtype", "item", "sums"), [("float64", 8, 8), ("float32", 4, 4), ("float16", 2, 4)]
-)
+@pytest.mark.parametrize(("dtype", "item", "sums"), [("float64", 8, 8), ("float32", 4, 4), ("float16", 2, 4)])
 def test_sums_are_float32_or_better(dtype, item, sums):
     assert (of(dtype=dtype).item_bytes, of(dtype=dtype).sum_bytes) == (item, sums)
 

@@ -1,4 +1,4 @@
-"""What a schedule really computes: all ranks in NumPy, one number a (head, token, channel), NaN for "not here".
+"""What a schedule really computes: all ranks in NumPy, token by token, NaN for "not here".
 
 It knows nothing of `verify`: it moves and attends as the operations say, and the numbers tell.
 """
@@ -17,7 +17,7 @@ Array = npt.NDArray[np.float64]
 DIM = 2
 
 
-class Missing(Exception):
+class MissingError(Exception):
     """An operation reads what is not on its rank."""
 
 
@@ -25,7 +25,7 @@ def changes_result(schedule: Schedule, seed: int = 0) -> bool:
     """Whether the schedule fails to compute dense attention, or its gradients."""
     try:
         found = Machine(schedule, seed).run()
-    except Missing:
+    except MissingError:
         return True
     return not all(np.allclose(got, want, atol=1e-9) for got, want in found)
 
@@ -38,30 +38,28 @@ class Machine:
         problem = self.problem = schedule.problem
         self.schedule = schedule
         self.share = problem.heads // problem.kv_heads
-        q_shape, kv_shape = (problem.heads, problem.q.size), (problem.kv_heads, problem.kv.size)
         self.active_HTN = token_mask(schedule.mask)
-        self.do_RHTD = rng.normal(size=(problem.ranks, *q_shape, DIM))  # each copy of a row has its own
-        q, kv = rng.normal(size=(*q_shape, DIM)), rng.normal(size=(*kv_shape, 2 * DIM))
-        self.reference(q, kv)
+        ranks, q_shape = problem.ranks, (problem.heads, problem.q.size, DIM)
+        q_HTD = rng.normal(size=q_shape)
+        kv_KND = rng.normal(size=(problem.kv_heads, problem.kv.size, 2 * DIM))
+        # Each copy of a replicated row has an output, and so a gradient, of its own.
+        self.own_do_RHTD = rng.normal(size=(ranks, *q_shape)) + at_home(np.zeros(q_shape), problem.q)
         self.here: dict[str, Array] = {
-            "q": at_home(q, problem.q),
-            "kv": at_home(kv, problem.kv),
-            "o": np.full((problem.ranks, *q_shape, DIM), np.nan),
-            "dq": np.zeros((problem.ranks, *q_shape, DIM)),
-            "dkv": np.zeros((problem.ranks, *kv_shape, 2 * DIM)),
+            "q": at_home(q_HTD, problem.q),
+            "kv": at_home(kv_KND, problem.kv),
+            "o": np.full((ranks, *q_shape), np.nan),
+            "do": np.nan_to_num(self.own_do_RHTD),  # a sum: what has not arrived adds nothing
+            "dq": np.zeros((ranks, *q_shape)),
+            "dkv": np.zeros((ranks, *kv_KND.shape)),
         }
-        home = at_home(np.zeros(q.shape), problem.q)
-        self.do_RHTD = self.do_RHTD + home
-        self.here["do"] = np.nan_to_num(self.do_RHTD)  # what has not arrived adds nothing
-        self.num_RHTD, self.den_RHT = np.zeros((problem.ranks, *q.shape)), np.zeros((problem.ranks, *q_shape))
-        self.lse_RHT = np.full((problem.ranks, *q_shape), np.nan)
+        self.num_RHTD, self.den_RHT = np.zeros((ranks, *q_shape)), np.zeros((ranks, *q_shape[:2]))
+        self.lse_RHT = np.full((ranks, *q_shape[:2]), np.nan)
+        self.reference(q_HTD, kv_KND)
+        whole = {"q": q_HTD, "kv": kv_KND, "o": self.full_lse_HT}
         for rank, pieces in enumerate(schedule.kept):
             for piece in pieces:
-                where = index(piece)
-                if piece.tensor == "o":
-                    self.lse_RHT[rank][where] = self.full_lse_HT[where]
-                else:
-                    self.here[piece.tensor][rank][where] = {"q": q, "kv": kv}[piece.tensor][where]
+                memory = self.lse_RHT if piece.tensor == "o" else self.here[piece.tensor]
+                memory[rank][index(piece)] = whole[piece.tensor][index(piece)]
 
     def reference(self, q_HTD: Array, kv_KND: Array) -> None:
         """Dense attention and its gradients, in one place."""
@@ -71,16 +69,12 @@ class Machine:
         self.full_lse_HT = np.log(np.where(den_HT > 0, den_HT, 1))
         p_HTN = e_HTN * np.exp(-self.full_lse_HT)[..., None]
         self.o_HTD = p_HTN @ v_HND
-        held = at_home(np.zeros_like(self.o_HTD), self.problem.q) == 0
-        self.all_do_HTD = (self.do_RHTD * held).sum(axis=0)
-        self.delta_HT = (self.all_do_HTD * self.o_HTD).sum(axis=2)
-        dp_HTN = self.all_do_HTD @ v_HND.swapaxes(1, 2) - self.delta_HT[..., None]
-        self.dq_HTD = (p_HTN * dp_HTN) @ k_HND
-        dk_HND, dv_HND = (p_HTN * dp_HTN).swapaxes(1, 2) @ q_HTD, p_HTN.swapaxes(1, 2) @ self.all_do_HTD
-        self.dkv_KND = self.over_group(np.concatenate([dk_HND, dv_HND], axis=2))
-
-    def over_group(self, x_HND: Array) -> Array:
-        return x_HND.reshape(-1, self.share, *x_HND.shape[1:]).sum(axis=1)
+        do_HTD = np.nansum(self.own_do_RHTD, axis=0)
+        delta_HT = (do_HTD * self.o_HTD).sum(axis=2)
+        ds_HTN = p_HTN * (do_HTD @ v_HND.swapaxes(1, 2) - delta_HT[..., None])
+        self.dq_HTD = ds_HTN @ k_HND
+        dkv_HND = np.concatenate([ds_HTN.swapaxes(1, 2) @ q_HTD, p_HTN.swapaxes(1, 2) @ do_HTD], axis=2)
+        self.dkv_KND = dkv_HND.reshape(-1, self.share, *dkv_HND.shape[1:]).sum(axis=1)
 
     def run(self) -> list[tuple[Array, Array]]:
         for op in self.schedule.ops:
@@ -115,19 +109,19 @@ class Machine:
             there[where] = there[where] + values if adds else values
 
     def read(self, piece: Piece, rank: int) -> Array:
-        source = {"o": self.output, "do": self.do_RHTD.__getitem__}.get(
+        source = {"o": self.output, "do": self.own_do_RHTD.__getitem__}.get(
             piece.tensor, self.here[piece.tensor].__getitem__
         )
         values = source(rank)[index(piece)]
         if np.isnan(values).any():
-            raise Missing(piece, rank)
+            raise MissingError(piece, rank)
         return values
 
     def scores(self, op: Attend) -> tuple[Array, Array, Array, Array]:
         """exp(q·k) on active pairs, with the q, k and v that were read for it; kv heads repeated."""
         groups = op.q.heads.array // self.share
         if not set(groups) <= set(op.kv.heads):
-            raise Missing(op)
+            raise MissingError(op)
         q_HTD, kv_KND = self.read(op.q, op.rank), self.read(op.kv, op.rank)
         kv_HND = kv_KND[np.searchsorted(op.kv.heads.array, groups)]
         active = self.active_HTN[np.ix_(op.q.heads.array, op.q.tokens.array, op.kv.tokens.array)]
@@ -144,7 +138,7 @@ class Machine:
         e_HTN, q_HTD, k_HND, v_HND = self.scores(op)
         lse_HT, do_HTD = self.lse_RHT[op.rank][where], self.here["do"][op.rank][where]
         if np.isnan(lse_HT).any():
-            raise Missing(op)
+            raise MissingError(op)
         p_HTN = e_HTN * np.exp(-lse_HT)[..., None]
         delta_HT = (do_HTD * self.o_HTD[where]).sum(axis=2)
         ds_HTN = p_HTN * (do_HTD @ v_HND.swapaxes(1, 2) - delta_HT[..., None])

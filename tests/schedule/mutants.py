@@ -186,7 +186,8 @@ def with_transfer(
     old = schedule.ops[at].transfers
     n = pick(rng, len(old))
     new = replace(schedule.ops[at], transfers=(*old[:n], *change(old[n]), *old[n + 1 :]))
-    return with_ops(schedule, (*schedule.ops[:at], *([new] if new.transfers else []), *schedule.ops[at + 1 :]))
+    left = (new,) if new.transfers else ()
+    return with_ops(schedule, schedule.ops[:at] + left + schedule.ops[at + 1 :])
 
 
 def shrunk(rng: Rng, piece: Piece) -> list[Piece]:

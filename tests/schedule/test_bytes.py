@@ -1,4 +1,4 @@
-"""Bytes on every link, equal to the formulas of limits.md where sizes divide; and what holds where they do not.
+"""Bytes on every link: the formulas of limits.md where sizes divide, and what holds where they do not.
 
 With E = B·L·H·D elements of a query, K = E·H_kv/H of a key, P = U·R ranks, and s (f) bytes of an element
 that is copied (summed):

@@ -102,7 +102,7 @@ def test_a_row_stays_on_one_rank():
 def test_query_heads_need_their_own_key_heads():
     problem = replace(PROBLEM, kv_heads=2)
     ops = (FETCH, replace(ZERO, kv=kv(ALL)), replace(ONE, kv=kv(ALL)))
-    with pytest.raises(ScheduleError, match=r"op 1, .*query heads Indices\(0-1\) need .*heads Indices\(0-1\)"):
+    with pytest.raises(ScheduleError, match=r"op 1, .*heads Indices\(0-1\) need .*heads Indices\(0-1\)"):
         verify(replace(plan(*ops), problem=problem))
 
 
@@ -195,7 +195,7 @@ def test_attend_takes_q_and_kv():
         verify(plan(FETCH, replace(ZERO, q=Piece("kv", HEAD, FIRST), kv=kv(ALL)), ONE, mask=one_head()))
 
 
-@pytest.mark.xfail(strict=True, reason="bug: a forward schedule may claim to have kept what it never received")
+@pytest.mark.xfail(strict=True, reason="bug: a forward schedule may claim what it never received")
 def test_forward_schedules_keep_nothing():
     with pytest.raises(ScheduleError):
         verify(plan(ZERO, ONE, kept=((kv(LAST),), (kv(FIRST),))))

@@ -86,6 +86,6 @@ def _executor(shapes: Any, kinds: Any, given: Any, mesh: Any, timeout: float) ->
             refuse(comm, error)
             raise
         agree(comm, facts(schedule, tensors, options))
-        executor = Executor(schedule, comm, choose_kernel(options.impl))
+        executor = Executor(schedule, comm, choose_kernel(options.impl), device=str(tensors.devices[0]))
         world.compiled[key] = register(executor)
     return world.compiled[key]

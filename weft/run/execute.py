@@ -16,12 +16,16 @@ from weft.schedule.reverse import reverse
 class Executor:
     """One rank's compiled schedule. q, k, v are this rank's shards [B, H, rows, D]."""
 
-    def __init__(self, schedule: Schedule, comm: Comm, kernel: Kernel, *, keep: str = "auto") -> None:
+    def __init__(
+        self, schedule: Schedule, comm: Comm, kernel: Kernel, *, keep: str = "auto", device: str = "cpu"
+    ) -> None:
         self.schedule, self.comm, self.kernel = schedule, comm, kernel
         compiler = compile_forward(schedule, comm.rank)
         self.backward_schedule = reverse(schedule, keep=keep)
         self._backward = compile_backward(self.backward_schedule, compiler)
         self._forward = compiler.program
+        for program in (self._forward, self._backward):
+            program.to(torch.device(device))
         kept = set(self._forward.keep)
         self._regions = {s: r for s, r in self._forward.regions.items() if r.buffer in kept}
         self._narrow_is_wide = compiler.narrow == compiler.wide

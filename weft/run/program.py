@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from math import prod
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +14,9 @@ from weft.run.steps import Frame
 
 
 class Step(Protocol):
-    """One call of a program."""
+    """One call of a program, a frozen dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def run(self, frame: Frame) -> None: ...
 
@@ -58,6 +60,12 @@ class Program:
     _own: dict[str, Tensor] = field(default_factory=dict)
     _slots: dict[str, Planes] = field(default_factory=dict)
 
+    def to(self, device: torch.device) -> None:
+        """Put every index tensor on the device, so that running needs no copies from the host."""
+        for at, step in enumerate(self.steps):
+            moved = {f.name: _moved(getattr(step, f.name), device) for f in fields(step)}
+            self.steps[at] = type(step)(**moved)
+
     def prepare(self, frame: Frame, *, keep: bool, device: torch.device) -> dict[str, Tensor]:
         """Bind every buffer and its slots into a frame; returns the buffers to keep for the backward."""
         if not self._own:
@@ -84,3 +92,11 @@ class Program:
             step.run(frame)
         for transit in frame.transits.values():
             transit.finish()
+
+
+def _moved(thing: Any, device: torch.device) -> Any:
+    if isinstance(thing, Tensor):
+        return thing.to(device)
+    if isinstance(thing, tuple):
+        return tuple(_moved(item, device) for item in thing)
+    return thing

@@ -19,12 +19,11 @@ class GroupComm:
         self.group, self.timeout = group, timeout
         self.rank, self.size = group.rank(), group.size()
         self.bytes_sent = 0
-        self._on_gpu = dist.get_backend(group) == "nccl"
 
     def post(self, sends: list[Message], receives: list[Message], label: str) -> GroupTransit:
         self.bytes_sent += sum(buffer.numel() * buffer.element_size() for _, buffer in sends)
         try:
-            if self._on_gpu:
+            if any(buffer.is_cuda for _, buffer in (*sends, *receives)):
                 return GroupTransit(self, *self._post_batch(sends, receives), label)
             # Receives first: a message that finds its buffer waiting needs no copy of its own.
             coming = {peer: dist.irecv(buffer, group=self.group, group_src=peer) for peer, buffer in receives}
@@ -47,8 +46,9 @@ class GroupComm:
         return coming, [(-1, work) for work in works[len(receives) :]]
 
     def gather_numbers(self, numbers: list[int]) -> list[list[int]]:
-        device = torch.device("cuda", torch.cuda.current_device()) if self._on_gpu else torch.device("cpu")
-        mine = torch.tensor(numbers, dtype=torch.int64, device=device)
+        # A group that has only NCCL cannot move numbers that lie in host memory.
+        only_gpu = dist.get_backend(self.group) == "nccl"
+        mine = torch.tensor(numbers, dtype=torch.int64, device="cuda" if only_gpu else "cpu")
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
         try:
             work = dist.all_gather(everyone, mine, group=self.group, async_op=True)
