@@ -18,6 +18,9 @@ from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem
 
+# Threads of one small operation wait for each other; on a busy machine that is most of the time.
+torch.set_num_threads(1)
+
 
 def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, allowed: Tensor | None = None) -> Tensor:
     """Softmax attention [B, H, S, D] as the textbook has it; a row that may see nothing gives 0."""
@@ -101,11 +104,13 @@ class Truth:
 
     def output_error(self, outs: Sequence[Tensor]) -> float:
         """The largest difference of any rank's output from the truth; padded rows are 0 there."""
-        expected = [shard(self.answer[0], self.problem.q, rank, fill=0.0) for rank in range(self.problem.ranks)]
+        expected = [
+            shard(self.answer[0], self.problem.q, rank, fill=0.0) for rank in range(self.problem.ranks)
+        ]
         return max(error(x, y) for x, y in zip(outs, expected, strict=True))
 
     def gradient_error(self, grads: Sequence[Sequence[Tensor]]) -> float:
-        """The largest difference of the gradients by rank (dq, dk, dv), summed over copies, from the truth."""
+        """The largest difference of gradients by rank (dq, dk, dv), summed over copies, from the truth."""
         layouts = (self.problem.q, self.problem.kv, self.problem.kv)
         for layout, shards in zip(layouts, zip(*grads, strict=True), strict=True):
             for rank, x in enumerate(shards):

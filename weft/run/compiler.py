@@ -94,15 +94,20 @@ class Compiler:
             p for op, _, p in self.arrivals if p.piece.tensor == tensor and (before is None or op < before)
         ]
 
-    def wait_for(self, place: Place) -> None:
-        """Wait for the message a place lies in, once, before its first use."""
+    def wait_for(self, op: int, peer: int) -> None:
+        """Wait for a message once, before its first use."""
+        if (op, peer) not in self.waited:
+            self.waited.add((op, peer))
+            self.program.steps.append(Wait(op, peer))
+
+    def wait_at(self, place: Place) -> None:
+        """Wait for the message that a place lies in, if it lies in one."""
         for op, peer, arrival in self.arrivals:
-            if arrival.slot == place.slot and (op, peer) not in self.waited:
-                self.waited.add((op, peer))
-                self.program.steps.append(Wait(op, peer))
+            if arrival.slot == place.slot:
+                self.wait_for(op, peer)
 
     def copy(self, part: Part, target: Place, *, add: bool = False) -> None:
-        self.wait_for(part.place)
+        self.wait_at(part.place)
         source = part.place.index(_as(part.piece, part.place.piece.tensor))
         into = target.index(_as(part.piece, target.piece.tensor))
         self.program.steps.append(Copy(part.place.slot, source, target.slot, into, add))
@@ -144,7 +149,7 @@ class Compiler:
         index = source.index(parts[0].piece)
         if not is_slice(index):
             return False
-        self.wait_for(source)
+        self.wait_at(source)
         self.views[place.slot] = View(source.slot, index, place.slot)
         self.program.steps.append(self.views[place.slot])
         return True
@@ -161,8 +166,7 @@ class Compiler:
         for peer, pieces in outgoing.items():
             passed_on = self._same_message(op, pieces)
             if passed_on:
-                self.waited.add(passed_on)
-                self.program.steps.append(Wait(*passed_on))
+                self.wait_for(*passed_on)
                 self.program.outgoing[op, peer] = self.program.incoming[passed_on]
                 continue
             name = f"{self.way}out {op} to {peer}"

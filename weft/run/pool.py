@@ -43,6 +43,7 @@ __all__ = ["Failure", "Pool", "RankFailure"]
 REPLY_SECONDS = 5.0  # beyond the process group's time-out, for a rank to say what went wrong
 MEET_SECONDS = 5.0
 REAP_SECONDS = 2.0
+WHERE_SECONDS = 3.0  # a rank on a crowded machine needs a while for a few lines of Python
 START_HINT = '\nRanks import the main module: start pools in a file, under if __name__ == "__main__".'
 
 
@@ -227,7 +228,7 @@ class _Ranks:
         for rank in late:
             with suppress(OSError):
                 self._pipes[rank].send_bytes(WHERE)
-        self._gather(got, time.monotonic() + 1.0, 1.0)
+        self._gather(got, time.monotonic() + WHERE_SECONDS, WHERE_SECONDS)
         for rank in late:
             # One that answers now also answers WHERE, so its pipe is no longer in step.
             if not isinstance(got.get(rank), Failure):
