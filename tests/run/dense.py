@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tests.cases import token_mask
+from weft.core.indices import EMPTY
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem
@@ -60,7 +62,10 @@ class Truth:
     whole: tuple[Tensor, Tensor, Tensor]
     """q, k, v over all tokens, float64 numbers that the problem's dtype has exactly."""
     slopes: tuple[Tensor, ...]
-    """By rank, the gradient of its output; every copy of a replicated token has its own."""
+    """By rank, the gradient of its output, with NaN in the padded rows.
+
+    It is cut from one whole tensor, except that every copy of a replicated token has its own.
+    """
 
     @staticmethod
     def of(problem: Problem, mask: BlockMask | None = None, *, scale: float = 0.37, seed: int = 0) -> Truth:
@@ -73,9 +78,15 @@ class Truth:
 
         q, kv = problem.q, problem.kv
         whole = some(problem.heads, q.size), some(problem.kv_heads, kv.size), some(problem.kv_heads, kv.size)
-        slopes = tuple(some(problem.heads, q.rows(rank)) for rank in range(q.ranks))
+        slope = some(problem.heads, q.size)
+        slopes, seen = [], EMPTY
+        for rank in range(q.ranks):
+            again = torch.from_numpy(np.isin(q.order(rank), seen.array))
+            slopes.append(shard(slope, q, rank))
+            slopes[rank][:, :, : len(again)][:, :, again] = some(problem.heads, int(again.sum()))
+            seen = seen | q.held(rank)
         everything = BlockMask.dense(problem.heads, q.size, kv.size)
-        return Truth(problem, everything if mask is None else mask, scale, whole, slopes)
+        return Truth(problem, everything if mask is None else mask, scale, whole, tuple(slopes))
 
     @cached_property
     def answer(self) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -96,18 +107,15 @@ class Truth:
         return q_shard, *kv_shards
 
     def slope(self, rank: int) -> Tensor:
-        """A rank's output gradient, with NaN in the padded rows."""
-        held = self.problem.q.held(rank).size
-        slope = self.slopes[rank].clone()
-        slope[:, :, held:] = torch.nan
-        return slope.to(getattr(torch, self.problem.dtype))
+        """A rank's output gradient in the problem's dtype."""
+        return self.slopes[rank].to(getattr(torch, self.problem.dtype))
 
     def output_error(self, outs: Sequence[Tensor]) -> float:
         """The largest difference of any rank's output from the truth; padded rows are 0 there."""
-        expected = [
-            shard(self.answer[0], self.problem.q, rank, fill=0.0) for rank in range(self.problem.ranks)
-        ]
-        return max(error(x, y) for x, y in zip(outs, expected, strict=True))
+        return max(self.output_error_of(out, rank) for rank, out in enumerate(outs))
+
+    def output_error_of(self, out: Tensor, rank: int) -> float:
+        return error(out, shard(self.answer[0], self.problem.q, rank, fill=0.0))
 
     def gradient_error(self, grads: Sequence[Sequence[Tensor]]) -> float:
         """The largest difference of gradients by rank (dq, dk, dv), summed over copies, from the truth."""

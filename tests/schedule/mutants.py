@@ -31,17 +31,22 @@ def mutants(kind: str, *, backward: bool) -> Iterator[Schedule]:
 
 def sound(rng: Rng, *, backward: bool) -> Schedule:
     """A schedule that verifies: of a builder's own partition, or of one at random."""
-    while True:
+    for _ in range(99):
         case = random_case(rng, max_tokens=59, max_ranks=5)
         schedule = case.schedule if rng.random() < 0.5 else random_schedule(rng, case)
         if backward:
             schedule = reverse(schedule, keep=str(rng.choice(["all", "none"])))
-        try:
-            verify(schedule)
-        except ScheduleError:
-            continue
-        if case.problem.ranks > 1 and schedule.ops:
+        if case.problem.ranks > 1 and schedule.ops and is_sound(schedule):
             return schedule
+    raise AssertionError("verify refuses everything")
+
+
+def is_sound(schedule: Schedule) -> bool:
+    try:
+        verify(schedule)
+    except ScheduleError:
+        return False
+    return True
 
 
 def drop_op(rng: Rng, schedule: Schedule) -> Schedule | None:
@@ -133,6 +138,40 @@ def shift_keys(rng: Rng, schedule: Schedule) -> Schedule | None:
     return with_attend(rng, schedule, lambda op: [replace(op, kv=keys[pick(rng, len(keys))])])
 
 
+def carry_elsewhere(rng: Rng, schedule: Schedule) -> Schedule | None:
+    """An Attend on another rank, which is sent what it does not have at home."""
+    attends = list(schedule.attends())
+    if not attends:
+        return None
+    at, op = attends[pick(rng, len(attends))]
+    rank = other(rng, schedule.problem.ranks, op.rank)
+    lacking = [
+        replace(piece, tokens=piece.tokens - schedule.problem.home(piece.tensor).held(rank))
+        for piece in (op.q, op.kv)
+    ]
+    carried = Exchange(tuple(Transfer(piece, op.rank, rank) for piece in lacking if piece), "carried")
+    new = (carried, replace(op, rank=rank)) if carried.transfers else (replace(op, rank=rank),)
+    return with_ops(schedule, schedule.ops[:at] + new + schedule.ops[at + 1 :])
+
+
+def send_more(rng: Rng, schedule: Schedule) -> Schedule | None:
+    """A transfer that nobody asked for, of something that is likely to be there."""
+    problem = schedule.problem
+    tensor = str(rng.choice(["q", "kv", "do", "dq", "dkv"] if schedule.backward else ["q", "kv", "o"]))
+    src, to = pick(rng, problem.ranks), pick(rng, len(schedule.ops) + 1)
+    pieces = [part for _, op in schedule.attends() for part in (op.q, op.kv) if op.rank == src]
+    pieces = [p for p in pieces if (p.tensor == "kv") == tensor.endswith("kv")]
+    tokens = problem.home(tensor).held(src)
+    heads = Indices.span(0, problem.kv_heads if tensor.endswith("kv") else problem.heads)
+    if pieces and rng.random() < 0.5:
+        heads, tokens = pieces[0].heads, pieces[0].tokens
+    piece = Piece(tensor, heads, tokens)
+    if not piece:
+        return None
+    more = Exchange((Transfer(piece, src, other(rng, problem.ranks, src)),), "more")
+    return with_ops(schedule, (*schedule.ops[:to], more, *schedule.ops[to:]))
+
+
 KINDS: dict[str, Mutation] = {
     mutation.__name__: mutation
     for mutation in (
@@ -152,6 +191,8 @@ KINDS: dict[str, Mutation] = {
         shrink_queries,
         shrink_keys,
         shift_keys,
+        carry_elsewhere,
+        send_more,
     )
 }
 

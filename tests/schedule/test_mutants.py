@@ -19,7 +19,7 @@ from weft.core.schedule import Exchange, Schedule
 from weft.schedule.reverse import reverse
 from weft.schedule.verify import verify
 
-COUNT = 25
+COUNT = 40
 IDEMPOTENT = {"double_transfer", "repeat_transfer"}
 """Forward, what is copied twice is the same; only sums notice."""
 

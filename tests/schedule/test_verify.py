@@ -67,6 +67,8 @@ def test_the_plan_that_the_others_spoil_is_sound():
         ((move("kv", HEAD, LAST, -1, 0), ZERO, ONE), "op 0, .*no such rank"),
         ((move("kv", HEAD, LAST, 1, 1), ZERO, ONE), "op 0, .*a rank sends to itself"),
         ((move("kv", HEAD, LAST, 0, 1), ZERO, ONE), "op 0, .*rank 0 does not have kv of head 0, token 5"),
+        ((move("kv", HEADS, LAST, 1, 0), ZERO, ONE), "op 0, .*beyond 1 heads and 10 tokens"),
+        ((move("kv", HEAD, Indices(), 1, 0), ZERO, ONE), "op 0, .*is empty"),
         ((move("dq", HEAD, LAST, 1, 0), ZERO, ONE), "op 0, .*moves q, kv and o, not 'dq'"),
         ((FETCH, move("o", HEAD, FIRST, 0, 1), ZERO, ONE), "op 1, .*rank 0 does not compute all of this"),
         ((FETCH, ZERO, ONE, move("o", HEAD, FIRST, 1, 0)), "op 3, .*rank 1 does not compute all of this"),
@@ -93,6 +95,12 @@ def test_an_output_leaves_only_when_whole():
         verify(plan(*far, near, rest, other, ONE))
 
 
+def test_an_output_does_not_come_back_to_whom_computed_it():
+    there, back = move("o", HEAD, FIRST, 0, 1), move("o", HEAD, FIRST, 1, 0)
+    with pytest.raises(ScheduleError, match="op 4, .*rank 0 computed some of this output itself"):
+        verify(plan(FETCH, ZERO, ONE, there, back))
+
+
 def test_a_row_stays_on_one_rank():
     ops = (FETCH, move("q", HEADS, FIRST, 0, 1), replace(ZERO, kv=kv(FIRST)), Attend(1, q(FIRST), kv(LAST)))
     with pytest.raises(ScheduleError, match="op 3, .*some of its rows are also computed on rank 0"):
@@ -115,7 +123,7 @@ def test_transfers_of_one_exchange_start_together():
             verify(Schedule("relay", problem, BlockMask.dense(1, 3), Mesh.of(ring=3), ops))
 
 
-GRADIENTS = reverse(plan(FETCH, ZERO, ONE), keep="all")
+GRADIENTS, AGAIN = (reverse(plan(FETCH, ZERO, ONE), keep=keep) for keep in ("all", "none"))
 AWAY = plan(move("q", HEADS, FIRST, 0, 1), FETCH, replace(ZERO, rank=1), ONE, move("o", HEADS, FIRST, 1, 0))
 AWAY_GRADIENTS = reverse(AWAY, keep="all")
 
@@ -132,6 +140,7 @@ def changed(schedule: Schedule, index: int, *ops: Op) -> Schedule:
         (changed(GRADIENTS, 0, GRADIENTS.ops[2], ZERO), "op 1, .*adds to dkv that rank 0 has already sent"),
         (changed(GRADIENTS, 2, move("dkv", HEAD, FIRST, 0, 1)), "op 2, .*rank 0 is at home with some of"),
         (changed(GRADIENTS, 2, move("o", HEADS, FIRST, 0, 1)), "op 2, .*do, dq and dkv, not 'o'"),
+        (changed(AGAIN, 0, move("kv", HEAD, LAST, 0, 1)), "op 0, .*rank 0 does not have kv of head 0"),
         (replace(GRADIENTS, kept=()), "op 0, .*rank 0 does not have kv"),
         (replace(GRADIENTS, kept=(GRADIENTS.kept[0][:1], *GRADIENTS.kept[1:])), "op 0, .*has no lse"),
         (changed(AWAY_GRADIENTS, 0), "op 0, .*rank 1 does not have the output gradient that rank 0 holds"),

@@ -14,6 +14,45 @@ from weft.core.schedule import Attend
 
 
 @dataclass(frozen=True, eq=False)
+class Blocks:
+    """The compact list of active kv blocks of every (head, q block), ascending, as int32 tensors.
+
+    Row (head, i) has kv[starts[head · q_blocks + i] : starts[head · q_blocks + i + 1]].
+    """
+
+    heads: int
+    q_blocks: int
+    kv_blocks: int
+    starts: Tensor
+    kv: Tensor
+
+    @staticmethod
+    def of(active: BoolArray | Tensor) -> Blocks:
+        """From booleans [heads, q blocks, kv blocks]."""
+        tiles = torch.as_tensor(active)
+        heads, q_blocks, kv_blocks = tiles.shape
+        starts = torch.zeros(heads * q_blocks + 1, dtype=torch.int32, device=tiles.device)
+        starts[1:] = tiles.sum(-1).flatten().cumsum(0)
+        return Blocks(heads, q_blocks, kv_blocks, starts, tiles.nonzero()[:, 2].int().contiguous())
+
+    @cached_property
+    def active(self) -> Tensor:
+        """The same as booleans [heads, q blocks, kv blocks]."""
+        rows = torch.repeat_interleave(torch.arange(self.heads * self.q_blocks), self.starts.diff().cpu())
+        tiles = torch.zeros(self.heads * self.q_blocks, self.kv_blocks, dtype=torch.bool)
+        tiles[rows, self.kv.long().cpu()] = True
+        return tiles.view(self.heads, self.q_blocks, self.kv_blocks)
+
+    @cached_property
+    def inverted(self) -> Blocks:
+        """By kv block: the q blocks that read it. Gradients of keys need no atomic additions with it."""
+        return Blocks.of(self.active.mT.contiguous()).to(self.starts.device)
+
+    def to(self, device: torch.device) -> Blocks:
+        return Blocks(self.heads, self.q_blocks, self.kv_blocks, self.starts.to(device), self.kv.to(device))
+
+
+@dataclass(frozen=True, eq=False)
 class Tiles:
     """Active [heads, q blocks, kv blocks] of operands made of whole blocks; only the last may be ragged.
 
@@ -35,6 +74,11 @@ class Tiles:
         active = mask.select(op.q.heads, rows, cols)
         found = None if active.all() else active
         return Tiles(found, mask.block_q, mask.block_k, q_len, kv_len)
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        assert self.active is not None, "a dense rectangle has no list of blocks"
+        return Blocks.of(self.active)
 
     @cached_property
     def rows_of_work(self) -> tuple[tuple[Tensor, slice, Tensor], ...]:
