@@ -104,7 +104,6 @@ def test_text_that_is_no_value_is_refused(text, words):
         loads(text)
 
 
-@pytest.mark.xfail(strict=True, reason="bug: a value whose fields are missing raises TypeError")
 def test_missing_fields_are_an_input_error():
     with pytest.raises(InputError):
         loads('{"kind": "Mesh"}')

@@ -57,7 +57,6 @@ def test_bad_meshes_say_which_rule_they_break(make, words):
         make()
 
 
-@pytest.mark.xfail(strict=True, reason="bug: a coordinate beyond its axis gives another rank")
 def test_coordinate_beyond_its_axis_is_refused():
     with pytest.raises(InputError):
         Mesh.of(ring=2, ulysses=3).rank(ulysses=3)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import weft
-from tests.distributed.jobs import Answer, Worlds, attend, check, problem, tiles_with_empty_rows
+from tests.distributed.jobs import Answer, Worlds, attend, check, problem
 from tests.run.dense import Truth, dense, error, shard, unshard
 from tests.worlds import SIZES
 
@@ -26,7 +26,12 @@ def with_attention(wrap: Callable[[Attention], Attention], truth: Truth, plan: s
 
     inputs = tuple(x.requires_grad_() for x in truth.inputs(dist.get_rank()))
     out = wrap(attention)(*inputs)
-    return out.detach(), torch.autograd.grad(out, inputs, truth.slope(dist.get_rank()))
+    out.backward(truth.slope(dist.get_rank()))
+    return out.detach(), gradients(inputs)
+
+
+def gradients(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(x.grad for x in inputs if x.grad is not None)
 
 
 def compiled(attention: Attention) -> Attention:
@@ -59,7 +64,7 @@ def from_one_projection(attention: Attention) -> Attention:
     return sliced
 
 
-def two_layers(truth: Truth, plan: str, rank: int | None = None) -> Answer:
+def two_layers(truth: Truth, plan: str) -> Answer:
     """The second layer's queries are the first one's output, so both forwards come before both backwards."""
     rank = dist.get_rank()
     q, k, v = (x.requires_grad_() for x in truth.inputs(rank))
@@ -68,18 +73,19 @@ def two_layers(truth: Truth, plan: str, rank: int | None = None) -> Answer:
     return out.detach(), torch.autograd.grad(out, (q, k, v), truth.slope(rank))
 
 
-def accumulated(truth: Truth, times: int) -> list[Tensor]:
-    inputs = [x.requires_grad_() for x in truth.inputs(dist.get_rank())]
+def accumulated(truth: Truth, plan: str, times: int) -> tuple[Tensor, ...]:
+    inputs = tuple(x.requires_grad_() for x in truth.inputs(dist.get_rank()))
     for _ in range(times):
-        weft.attention(*inputs, scale=truth.scale).backward(truth.slope(dist.get_rank()))
-    return [x.grad for x in inputs if x.grad is not None]
+        out = weft.attention(*inputs, plan=plan, scale=truth.scale)
+        out.backward(truth.slope(dist.get_rank()))
+    return gradients(inputs)
 
 
-def summed(truth: Truth) -> list[Tensor]:
+def summed(truth: Truth) -> tuple[Tensor, ...]:
     """The gradient of a sum is one number, expanded: no two of its elements lie apart."""
-    inputs = [x.requires_grad_() for x in truth.inputs(dist.get_rank())]
+    inputs = tuple(x.requires_grad_() for x in truth.inputs(dist.get_rank()))
     weft.attention(*inputs, scale=truth.scale).sum().backward()
-    return [x.grad for x in inputs if x.grad is not None]
+    return gradients(inputs)
 
 
 def without_gradients(truth: Truth, plan: str) -> tuple[bool, bool]:
@@ -113,7 +119,7 @@ def test_layers_may_share_a_plan(worlds: Worlds, size: int, plan: str) -> None:
 @pytest.mark.parametrize("plan", ["ulysses", "ring", "gather"])
 def test_gradients_accumulate(worlds: Worlds, plan: str) -> None:
     truth = Truth.of(problem(3, 23))
-    once, twice = (worlds(3).run(accumulated, truth, times) for times in (1, 2))
+    once, twice = (worlds(3).run(accumulated, truth, plan, times) for times in (1, 2))
     assert truth.gradient_error(once) < 5e-6
     for grads, doubled in zip(once, twice, strict=True):
         assert all(torch.equal(2 * x, y) for x, y in zip(grads, doubled, strict=True))
@@ -135,32 +141,14 @@ def test_without_gradients_the_output_has_the_same_bits(worlds: Worlds, plan: st
     assert worlds(3).run(without_gradients, Truth.of(problem(3, 23)), plan) == [(False, True)] * 3
 
 
-@pytest.mark.xfail(strict=True, reason="torch.compile cannot make constants of values inside a tuple")
-def test_torch_compile_takes_a_mask(worlds: Worlds) -> None:
-    mask = tiles_with_empty_rows(3, 23, 23, 4)
-    truth = Truth.of(problem(2, 23), mask)
-    check(truth, worlds(2).run(compiled_with_a_mask, truth), 5e-6)
-
-
-def compiled_with_a_mask(truth: Truth) -> Answer:
-    fn = torch.compile(attend_whole, fullgraph=True, backend="aot_eager")
-    inputs = tuple(x.requires_grad_() for x in truth.inputs(dist.get_rank()))
-    out = fn(inputs, truth)
-    return out.detach(), torch.autograd.grad(out, inputs, truth.slope(dist.get_rank()))
-
-
-def attend_whole(inputs: tuple[Tensor, ...], truth: Truth) -> Tensor:
-    return weft.attention(*inputs, mask=truth.mask, scale=truth.scale)
-
-
 @pytest.mark.xfail(strict=True, reason="under torch.compile a process group is a stand-in that cannot gather")
-def test_torch_compile_takes_a_group(worlds: Worlds) -> None:
+def test_torch_compile_takes_a_new_group(worlds: Worlds) -> None:
     truth = Truth.of(problem(2, 23))
     check(truth, worlds(2).run(compiled_with_a_group, truth), 5e-6)
 
 
 def compiled_with_a_group(truth: Truth) -> Answer:
-    group = dist.group.WORLD
+    group = dist.new_group()  # that no call has been made with before
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return weft.attention(q, k, v, mesh=group, scale=truth.scale)

@@ -97,7 +97,6 @@ def test_nothing_to_do_is_no_imbalance():
     assert measure(build("ring", problem(3, 3), empty)).imbalance == 0
 
 
-@pytest.mark.xfail(strict=True, reason="bug: equal pieces that arrive from several ranks are counted once")
 def test_partial_gradients_from_several_ranks_each_need_room():
     piece = Piece("dkv", Indices.span(0, 3), Indices.span(0, SHARD))
     arrivals = tuple(Transfer(piece, src, 0) for src in (1, 2))

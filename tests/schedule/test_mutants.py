@@ -80,7 +80,6 @@ def test_oracle_and_verify_agree_on_sound_gradients(seed, keep):
     assert not changes_result(gradients)
 
 
-@pytest.mark.xfail(strict=True, reason="bug: reverse sends dkv twice where keys of two works overlap")
 def test_gradients_of_any_partition_verify():
     for seed in range(20):
         rng = np.random.default_rng(seed)

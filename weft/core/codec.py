@@ -33,7 +33,7 @@ def to_plain(thing: Any) -> Any:
         return [to_plain(item) for item in cast("list[Any]", thing)]
     if isinstance(thing, dict):
         return {str(key): to_plain(item) for key, item in cast("dict[Any, Any]", thing).items()}
-    return thing
+    return cast("Any", thing).item() if isinstance(thing, np.generic) else thing
 
 
 def _array_to_plain(array: np.ndarray[Any, Any]) -> dict[str, Any]:
@@ -61,7 +61,10 @@ def from_plain(plain: Any) -> Any:
     known = {f.name for f in dataclasses.fields(_KINDS[kind])}
     if unknown := sorted(set(fields) - known):
         raise InputError(f"{kind} has no field {unknown[0]!r}.", hint=f"It has {', '.join(sorted(known))}.")
-    return _KINDS[kind](**fields)
+    try:
+        return _KINDS[kind](**fields)
+    except TypeError as error:
+        raise InputError(f"{kind} cannot be read: {error}.") from None
 
 
 def dumps(thing: Any) -> str:

@@ -53,6 +53,7 @@ class Layout:
 
         The first `prefix` and last `suffix` indices are held by every rank (text beside video).
         """
+        _check_ranks(ranks)
         shared = prefix + suffix
         if min(prefix, suffix) < 0 or shared > size:
             raise InputError(f"prefix={prefix} and suffix={suffix} do not fit into {size} {dim}.")
@@ -82,6 +83,7 @@ class Layout:
     @staticmethod
     def zigzag(size: int, ranks: int, *, dim: str = "tokens") -> Layout:
         """Rank r holds chunks r and 2·ranks-1-r of 2·ranks: equal work under a causal mask."""
+        _check_ranks(ranks)
         chunks = split_evenly(size, 2 * ranks)
         return Layout(size, tuple(_present([chunks[r], chunks[-1 - r]]) for r in range(ranks)), dim)
 
@@ -89,7 +91,8 @@ class Layout:
     def permuted(order: Sequence[Sequence[int]], *, dim: str = "tokens") -> Layout:
         """Rank r holds the indices order[r], in that order."""
         shards = tuple(_runs(np.asarray(rows, dtype=np.int64)) for rows in order)
-        return Layout(sum(Indices.from_runs(s).size for s in shards), shards, dim)
+        held = Indices.from_runs(run for shard in shards for run in shard)
+        return Layout(held.size, shards, dim)
 
     @staticmethod
     def replicated(size: int, ranks: int, *, dim: str = "tokens") -> Layout:
@@ -98,8 +101,10 @@ class Layout:
     def padded(self, rows: int | Sequence[int]) -> Layout:
         """The same indices in local tensors of `rows` rows (one number, or one for each rank)."""
         wanted = [rows] * self.ranks if isinstance(rows, int) else list(rows)
+        if len(wanted) != self.ranks:
+            raise InputError(f"rows={wanted} are not one count for each of {self.ranks} ranks.")
         padding = tuple(have - self.held(rank).size for rank, have in enumerate(wanted))
-        return Layout(self.size, self.shards, self.dim, padding)
+        return Layout(self.size, self.shards, self.dim, padding if any(padding) else ())
 
     @property
     def ranks(self) -> int:
@@ -148,6 +153,11 @@ class Layout:
         more = f" | … {self.ranks - 8} more" if self.ranks > 8 else ""
         pad = " padded" if any(self.padding) else ""
         return f"{self.dim} {self.size} over {self.ranks} ranks{pad}: {shown}{more}"
+
+
+def _check_ranks(ranks: int) -> None:
+    if ranks < 1:
+        raise InputError(f"A layout over {ranks} ranks holds nothing.", hint="Give 1 rank or more.")
 
 
 def _present(runs: list[tuple[int, int]]) -> Runs:

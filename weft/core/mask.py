@@ -34,12 +34,7 @@ class BlockMask:
     """[patterns, q blocks, ⌈kv blocks / 8⌉], most significant bit first."""
 
     def __post_init__(self) -> None:
-        for name, length, block in (
-            ("q", self.q_len, self.block_q),
-            ("kv", self.kv_len, self.block_k),
-        ):
-            if length < 1 or block < 1:
-                raise InputError(f"A mask over {length} {name} tokens in blocks of {block} is empty.")
+        _check_sizes(self.q_len, self.kv_len, self.block_q, self.block_k)
         expected = (self.q_blocks, -(-self.kv_blocks // 8))
         if self.bits.ndim != 3 or self.bits.shape[1:] != expected or self.bits.dtype != np.uint8:
             raise InputError(f"Mask bits of shape {self.bits.shape} do not fit {expected} bytes a pattern.")
@@ -52,7 +47,8 @@ class BlockMask:
         tiles: npt.ArrayLike, *, q_len: int, kv_len: int, block_q: int, block_k: int | None = None
     ) -> BlockMask:
         """From booleans [heads, q blocks, kv blocks] (one head's pattern is stored once)."""
-        block_k = block_k or block_q
+        block_k = block_q if block_k is None else block_k
+        _check_sizes(q_len, kv_len, block_q, block_k)
         array = np.asarray(tiles, dtype=bool)
         expected = (-(-q_len // block_q), -(-kv_len // block_k))
         if array.ndim != 3 or array.shape[1:] != expected:
@@ -70,8 +66,9 @@ class BlockMask:
     @staticmethod
     def dense(heads: int, q_len: int, kv_len: int | None = None, *, block: int | None = None) -> BlockMask:
         """Everything; without a block size it is one tile, and shards may be cut anywhere."""
-        kv_len = kv_len or q_len
-        block_q, block_k = (block, block) if block else (q_len, kv_len)
+        kv_len = q_len if kv_len is None else kv_len
+        block_q, block_k = (q_len, kv_len) if block is None else (block, block)
+        _check_sizes(q_len, kv_len, block_q, block_k)
         one = np.ones((1, -(-q_len // block_q), -(-kv_len // block_k)), dtype=bool)
         return BlockMask(q_len, kv_len, block_q, block_k, (0,) * heads, np.packbits(one, axis=2))
 
@@ -181,6 +178,14 @@ class BlockMask:
         return (
             f"BlockMask({self.heads} heads{patterns}, {self.q_len}×{self.kv_len} tokens, "
             f"blocks {self.block_q}×{self.block_k}, {self.density:.1%} active)"
+        )
+
+
+def _check_sizes(q_len: int, kv_len: int, block_q: int, block_k: int) -> None:
+    if min(q_len, kv_len, block_q, block_k) < 1:
+        raise InputError(
+            f"A mask over {q_len} × {kv_len} tokens in blocks of {block_q} × {block_k} is empty.",
+            hint="Lengths and blocks are 1 or more.",
         )
 
 

@@ -54,7 +54,10 @@ class Mesh:
             raise InputError(f"{self} has no axis {sorted(unknown)[0]!r}.")
         rank = 0
         for name, size in self.axes:
-            rank = rank * size + coordinate.get(name, 0)
+            at = coordinate.get(name, 0)
+            if not 0 <= at < size:
+                raise InputError(f"{name}={at} is not on {self}.", hint=f"It runs from 0 to {size - 1}.")
+            rank = rank * size + at
         return rank
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:

@@ -8,7 +8,7 @@ waits only for data cannot deadlock.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -51,6 +51,13 @@ class Piece:
             Piece(self.tensor, self.heads & other.heads, self.tokens - other.tokens),
         ]
         return [piece for piece in rest if piece]
+
+    def without(self, others: Iterable[Piece]) -> list[Piece]:
+        """What is left of this rectangle without any of the others."""
+        left: list[Piece] = [self]
+        for other in others:
+            left = [rest for piece in left for rest in piece.minus(other)]
+        return left
 
     def elements(self, problem: Problem) -> int:
         """Numbers in it, over the batch; a kv piece is two tensors."""
@@ -145,7 +152,7 @@ class Schedule:
         head = dumps([self.name, self.problem, self.mask.digest, self.mesh, self.backward, self.kept])
         state = hashlib.sha256(head.encode())
         for op in self.ops:
-            state.update(repr(op).encode())
+            state.update(repr(_exact(op)).encode())
         return state.hexdigest()[:16]
 
     def __eq__(self, other: object) -> bool:
@@ -159,3 +166,14 @@ class Schedule:
         lines = [f"{self.name}{way} on {self.mesh} · {self.mask} · {self.digest}"]
         lines += [f"{index:4d}  {op}" for index, op in enumerate(self.ops)]
         return "\n".join(lines)
+
+
+def _exact(op: Op) -> tuple[object, ...]:
+    """Everything that tells one operation from another; the readable form of a piece leaves runs out."""
+
+    def piece(p: Piece) -> tuple[object, ...]:
+        return p.tensor, p.heads.runs, p.tokens.runs
+
+    if isinstance(op, Attend):
+        return op.rank, piece(op.q), piece(op.kv)
+    return op.label, *((t.src, t.dst, *piece(t.piece)) for t in op.transfers)

@@ -92,9 +92,10 @@ class Topology:
     @staticmethod
     def from_toml(path: str | Path) -> Topology:
         """Read a topology; names that do not exist are errors, so that no typing slip is ignored."""
-        text = Path(path).read_text()
         try:
-            table = tomllib.loads(text)
+            table = tomllib.loads(Path(path).read_text())
+        except OSError as error:
+            raise InputError(f"{path} cannot be read: {error.strerror}.") from None
         except tomllib.TOMLDecodeError as error:
             raise InputError(f"{path} is not TOML: {error}.") from None
         _check_names(table, Topology, str(path))
@@ -133,10 +134,12 @@ def _table(given: Any) -> dict[str, Any] | None:
 
 
 def _build(kind: type[Any], table: dict[str, Any], where: str) -> Any:
-    numbers = {f.name for f in fields(kind) if f.type in ("int", "float")}
-    for name, given in table.items():
-        if name in numbers and (isinstance(given, bool) or not isinstance(given, int | float)):
-            raise InputError(f"{where}: {name} = {given!r} is not a number.")
+    words = {"int": (int, "a whole number"), "float": (int | float, "a number"), "str": (str, "a text")}
+    for field in fields(kind):
+        given = table.get(field.name)
+        wanted, word = words.get(str(field.type), (object, ""))
+        if given is not None and (isinstance(given, bool) or not isinstance(given, wanted)):
+            raise InputError(f"{where}: {field.name} = {given!r} is not {word}.")
     try:
         return kind(**table)
     except TypeError as error:

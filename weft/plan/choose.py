@@ -40,7 +40,7 @@ class Plan:
 
     def explain(self) -> str:
         """One line for each candidate, the best first."""
-        best = self.ranked[0][1].seconds
+        best = self.ranked[0][1].seconds or 1.0
         lines = [
             f"{name:<12} {timing.seconds * 1e3:9.2f} ms   {timing.seconds / best:5.2f}×   "
             f"{timing.exposed:6.1%} exposed"

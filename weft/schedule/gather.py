@@ -29,7 +29,7 @@ def gather(problem: Problem, mask: BlockMask, mesh: Mesh, partition: Partition) 
                 kv_heads = problem.kv_heads_of(heads)
                 for source, part in problem.kv.sources(rank, tokens):
                     if source != rank:
-                        missing = _not_in(Piece("kv", kv_heads, part), fetched)
+                        missing = Piece("kv", kv_heads, part).without(fetched)
                         moves += [Transfer(piece, source, rank) for piece in missing]
                         fetched += missing
                 here = _whole_blocks(mask, tokens & problem.kv.held(rank))
@@ -40,14 +40,6 @@ def gather(problem: Problem, mask: BlockMask, mesh: Mesh, partition: Partition) 
     back = Exchange(output_moves(problem, partition), "return")
     ops = without_empty((Exchange(tuple(moves), "fetch"), *near, *far, back))
     return Schedule("gather", problem, mask, mesh, ops)
-
-
-def _not_in(piece: Piece, fetched: list[Piece]) -> list[Piece]:
-    """What of a piece has not been fetched for another work of the same rank."""
-    missing = [piece]
-    for have in fetched:
-        missing = [rest for part in missing for rest in part.minus(have)]
-    return missing
 
 
 def needs(problem: Problem, mask: BlockMask, work: Work) -> list[tuple[Indices, Indices]]:

@@ -71,17 +71,19 @@ def attend_work(mask: BlockMask, op: Attend) -> int:
 def _peak_memory(schedule: Schedule, rank: int) -> int:
     """Walk a rank's program: a piece is live from the operation that brings it to the last that reads it."""
     problem = schedule.problem
-    lives: dict[Piece, _Life] = {}
-    for piece in schedule.kept[rank] if schedule.kept else ():
-        lives[piece] = _Life(0, 0, piece.num_bytes(problem))
+    kept = schedule.kept[rank] if schedule.kept else ()
+    lives = {piece: _Life(0, 0, piece.num_bytes(problem)) for piece in kept}
+    passing: list[_Life] = []
     for index, op in enumerate(schedule.ops):
         if isinstance(op, Exchange):
-            for transfer in op.transfers:
-                if transfer.src == rank:
-                    _read(lives, transfer.piece, index)
-                if transfer.dst == rank:
-                    size = transfer.piece.num_bytes(problem)
-                    lives[transfer.piece] = _Life(index, index, size)
+            for piece in (t.piece for t in op.transfers if t.src == rank):
+                _read(lives, piece, index)
+            for piece in (t.piece for t in op.transfers if t.dst == rank):
+                life = _Life(index, index, piece.num_bytes(problem))
+                # Sums are added as they arrive, and equal pieces may come from several ranks.
+                passing.append(life)
+                if not piece.is_sum:
+                    lives[piece] = passing.pop()
         elif op.rank == rank:
             _read(lives, op.q, index)
             _read(lives, op.kv, index)
@@ -89,7 +91,7 @@ def _peak_memory(schedule: Schedule, rank: int) -> int:
                 size = piece.elements(problem) * problem.sum_bytes
                 lives.setdefault(piece, _Life(index, index, size)).last = index
     change = np.zeros(len(schedule.ops) + 1, dtype=np.int64)
-    for life in lives.values():
+    for life in (*lives.values(), *passing):
         change[life.first] += life.size
         change[life.last + 1] -= life.size
     at_home = sum(

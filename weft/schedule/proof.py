@@ -9,7 +9,7 @@ import numpy as np
 
 from weft.core.errors import ScheduleError
 from weft.core.mask import BoolArray
-from weft.core.schedule import Attend, Op, Piece, Schedule, Transfer
+from weft.core.schedule import TENSORS, Attend, Op, Piece, Schedule, Transfer
 from weft.schedule.cells import Cells
 
 
@@ -19,8 +19,9 @@ class Proof(ABC):
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.problem = schedule.problem
-        self.cells = Cells(schedule)
         self.at: tuple[int, object] = (-1, None)
+        self.check_pieces()
+        self.cells = Cells(schedule)
         ranks, heads, kv_heads = self.problem.ranks, self.problem.heads, self.problem.kv_heads
         q_cells, kv_cells = self.cells.count(is_kv=False), self.cells.count(is_kv=True)
         self.held = {
@@ -62,22 +63,40 @@ class Proof(ABC):
         landed: list[Transfer] = []
         for transfer in op.transfers:
             self.at = (index, transfer)
-            self.check_ends(transfer)
             self.leave(transfer)
             landed.append(transfer)
         for transfer in landed:
             self.at = (index, transfer)
             self.arrive(transfer)
 
-    def check_ends(self, transfer: Transfer) -> None:
-        piece, ranks = transfer.piece, range(self.problem.ranks)
-        if transfer.src not in ranks or transfer.dst not in ranks:
+    def check_pieces(self) -> None:
+        """Every rank exists and every piece lies inside its tensor."""
+        for index, transfer in self.schedule.transfers():
+            self.at = (index, transfer)
+            self.check_ranks(transfer.src, transfer.dst)
+            if transfer.src == transfer.dst:
+                self.fail("a rank sends to itself.")
+            self.check_bounds(transfer.piece)
+        for index, op in self.schedule.attends():
+            self.at = (index, op)
+            self.check_ranks(op.rank)
+            if (op.q.tensor, op.kv.tensor) != ("q", "kv"):
+                self.fail("an Attend reads a piece of q and a piece of kv.")
+            self.check_bounds(op.q)
+            self.check_bounds(op.kv)
+        self.at = (-1, None)
+        if self.schedule.kept and not self.schedule.backward:
+            self.fail("only a backward schedule has pieces that were kept.")
+        for piece in (piece for pieces in self.schedule.kept for piece in pieces):
+            self.check_bounds(piece)
+
+    def check_ranks(self, *ranks: int) -> None:
+        if any(rank not in range(self.problem.ranks) for rank in ranks):
             self.fail(f"there is no such rank; ranks are 0 to {self.problem.ranks - 1}.")
-        if transfer.src == transfer.dst:
-            self.fail("a rank sends to itself.")
-        self.check_bounds(piece)
 
     def check_bounds(self, piece: Piece) -> None:
+        if piece.tensor not in TENSORS:
+            self.fail(f"there is no tensor {piece.tensor!r}; pieces are of {', '.join(TENSORS)}.")
         is_kv = piece.tensor.endswith("kv")
         heads = self.problem.kv_heads if is_kv else self.problem.heads
         size = self.problem.home(piece.tensor).size
@@ -86,8 +105,6 @@ class Proof(ABC):
 
     def check_attend(self, op: Attend) -> None:
         """Both pieces are there, blocks are whole, no tile is computed twice, each row stays on one rank."""
-        self.check_bounds(op.q)
-        self.check_bounds(op.kv)
         if not op.kv.heads.covers(self.problem.kv_heads_of(op.q.heads)):
             self.fail(
                 f"query heads {op.q.heads} need key/value heads {self.problem.kv_heads_of(op.q.heads)}."

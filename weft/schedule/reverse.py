@@ -24,7 +24,7 @@ def reverse(schedule: Schedule, *, keep: str = "auto") -> Schedule:
         keep = "all" if _kv_fits(schedule) else "none"
     again: list[Op] = []
     moves: list[Transfer] = []
-    last = {(op.rank, op.kv): index for index, op in schedule.attends()}
+    finished = _finished_keys(schedule)
     for index, op in enumerate(schedule.ops):
         if isinstance(op, Exchange):
             resent = [t for t in op.transfers if t.piece.tensor == "kv" and keep == "none"]
@@ -32,11 +32,14 @@ def reverse(schedule: Schedule, *, keep: str = "auto") -> Schedule:
             moves = []
         else:
             again.append(op)
-            if last[op.rank, op.kv] == index:
-                moves += _home(schedule, op.rank, _gradient(op.kv))
-    done = {(op.rank, op.q) for _, op in schedule.attends()}
-    for rank, q in sorted(done, key=str):
-        moves += _home(schedule, rank, _gradient(q))
+            for piece in finished.get(index, ()):
+                moves += _home(schedule, op.rank, _gradient(piece))
+    sent: dict[int, list[Piece]] = {}
+    for _, op in schedule.attends():
+        own = sent.setdefault(op.rank, [])
+        for piece in op.q.without(own):
+            own.append(piece)
+            moves += _home(schedule, op.rank, _gradient(piece))
     first = Exchange(_output_gradients(schedule), "output gradients")
     ops = (first, *again, Exchange(tuple(moves), "gradients home"))
     return Schedule(
@@ -48,6 +51,18 @@ def reverse(schedule: Schedule, *, keep: str = "auto") -> Schedule:
         backward=True,
         kept=_kept(schedule, keep),
     )
+
+
+def _finished_keys(schedule: Schedule) -> dict[int, list[Piece]]:
+    """After which Attend no more is added to which key/value pieces of its rank; pieces do not overlap."""
+    groups: dict[int, list[tuple[list[Piece], int]]] = {}
+    for index, op in schedule.attends():
+        own = groups.setdefault(op.rank, [])
+        touching = [group for group in own if any(piece & op.kv for piece in group[0])]
+        pieces = [piece for group in touching for piece in group[0]]
+        own[:] = [group for group in own if group not in touching]
+        own.append((pieces + op.kv.without(pieces), index))
+    return {last: pieces for own in groups.values() for pieces, last in own}
 
 
 def _gradient(piece: Piece) -> Piece:

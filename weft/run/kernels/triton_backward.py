@@ -1,0 +1,131 @@
+"""Triton: gradients of block-sparse attention, dQ by q block and dK/dV by kv block, without atomics.
+
+Both read the final log-sum-exp of the rows, so a tile's gradient is right whichever ranks computed the
+other tiles of its rows, and every sum is made by one program in one order.
+"""
+# ruff: noqa: PLR0913 - a launch has as many arguments as it has
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from weft.run.kernels.triton_forward import INFINITY, LOG2E, corner, line_of, tile_of
+
+
+@triton.jit
+def prepare(
+    grad, out, lse, delta, peak, narrow,
+    grad_strides, out_strides, lse_strides, narrow_strides,
+    heads, q_len,
+    D: tl.constexpr, NARROW: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """delta = rowsum(grad · out), lse in units of log 2 with +inf for empty rows, and grad in 16 bits."""
+    top = tl.program_id(0) * ROWS
+    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    rows, dims = tl.arange(0, ROWS), tl.arange(0, D)
+    inside = top + rows < q_len
+    grad_at = corner(grad, grad_strides, batch, head, top) + rows[:, None] * grad_strides[2] + dims[None, :]
+    out_at = corner(out, out_strides, batch, head, top) + rows[:, None] * out_strides[2] + dims[None, :]
+    slope = tl.load(grad_at, mask=inside[:, None], other=0.0).to(tl.float32)
+    result = tl.load(out_at, mask=inside[:, None], other=0.0).to(tl.float32)
+    row_at = tl.program_id(1).to(tl.int64) * q_len + top + rows
+    tl.store(delta + row_at, tl.sum(slope * result, 1), mask=inside)
+    final = tl.load(corner(lse, lse_strides, batch, head, top) + rows * lse_strides[2], inside, 0.0)
+    # Every weight of an empty row is exp(score - inf) = 0.
+    tl.store(peak + row_at, tl.where(final == -INFINITY, INFINITY, final * LOG2E), mask=inside)
+    if NARROW:
+        narrow_at = corner(narrow, narrow_strides, batch, head, top) + rows[:, None] * narrow_strides[2]
+        tl.store(narrow_at + dims[None, :], slope.to(narrow.dtype.element_ty), mask=inside[:, None])
+
+
+@triton.jit
+def grad_queries(
+    q, k, v, grad, delta, peak, dq, starts, blocks,
+    q_strides, k_strides, v_strides, grad_strides, dq_strides,
+    scale, heads, q_len, k_len,
+    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    DENSE: tl.constexpr, EVEN: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """dQ of BQ rows of one head: the list of their kv blocks."""
+    top = tl.program_id(0) * BQ
+    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    q_blocks, k_blocks = tl.cdiv(q_len, BLOCK_Q), tl.cdiv(k_len, BLOCK_K)
+    first, count = line_of(starts, head, top // BLOCK_Q, q_blocks, k_blocks, DENSE)
+    rows, dims, columns = tl.arange(0, BQ), tl.arange(0, D), tl.arange(0, BK)
+    inside = top + rows < q_len
+
+    q_at = corner(q, q_strides, batch, head, top) + rows[:, None] * q_strides[2] + dims[None, :]
+    grad_at = corner(grad, grad_strides, batch, head, top) + rows[:, None] * grad_strides[2] + dims[None, :]
+    row_at = tl.program_id(1).to(tl.int64) * q_len + top + rows
+    queries = tl.load(q_at, mask=inside[:, None], other=0.0)
+    slope = tl.load(grad_at, mask=inside[:, None], other=0.0)
+    row_delta = tl.load(delta + row_at, mask=inside, other=0.0)
+    row_peak = tl.load(peak + row_at, mask=inside, other=INFINITY)
+    k_top = corner(k, k_strides, batch, head, head * 0) + columns[:, None] * k_strides[2] + dims[None, :]
+    v_top = corner(v, v_strides, batch, head, head * 0) + columns[None, :] * v_strides[2] + dims[:, None]
+
+    sums = tl.zeros([BQ, D], tl.float32)
+    for step in range(count * (BLOCK_K // BK)):
+        left = tile_of(blocks, first, step, BLOCK_K, BK, DENSE)
+        known = left + columns < k_len
+        keys = tl.load(k_top + left.to(tl.int64) * k_strides[2], mask=None if EVEN else known[:, None])
+        scores = tl.dot(queries, tl.trans(keys)) * (scale * LOG2E)
+        if not EVEN:
+            scores = tl.where(known[None, :], scores, -INFINITY)
+        weights = tl.exp2(scores - row_peak[:, None])
+        values = tl.load(v_top + left.to(tl.int64) * v_strides[2], mask=None if EVEN else known[None, :])
+        slopes = weights * (tl.dot(slope, values) - row_delta[:, None])
+        sums = tl.dot(slopes.to(keys.dtype), keys, sums)
+    dq_at = corner(dq, dq_strides, batch, head, top) + rows[:, None] * dq_strides[2] + dims[None, :]
+    tl.store(dq_at, sums * scale, mask=inside[:, None])
+
+
+@triton.jit
+def grad_keys(
+    q, k, v, grad, delta, peak, dk, dv, starts, blocks,
+    q_strides, k_strides, v_strides, grad_strides, dk_strides, dv_strides,
+    scale, heads, q_len, k_len,
+    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    DENSE: tl.constexpr, EVEN: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of BK keys of one head: the inverted list, the q blocks that read them.
+
+    Scores are kept transposed, [BK, BQ], so that both sums are products with no transpose of registers.
+    """
+    left = tl.program_id(0) * BK
+    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    q_blocks, k_blocks = tl.cdiv(q_len, BLOCK_Q), tl.cdiv(k_len, BLOCK_K)
+    first, count = line_of(starts, head, left // BLOCK_K, k_blocks, q_blocks, DENSE)
+    rows, dims, columns = tl.arange(0, BQ), tl.arange(0, D), tl.arange(0, BK)
+    known = left + columns < k_len
+
+    k_at = corner(k, k_strides, batch, head, left) + columns[:, None] * k_strides[2] + dims[None, :]
+    v_at = corner(v, v_strides, batch, head, left) + columns[:, None] * v_strides[2] + dims[None, :]
+    keys = tl.load(k_at, mask=known[:, None], other=0.0)
+    values = tl.load(v_at, mask=known[:, None], other=0.0)
+    q_top = corner(q, q_strides, batch, head, head * 0) + rows[:, None] * q_strides[2] + dims[None, :]
+    grad_top = corner(grad, grad_strides, batch, head, head * 0) + rows[:, None] * grad_strides[2] + dims[None, :]
+    row_top = tl.program_id(1).to(tl.int64) * q_len + rows
+
+    k_sums, v_sums = tl.zeros([BK, D], tl.float32), tl.zeros([BK, D], tl.float32)
+    for step in range(count * (BLOCK_Q // BQ)):
+        top = tile_of(blocks, first, step, BLOCK_Q, BQ, DENSE)
+        inside = top + rows < q_len
+        queries = tl.load(q_top + top.to(tl.int64) * q_strides[2], mask=None if EVEN else inside[:, None])
+        row_peak = tl.load(peak + row_top + top, mask=None if EVEN else inside)
+        scores = tl.dot(keys, tl.trans(queries)) * (scale * LOG2E)
+        weights = tl.exp2(scores - row_peak[None, :])
+        slope = tl.load(grad_top + top.to(tl.int64) * grad_strides[2], mask=None if EVEN else inside[:, None])
+        if not EVEN:
+            weights = tl.where(inside[None, :], weights, 0.0)
+        v_sums = tl.dot(weights.to(slope.dtype), slope, v_sums)
+        row_delta = tl.load(delta + row_top + top, mask=None if EVEN else inside)
+        slopes = weights * (tl.dot(values, tl.trans(slope)) - row_delta[None, :])
+        k_sums = tl.dot(slopes.to(queries.dtype), queries, k_sums)
+    dk_at = corner(dk, dk_strides, batch, head, left) + columns[:, None] * dk_strides[2] + dims[None, :]
+    dv_at = corner(dv, dv_strides, batch, head, left) + columns[:, None] * dv_strides[2] + dims[None, :]
+    tl.store(dk_at, k_sums * scale, mask=known[:, None])
+    tl.store(dv_at, v_sums, mask=known[:, None])

@@ -1,0 +1,128 @@
+"""Triton: block-sparse flash attention over an index list, and the merge of two partial results.
+
+One program computes BQ query rows of one head. Names of the rows and columns of the mask's blocks are
+BLOCK_Q and BLOCK_K; a program's tiles BQ and BK divide them, so that a tile never meets two blocks.
+Importing this module imports triton.
+"""
+# ruff: noqa: PLR0913 - a launch has as many arguments as it has
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+INFINITY = tl.constexpr(float("inf"))
+
+
+@triton.jit
+def corner(x, strides, batch, head, row):
+    """Where (batch, head, row) begins; 64 bits, a long video has more than 2^31 numbers."""
+    return x + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + row.to(tl.int64) * strides[2]
+
+
+@triton.jit
+def line_of(starts, head, row, rows, columns, DENSE: tl.constexpr):
+    """(first, count) of the list of blocks of (head, row), which has `rows` rows per head."""
+    if DENSE:
+        first = head * 0
+        count = columns
+    else:
+        at = starts + head * rows + row
+        first = tl.load(at)
+        count = tl.load(at + 1) - first
+    return first, count
+
+
+@triton.jit
+def tile_of(blocks, first, step, BLOCK: tl.constexpr, TILE: tl.constexpr, DENSE: tl.constexpr):
+    """The first token of the step-th tile of a list of blocks."""
+    PARTS: tl.constexpr = BLOCK // TILE
+    if DENSE:
+        start = step * TILE
+    else:
+        start = tl.load(blocks + first + step // PARTS) * BLOCK + (step % PARTS) * TILE
+    return start
+
+
+@triton.jit
+def forward(
+    q, k, v, out, lse, starts, blocks,
+    q_strides, k_strides, v_strides, out_strides, lse_strides,
+    scale, heads, q_len, k_len,
+    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    DENSE: tl.constexpr, EVEN: tl.constexpr, ADD: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """out and lse of these tiles; ADD continues from the (out, lse) that is there, which is a merge."""
+    top = tl.program_id(0) * BQ
+    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    q_blocks, k_blocks = tl.cdiv(q_len, BLOCK_Q), tl.cdiv(k_len, BLOCK_K)
+    first, count = line_of(starts, head, top // BLOCK_Q, q_blocks, k_blocks, DENSE)
+    rows, dims, columns = tl.arange(0, BQ), tl.arange(0, D), tl.arange(0, BK)
+    inside = top + rows < q_len
+
+    q_at = corner(q, q_strides, batch, head, top) + rows[:, None] * q_strides[2] + dims[None, :]
+    out_at = corner(out, out_strides, batch, head, top) + rows[:, None] * out_strides[2] + dims[None, :]
+    lse_at = corner(lse, lse_strides, batch, head, top) + rows * lse_strides[2]
+    queries = tl.load(q_at, mask=inside[:, None], other=0.0)
+    k_top = corner(k, k_strides, batch, head, head * 0) + columns[None, :] * k_strides[2] + dims[:, None]
+    v_top = corner(v, v_strides, batch, head, head * 0) + columns[:, None] * v_strides[2] + dims[None, :]
+
+    if ADD:
+        sums = tl.load(out_at, mask=inside[:, None], other=0.0)
+        peak = tl.load(lse_at, mask=inside, other=-INFINITY) * LOG2E
+        total = tl.where(peak == -INFINITY, 0.0, 1.0)
+    else:
+        sums = tl.zeros([BQ, D], tl.float32)
+        peak = tl.full([BQ], -INFINITY, tl.float32)
+        total = tl.zeros([BQ], tl.float32)
+    # Scores are in units of log 2: exp2 is one instruction.
+    scale = scale * LOG2E
+    for step in range(count * (BLOCK_K // BK)):
+        left = tile_of(blocks, first, step, BLOCK_K, BK, DENSE)
+        known = left + columns < k_len
+        keys = tl.load(k_top + left.to(tl.int64) * k_strides[2], mask=None if EVEN else known[None, :])
+        scores = tl.dot(queries, keys) * scale
+        if not EVEN:
+            scores = tl.where(known[None, :], scores, -INFINITY)
+        # A block has at least one key in its first tile, so after it the peak is finite.
+        higher = tl.maximum(peak, tl.max(scores, 1))
+        weights = tl.exp2(scores - higher[:, None])
+        shrink = tl.exp2(peak - higher)
+        total = total * shrink + tl.sum(weights, 1)
+        values = tl.load(v_top + left.to(tl.int64) * v_strides[2], mask=None if EVEN else known[:, None])
+        sums = tl.dot(weights.to(values.dtype), values, sums * shrink[:, None])
+        peak = higher
+    # No active tile: 0 / 1 and -inf.
+    tl.store(out_at, sums / tl.where(total == 0.0, 1.0, total)[:, None], mask=inside[:, None])
+    tl.store(lse_at, (peak + tl.log2(total)) / LOG2E, mask=inside)
+
+
+@triton.jit
+def merge(
+    out, lse, new_out, new_lse,
+    out_strides, lse_strides, new_out_strides, new_lse_strides,
+    heads, q_len,
+    D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """(out, lse) becomes the attention over the keys of both parts."""
+    top = tl.program_id(0) * ROWS
+    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    rows, dims = tl.arange(0, ROWS), tl.arange(0, D)
+    inside = top + rows < q_len
+    out_at = corner(out, out_strides, batch, head, top) + rows[:, None] * out_strides[2] + dims[None, :]
+    lse_at = corner(lse, lse_strides, batch, head, top) + rows * lse_strides[2]
+    new_at = corner(new_out, new_out_strides, batch, head, top) + rows[:, None] * new_out_strides[2]
+    old = tl.load(lse_at, mask=inside, other=-INFINITY)
+    new = tl.load(corner(new_lse, new_lse_strides, batch, head, top) + rows * new_lse_strides[2], inside, 0.0)
+    # An empty part weighs nothing, also where both are empty and the difference would be inf - inf.
+    higher = tl.maximum(old, new)
+    higher = tl.where(higher == -INFINITY, 0.0, higher)
+    old_weight, new_weight = tl.exp(old - higher), tl.exp(new - higher)
+    total = old_weight + new_weight
+    share = tl.where(total == 0.0, 0.0, new_weight / total)[:, None]
+    before = tl.load(out_at, mask=inside[:, None], other=0.0)
+    after = tl.load(new_at + dims[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+    tl.store(out_at, before + share * (after - before), mask=inside[:, None])
+    tl.store(lse_at, higher + tl.log(total), mask=inside)
