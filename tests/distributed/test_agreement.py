@@ -35,15 +35,15 @@ DIFFERENCES: dict[str, tuple[Sizes, Sizes, str]] = {
 }
 
 REFUSALS: dict[str, tuple[Sizes, str]] = {
-    "rows": ({"tokens": 15, "rows": 6}, "Rank 1's q have 6 tokens"),
+    "rows": ({"rows": 6}, "Rank 1's q have 6 tokens"),
     "integers": ({"dtype": torch.int64}, "q, k, v are int64"),
     "kv heads": ({"kv_heads": 2}, "3 query heads cannot share 2 key/value heads"),
     "scale": ({"scale": float("inf")}, "scale=inf"),
     "plan": ({"plan": "ulises"}, "There is no strategy 'ulises'"),
     "usp": ({"plan": "usp:2x2"}, "usp:2x2 needs 4 ranks; there are 3"),
     "impl": ({"impl": "flash9"}, "impl='flash9' is unknown"),
-    "mask's heads": ({"tokens": 15, "mask": BlockMask.dense(4, 15)}, "mask is for 4 heads"),
-    "prefix": ({"tokens": 15, "prefix": 16}, "prefix=16 and suffix=0 do not fit"),
+    "mask's heads": ({"mask": BlockMask.dense(4, 15)}, "mask is for 4 heads"),
+    "prefix": ({"prefix": 16}, "prefix=16 and suffix=0 do not fit"),
 }
 
 
@@ -93,7 +93,7 @@ def test_a_rank_that_refuses_its_call_tells_the_others_why(worlds: Worlds, refus
     pool = worlds(3)
     before = pool.run(works) and pool.pids
     odd, said = REFUSALS[refusal]
-    found = failures(pool, {key: 15 for key in odd if key == "tokens"}, odd)
+    found = failures(pool, {"tokens": 15}, odd)
     assert {rank: failure.kind for rank, failure in found.items()} == {
         0: "AgreementError",
         1: "InputError",

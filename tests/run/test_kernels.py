@@ -19,6 +19,7 @@ from weft.core.schedule import Attend, Piece
 from weft.run.kernels import IMPLEMENTATIONS, choose
 from weft.run.kernels.tiles import Tiles
 
+IMPLS = ("sdpa", "reference")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -74,7 +75,7 @@ def test_sdpa_equals_the_reference_forward_and_backward(tile: Tile) -> None:
     assert max(error(x.clamp(min=-1e9), y.clamp(min=-1e9)) for x, y in pairs) < 1e-11
 
 
-@pytest.mark.parametrize("impl", ["sdpa", "reference"])
+@pytest.mark.parametrize("impl", IMPLS)
 @given(tile=tiles())
 def test_a_row_with_no_tile_gives_zero_and_no_weight(impl: str, tile: Tile) -> None:
     out, lse, dq, dk, dv = both_ways(impl, tile)
@@ -86,7 +87,7 @@ def test_a_row_with_no_tile_gives_zero_and_no_weight(impl: str, tile: Tile) -> N
     assert not any(x[:, unseen].any() for x in (dk, dv))
 
 
-@pytest.mark.parametrize("impl", ["sdpa", "reference"])
+@pytest.mark.parametrize("impl", IMPLS)
 @given(tile=tiles())
 def test_gradients_of_the_parts_of_a_row_add_up(impl: str, tile: Tile) -> None:
     out, lse, *whole = both_ways(impl, tile)
@@ -115,7 +116,7 @@ def columns(tile: Tile, part: slice) -> Tiles:
     return Tiles(active, whole.block_q, whole.block_k, whole.q_len, size)
 
 
-@pytest.mark.parametrize("impl", ["sdpa", "reference"])
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(data=st.data())
 @settings(max_examples=20)
@@ -130,7 +131,7 @@ def test_results_are_float32_or_better_and_as_good(
     assert max(error(x, y) / max(1.0, y.abs().max().item()) for x, y in pairs) < 5e-6
 
 
-@pytest.mark.parametrize("impl", ["sdpa", "reference"])
+@pytest.mark.parametrize("impl", IMPLS)
 @given(tile=tiles())
 @settings(max_examples=40)
 def test_operands_may_have_any_strides(impl: str, tile: Tile) -> None:

@@ -82,10 +82,11 @@ def _executor(shapes: Any, kinds: Any, given: Any, mesh: Any, timeout: float) ->
                 counts=counts,
                 axes=axes_of(mesh),
             )
+            kernel = choose_kernel(options.impl, tensors.dtype, str(tensors.devices[0]))
         except WeftError as error:
             refuse(comm, error)
             raise
-        agree(comm, facts(schedule, tensors, options))
-        executor = Executor(schedule, comm, choose_kernel(options.impl), device=str(tensors.devices[0]))
+        agree(comm, facts(schedule, tensors, options, kernel.name))
+        executor = Executor(schedule, comm, kernel, device=str(tensors.devices[0]))
         world.compiled[key] = register(executor)
     return world.compiled[key]

@@ -120,7 +120,7 @@ def schedule_for(
     return choose(problem, mask).schedule if name == "auto" else build(name, problem, mask)
 
 
-def facts(schedule: Schedule, tensors: Tensors, options: Options) -> dict[str, str]:
+def facts(schedule: Schedule, tensors: Tensors, options: Options, kernel: str) -> dict[str, str]:
     """What every rank must say alike before anything moves; the schedule's digest stands for the rest."""
     problem = schedule.problem
     return {
@@ -132,7 +132,7 @@ def facts(schedule: Schedule, tensors: Tensors, options: Options) -> dict[str, s
         "tokens": f"{problem.q.size}×{problem.kv.size}",
         "mask": schedule.mask.digest,
         "scale": repr(options.scale),
-        "impl": options.impl,
+        "kernel": kernel,
         "strategy": f"{schedule.name} on {schedule.mesh}",
         "plan": schedule.digest,
     }

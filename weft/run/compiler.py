@@ -200,6 +200,7 @@ class Compiler:
             "tiles": Tiles.of(self.schedule.mask, op),
             "kv_of": None if same else torch.from_numpy(kv_of),
             "whole": all(piece == q.piece for piece in others),
+            "sum_dtype": self.wide,
         }
 
     def finish(self, tensor: str, parts: list[Part]) -> None:

@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 
-def merge_(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
-    """(out, lse) becomes the attention over the keys of both parts; lse is natural-log [B, H, S, 1]."""
+def merge_(into: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """`into`, as (out [B, H, S, D], lse [B, H, S]), becomes the attention over the keys of both parts."""
+    (out, lse), (new_out, new_lse) = into, new
     # The new part's weight is e^new / (e^old + e^new). An empty new part weighs nothing, also where both
     # are empty and the difference is inf - inf; a NaN that came from the inputs stays one.
     weight = torch.sigmoid(new_lse - lse).masked_fill_(new_lse == -torch.inf, 0.0)
-    out.lerp_(new_out.to(out.dtype), weight.to(out.dtype))
+    out.lerp_(new_out.to(out.dtype), weight.unsqueeze(-1).to(out.dtype))
     torch.logaddexp(lse, new_lse.to(lse.dtype), out=lse)
+    return into

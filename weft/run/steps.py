@@ -10,7 +10,6 @@ from torch import Tensor
 from weft.run.comm import Comm, Transit
 from weft.run.kernels import Kernel
 from weft.run.kernels.tiles import Tiles
-from weft.run.merge import merge_
 from weft.run.places import Index, Planes, is_slice, pick, put
 
 
@@ -135,6 +134,7 @@ class Calculation:
     """The key/value head of each query head, where they are not the same."""
     whole: bool
     """Every calculation on this query slot takes all of it, so the first one may simply assign."""
+    sum_dtype: torch.dtype
 
     def operands(self, frame: Frame) -> tuple[Tensor, Tensor, Tensor]:
         (q,) = frame.slots[self.q]
@@ -152,21 +152,22 @@ class Attention(Calculation):
     """Partial attention, merged into the output of its query slot."""
 
     def run(self, frame: Frame) -> None:
-        out, lse = frame.kernel.attend(*self.operands(frame), self.tiles, frame.scale)
         if self.out not in frame.started:
             frame.started.add(self.out)
             if self.whole:
+                out, lse = frame.kernel.attend(*self.operands(frame), self.tiles, frame.scale)
                 frame.slots[self.out], frame.slots[self.lse] = (out,), (lse.unsqueeze(-1),)
                 return
             (q,) = frame.slots[self.q]
-            frame.slots[self.out] = (out.new_zeros(q.shape),)
-            frame.slots[self.lse] = (out.new_full((*q.shape[:-1], 1), -torch.inf),)
+            frame.slots[self.out] = (torch.zeros(q.shape, dtype=self.sum_dtype, device=q.device),)
+            empty = torch.full((*q.shape[:-1], 1), -torch.inf, dtype=self.sum_dtype, device=q.device)
+            frame.slots[self.lse] = (empty,)
         (all_out,), (all_lse,) = frame.slots[self.out], frame.slots[self.lse]
-        old_out, old_lse = self.rows(all_out), self.rows(all_lse)
-        merge_(old_out, old_lse, out, lse.unsqueeze(-1))
+        into = self.rows(all_out), self.rows(all_lse).squeeze(-1)
+        frame.kernel.attend(*self.operands(frame), self.tiles, frame.scale, into)
         if not is_slice(self.q_index):
-            put(all_out, self.q_index, old_out, add=False)
-            put(all_lse, self.q_index, old_lse, add=False)
+            put(all_out, self.q_index, into[0], add=False)
+            put(all_lse, self.q_index, into[1].unsqueeze(-1), add=False)
 
 
 @dataclass(frozen=True, eq=False)

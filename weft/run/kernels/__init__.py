@@ -9,12 +9,15 @@ from typing import Protocol
 
 from torch import Tensor
 
-from weft.core.errors import InputError
+from weft.core.errors import InputError, MissingError
 from weft.run.kernels.tiles import Tiles
+
+Sums = tuple[Tensor, Tensor]
+"""(out [B, H, S, D], natural-log lse [B, H, S]), float32 or better."""
 
 
 class Kernel(Protocol):
-    """B batch · H heads · S query rows · T key rows · D head dim; lse is natural-log [B, H, S].
+    """B batch · H heads · S query rows · T key rows · D head dim.
 
     Outputs are float32 or better, whatever the inputs are, so that partial results merge without
     loss. Rows with no active tile give 0 and lse = -inf.
@@ -22,35 +25,61 @@ class Kernel(Protocol):
 
     name: str
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
-        """(out [B, H, S, D], lse [B, H, S])."""
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, into: Sums | None = None
+    ) -> Sums:
+        """Attention over the tiles; with `into`, merged in place with what it holds of other keys."""
         ...
 
     def attend_backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        done: tuple[Tensor, Tensor],
-        tiles: Tiles,
-        scale: float,
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, done: Sums, tiles: Tiles, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv) of these tiles; `done` is the final (out, lse) over *all* tiles of the rows."""
+        """(dq, dk, dv) of these tiles; `done` is the final result over *all* tiles of the rows."""
         ...
 
 
-IMPLEMENTATIONS = ("auto", "sdpa", "reference")
+IMPLEMENTATIONS = ("auto", "cpu", "triton", "sdpa", "reference")
 
 
-def choose(impl: str) -> Kernel:
-    """The kernel by its name; auto is the fastest that serves here."""
-    if impl == "reference":
-        from weft.run.kernels.reference import Reference
+def choose(impl: str, dtype: str = "float32", device: str = "cpu") -> Kernel:
+    """The kernel by its name; auto is the fastest that serves this dtype on this device."""
+    if impl not in IMPLEMENTATIONS:
+        raise InputError(f"impl={impl!r} is unknown.", hint=f"Use one of {', '.join(IMPLEMENTATIONS)}.")
+    if impl == "auto":
+        impl = next(name for name in ("cpu", "sdpa") if not cannot(name, dtype, device))
+    if why := cannot(impl, dtype, device):
+        raise InputError(f"impl={impl!r} cannot serve: {why}", hint="impl='auto' takes one that can.")
+    if impl == "cpu":
+        from weft.run.kernels.cpu import Cpu
 
-        return Reference()
-    if impl in ("auto", "sdpa"):
+        return Cpu()
+    if impl == "triton":
+        from weft.run.kernels.gpu import Gpu
+
+        return Gpu()
+    if impl == "sdpa":
         from weft.run.kernels.sdpa import Sdpa
 
         return Sdpa()
-    raise InputError(f"impl={impl!r} is unknown.", hint=f"Use one of {', '.join(IMPLEMENTATIONS)}.")
+    from weft.run.kernels.reference import Reference
+
+    return Reference()
+
+
+def cannot(impl: str, dtype: str, device: str) -> str:
+    """Why an implementation does not serve a dtype on a device here; empty if it does."""
+    kind = device.partition(":")[0]
+    if impl == "cpu":
+        if kind != "cpu" or dtype == "float64":
+            return f"it computes float32, bfloat16 and float16 on the CPU, not {dtype} on {kind}."
+        from weft.run.kernels.cpu import missing
+
+        return missing()
+    if impl == "triton":
+        if kind != "cuda" or dtype not in ("bfloat16", "float16"):
+            return f"it computes bfloat16 and float16 on a GPU, not {dtype} on {kind}."
+        try:
+            import triton  # noqa: F401  # pyright: ignore[reportUnusedImport]
+        except ImportError as error:
+            raise MissingError("It needs triton.", hint="Add it with: pip install triton==3.7.1") from error
+    return ""

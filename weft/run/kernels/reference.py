@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from weft.run.kernels import Sums
 from weft.run.kernels.tiles import Tiles
+from weft.run.merge import merge_
 
 
 class Reference:
@@ -13,11 +15,14 @@ class Reference:
 
     name = "reference"
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, into: Sums | None = None
+    ) -> Sums:
         q, k, v = (widen(x) for x in (q, k, v))
         scores = self._scores(q, k, tiles, scale)
         lse = torch.logsumexp(scores, dim=-1)
-        return self._weights(scores, lse) @ v, lse
+        out = self._weights(scores, lse) @ v
+        return (out, lse) if into is None else merge_(into, (out, lse))
 
     def attend_backward(
         self,
@@ -25,7 +30,7 @@ class Reference:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        done: tuple[Tensor, Tensor],
+        done: Sums,
         tiles: Tiles,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:

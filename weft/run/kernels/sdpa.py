@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from weft.run.kernels import Sums
 from weft.run.kernels.tiles import Tiles
+from weft.run.merge import merge_
 
 _aten = torch.ops.aten
 
@@ -19,10 +21,14 @@ class Sdpa:
 
     name = "sdpa"
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, into: Sums | None = None
+    ) -> Sums:
         q, k, v = (_widen(x) for x in (q, k, v))
-        if tiles.active is None:
-            return _forward(q, k, v, scale)
+        done = _forward(q, k, v, scale) if tiles.active is None else self._by_rows(q, k, v, tiles, scale)
+        return done if into is None else merge_(into, done)
+
+    def _by_rows(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Sums:
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
         lse = q.new_full(q.shape[:-1], -torch.inf)
         for heads, rows, keys in tiles.rows_of_work:
@@ -37,7 +43,7 @@ class Sdpa:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        done: tuple[Tensor, Tensor],
+        done: Sums,
         tiles: Tiles,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.run.kernels.triton_forward import INFINITY, LOG2E, corner, line_of, tile_of
+from weft.run.kernels.triton_forward import INFINITY, LOG2E, corner, fetch, line_of, tile_of
 
 
 @triton.jit
@@ -70,12 +70,12 @@ def grad_queries(
     for step in range(count * (BLOCK_K // BK)):
         left = tile_of(blocks, first, step, BLOCK_K, BK, DENSE)
         known = left + columns < k_len
-        keys = tl.load(k_top + left.to(tl.int64) * k_strides[2], mask=None if EVEN else known[:, None])
+        keys = fetch(k_top + left.to(tl.int64) * k_strides[2], known[:, None], 0.0, EVEN)
         scores = tl.dot(queries, tl.trans(keys)) * (scale * LOG2E)
         if not EVEN:
             scores = tl.where(known[None, :], scores, -INFINITY)
         weights = tl.exp2(scores - row_peak[:, None])
-        values = tl.load(v_top + left.to(tl.int64) * v_strides[2], mask=None if EVEN else known[None, :])
+        values = fetch(v_top + left.to(tl.int64) * v_strides[2], known[None, :], 0.0, EVEN)
         slopes = weights * (tl.dot(slope, values) - row_delta[:, None])
         sums = tl.dot(slopes.to(keys.dtype), keys, sums)
     dq_at = corner(dq, dq_strides, batch, head, top) + rows[:, None] * dq_strides[2] + dims[None, :]
@@ -107,22 +107,23 @@ def grad_keys(
     keys = tl.load(k_at, mask=known[:, None], other=0.0)
     values = tl.load(v_at, mask=known[:, None], other=0.0)
     q_top = corner(q, q_strides, batch, head, head * 0) + rows[:, None] * q_strides[2] + dims[None, :]
-    grad_top = corner(grad, grad_strides, batch, head, head * 0) + rows[:, None] * grad_strides[2] + dims[None, :]
+    grad_top = (
+        corner(grad, grad_strides, batch, head, head * 0) + rows[:, None] * grad_strides[2] + dims[None, :]
+    )
     row_top = tl.program_id(1).to(tl.int64) * q_len + rows
 
     k_sums, v_sums = tl.zeros([BK, D], tl.float32), tl.zeros([BK, D], tl.float32)
     for step in range(count * (BLOCK_Q // BQ)):
         top = tile_of(blocks, first, step, BLOCK_Q, BQ, DENSE)
         inside = top + rows < q_len
-        queries = tl.load(q_top + top.to(tl.int64) * q_strides[2], mask=None if EVEN else inside[:, None])
-        row_peak = tl.load(peak + row_top + top, mask=None if EVEN else inside)
+        queries = fetch(q_top + top.to(tl.int64) * q_strides[2], inside[:, None], 0.0, EVEN)
+        row_peak = fetch(peak + row_top + top, inside, INFINITY, EVEN)
         scores = tl.dot(keys, tl.trans(queries)) * (scale * LOG2E)
+        # Rows past the end have peak = inf, so their weights are 0; keys past the end are not stored.
         weights = tl.exp2(scores - row_peak[None, :])
-        slope = tl.load(grad_top + top.to(tl.int64) * grad_strides[2], mask=None if EVEN else inside[:, None])
-        if not EVEN:
-            weights = tl.where(inside[None, :], weights, 0.0)
+        slope = fetch(grad_top + top.to(tl.int64) * grad_strides[2], inside[:, None], 0.0, EVEN)
         v_sums = tl.dot(weights.to(slope.dtype), slope, v_sums)
-        row_delta = tl.load(delta + row_top + top, mask=None if EVEN else inside)
+        row_delta = fetch(delta + row_top + top, inside, 0.0, EVEN)
         slopes = weights * (tl.dot(values, tl.trans(slope)) - row_delta[None, :])
         k_sums = tl.dot(slopes.to(queries.dtype), queries, k_sums)
     dk_at = corner(dk, dk_strides, batch, head, left) + columns[:, None] * dk_strides[2] + dims[None, :]

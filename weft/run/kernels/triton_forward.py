@@ -18,7 +18,9 @@ INFINITY = tl.constexpr(float("inf"))
 @triton.jit
 def corner(x, strides, batch, head, row):
     """Where (batch, head, row) begins; 64 bits, a long video has more than 2^31 numbers."""
-    return x + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + row.to(tl.int64) * strides[2]
+    return (
+        x + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + row.to(tl.int64) * strides[2]
+    )
 
 
 @triton.jit
@@ -38,11 +40,13 @@ def line_of(starts, head, row, rows, columns, DENSE: tl.constexpr):
 def tile_of(blocks, first, step, BLOCK: tl.constexpr, TILE: tl.constexpr, DENSE: tl.constexpr):
     """The first token of the step-th tile of a list of blocks."""
     PARTS: tl.constexpr = BLOCK // TILE
-    if DENSE:
-        start = step * TILE
-    else:
-        start = tl.load(blocks + first + step // PARTS) * BLOCK + (step % PARTS) * TILE
-    return start
+    return step * TILE if DENSE else tl.load(blocks + first + step // PARTS) * BLOCK + (step % PARTS) * TILE
+
+
+@triton.jit
+def fetch(at, known, other, EVEN: tl.constexpr):
+    """A load inside the loop; EVEN says that no block is ragged, and no mask is made."""
+    return tl.load(at) if EVEN else tl.load(at, mask=known, other=other)
 
 
 @triton.jit
@@ -61,6 +65,8 @@ def forward(
     first, count = line_of(starts, head, top // BLOCK_Q, q_blocks, k_blocks, DENSE)
     rows, dims, columns = tl.arange(0, BQ), tl.arange(0, D), tl.arange(0, BK)
     inside = top + rows < q_len
+    if ADD:  # nothing to add, nothing to read or write
+        inside = inside & (count > 0)
 
     q_at = corner(q, q_strides, batch, head, top) + rows[:, None] * q_strides[2] + dims[None, :]
     out_at = corner(out, out_strides, batch, head, top) + rows[:, None] * out_strides[2] + dims[None, :]
@@ -82,7 +88,7 @@ def forward(
     for step in range(count * (BLOCK_K // BK)):
         left = tile_of(blocks, first, step, BLOCK_K, BK, DENSE)
         known = left + columns < k_len
-        keys = tl.load(k_top + left.to(tl.int64) * k_strides[2], mask=None if EVEN else known[None, :])
+        keys = fetch(k_top + left.to(tl.int64) * k_strides[2], known[None, :], 0.0, EVEN)
         scores = tl.dot(queries, keys) * scale
         if not EVEN:
             scores = tl.where(known[None, :], scores, -INFINITY)
@@ -91,7 +97,7 @@ def forward(
         weights = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(peak - higher)
         total = total * shrink + tl.sum(weights, 1)
-        values = tl.load(v_top + left.to(tl.int64) * v_strides[2], mask=None if EVEN else known[:, None])
+        values = fetch(v_top + left.to(tl.int64) * v_strides[2], known[:, None], 0.0, EVEN)
         sums = tl.dot(weights.to(values.dtype), values, sums * shrink[:, None])
         peak = higher
     # No active tile: 0 / 1 and -inf.

@@ -1,10 +1,12 @@
-/* Block-sparse attention with log-sum-exp, forward and backward, for one instruction set.
+/* What forward.c and backward.c share: vectors, products of small matrices, and the walk over active blocks.
 
    Lanes run over queries: S^T = K Q^T and O^T += V^T P^T. Keys and values are then read one number at a
    time, as they lie in memory, so nothing of them is ever packed or copied, whatever the strides and however
    few blocks are active; softmax needs no horizontal sums; and every product is the same small kernel,
        C[m][2 vectors] += sum_k A(m, k) * B[k][2 vectors].
-   The file is compiled once for each instruction set (W lanes, names suffixed by ISA); dispatch.c chooses. */
+   Each file is compiled once for each instruction set (W lanes, names suffixed by ISA); dispatch.c chooses. */
+#ifndef WEFT_LANES_H
+#define WEFT_LANES_H
 #include "attend.h"
 
 #include <math.h>
@@ -42,12 +44,12 @@ INLINE vec power2(vec x) {
     x = larger(splat(-126.0f), x);
     vec shifted = x + splat(12582912.0f); /* 1.5 * 2^23: the low bits now hold x rounded to an integer */
     vec f = x - (shifted - splat(12582912.0f));
-    vec p = splat(1.5352920e-04f);
-    p = p * f + splat(1.3398874e-03f);
-    p = p * f + splat(9.6184373e-03f);
-    p = p * f + splat(5.5503324e-02f);
-    p = p * f + splat(2.4022648e-01f);
-    p = p * f + splat(6.9314720e-01f);
+    vec p = splat(1.5345820e-04f);
+    p = p * f + splat(1.3399937e-03f);
+    p = p * f + splat(9.6184890e-03f);
+    p = p * f + splat(5.5503288e-02f);
+    p = p * f + splat(2.4022647e-01f);
+    p = p * f + splat(6.9314721e-01f);
     p = p * f + splat(1.0f);
     return p * (vec)(((ivec)shifted << 23) + 0x3f800000);
 }
@@ -80,54 +82,97 @@ static void multiply(const float *a, long am, long ak, const float *b, long bk, 
     for (; m >= 1; m -= 1, a += am, c += cm) product1(a, am, ak, b, bk, n, c, cm);
 }
 
-/* A run of keys as float32 rows: in place, or widened into `room` where they are bfloat16. */
-INLINE const float *rows_of(const void *base, long at, long *stride, long rows, long dim, int is_bf16,
-                            float *room) {
-    if (!is_bf16) return (const float *)base + at;
-    const uint16_t *from = (const uint16_t *)base + at;
-    for (long r = 0; r < rows; r++)
+
+/* Rows as float32: in place, or widened into `room` (rows of `dim`) where they are bfloat16. */
+typedef struct {
+    const float *data;
+    long row;
+} Rows;
+
+__attribute__((unused)) static Rows rows_of(const Tensor *t, long batch, long head, long at, long n, long dim, int bf16, float *room) {
+    long first = batch * t->batch + head * t->head + at * t->row;
+    if (!bf16) return (Rows){(const float *)t->data + first, t->row};
+    const uint16_t *from = (const uint16_t *)t->data + first;
+    for (long r = 0; r < n; r++)
         for (long d = 0; d < dim; d++) {
-            uint32_t bits = (uint32_t)from[r * *stride + d] << 16;
-            memcpy(&room[r * dim + d], &bits, 4);
+            uint32_t bits = (uint32_t)from[r * t->row + d] << 16;
+            memcpy(&room[r * dim + d], &bits, sizeof bits);
         }
-    *stride = dim;
-    return room;
+    return (Rows){room, dim};
 }
 
-/* Rows [n][dim] times `factor`, turned into panels [dim][PANEL]; lanes beyond the last row are 0. */
-static void turn(const float *from, long stride, long n, long dim, float factor, float *panels) {
+INLINE float *row_at(const Tensor *t, long batch, long head, long at) {
+    return (float *)t->data + batch * t->batch + head * t->head + at * t->row;
+}
+
+/* Rows times `factor` as panels [dim][PANEL]; lanes beyond the last row are 0. */
+__attribute__((unused)) static void turn(Rows from, long n, long dim, float factor, float *panels) {
     for (long at = 0; at < n; at += PANEL, panels += dim * PANEL) {
         long rows = n - at < PANEL ? n - at : PANEL;
         if (rows < PANEL) memset(panels, 0, sizeof(float) * dim * PANEL);
         for (long r = 0; r < rows; r++)
-            for (long d = 0; d < dim; d++) panels[d * PANEL + r] = from[(at + r) * stride + d] * factor;
+            for (long d = 0; d < dim; d++) panels[d * PANEL + r] = from.data[(at + r) * from.row + d] * factor;
     }
 }
+
+/* A walk over the keys that one row of blocks reads, in runs that sum to at most KEYS. */
+typedef struct {
+    const int32_t *list; /* null is every block */
+    long blocks, at, inside;
+} Walk;
 
 typedef struct {
     long start, count;
 } Run;
 
-/* The next keys to work on, as runs of whole blocks that sum to at most KEYS; returns how many runs. */
-static long next_runs(const Task *t, const int32_t *list, long listed, long *at, long *inside, Run *runs) {
-    const Args *a = t->args;
+static Walk walk_of(const Args *a, long head, long first_row) {
+    long q_blocks = (a->q_len + a->block_q - 1) / a->block_q;
+    if (!a->starts) return (Walk){0, (a->kv_len + a->block_k - 1) / a->block_k, 0, 0};
+    const int32_t *start = a->starts + head * q_blocks + first_row / a->block_q;
+    return (Walk){a->kv + start[0], start[1] - start[0], 0, 0};
+}
+
+/* Fills `runs` (neighbouring blocks are one run) and returns how many; 0 when the walk is over. */
+static long next_runs(const Args *a, Walk *w, Run *runs) {
     long room = KEYS, found = 0;
-    while (room > 0 && *at < listed && found < KEYS) {
-        long start = (list ? list[*at] : *at) * a->block_k;
-        long end = start + a->block_k < a->kv_len ? start + a->block_k : a->kv_len;
-        long count = end - start - *inside < room ? end - start - *inside : room;
-        if (found && runs[found - 1].start + runs[found - 1].count == start + *inside)
+    while (room > 0 && w->at < w->blocks) {
+        long block = (w->list ? w->list[w->at] : w->at) * a->block_k;
+        long end = block + a->block_k < a->kv_len ? block + a->block_k : a->kv_len;
+        long start = block + w->inside, count = end - start < room ? end - start : room;
+        if (found && runs[found - 1].start + runs[found - 1].count == start)
             runs[found - 1].count += count;
         else
-            runs[found++] = (Run){start + *inside, count};
-        room -= count, *inside += count;
-        if (start + *inside == end) ++*at, *inside = 0;
+            runs[found++] = (Run){start, count};
+        room -= count, w->inside += count;
+        if (block + w->inside == end) w->at++, w->inside = 0;
     }
     return found;
 }
 
-/* One panel of queries against the keys of some runs: scores, softmax and output are updated. */
-INLINE void panel_forward(const Args *a, const float *k, long ks, const float *v, long vs, long n,
-                          const float *qt, float *ot, float *max, float *sum, float *scores) {
-    (void)a, (void)k, (void)ks, (void)v, (void)vs, (void)n, (void)qt, (void)ot, (void)max, (void)sum, (void)scores;
+/* Rows that one task takes: whole blocks of queries are cut at QUERIES. A dense mask is cut anywhere. */
+INLINE long rows_per_task(const Args *a) {
+    return !a->starts || a->block_q > QUERIES ? QUERIES : a->block_q;
 }
+
+INLINE long tasks_per_head(const Args *a) {
+    long rows = rows_per_task(a);
+    if (!a->starts) return (a->q_len + rows - 1) / rows;
+    long q_blocks = (a->q_len + a->block_q - 1) / a->block_q;
+    return q_blocks * ((a->block_q + rows - 1) / rows);
+}
+
+/* The rows of a task of one head; there may be none, where a ragged last block is cut. */
+INLINE Run rows_of_task(const Args *a, long task) {
+    long rows = rows_per_task(a), start = task * rows, end = a->q_len;
+    if (a->starts) {
+        long per_block = (a->block_q + rows - 1) / rows, block = task / per_block * a->block_q;
+        start = block + task % per_block * rows;
+        end = block + a->block_q < a->q_len ? block + a->block_q : a->q_len;
+    }
+    long count = end - start < rows ? end - start : rows;
+    return (Run){start, count > 0 ? count : 0};
+}
+
+#define NAMED_(name, isa) name##_##isa
+#define NAMED(name, isa) NAMED_(name, isa)
+#endif

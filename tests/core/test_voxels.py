@@ -1,0 +1,88 @@
+"""Voxel order: a permutation that makes whole cubes whole blocks, for any grid."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.core.errors import InputError
+from weft.core.voxels import Voxels
+from weft.run.voxels import group, ungroup
+
+sizes = st.tuples(st.integers(1, 6), st.integers(1, 9), st.integers(1, 9))
+sides = st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(1, 5))
+voxels = st.builds(Voxels, sizes, sides, st.integers(0, 9), st.integers(0, 9))
+
+
+def naive_cubes(v: Voxels) -> list[list[int]]:
+    """Cube by cube, in raster order of the cubes: the tokens of each, in raster order."""
+    ranges = [range(0, size, side) for size, side in zip(v.grid, v.cube, strict=True)]
+    found: list[list[int]] = []
+    for corner in itertools.product(*ranges):
+        inside = [
+            range(start, min(start + side, size))
+            for start, side, size in zip(corner, v.cube, v.grid, strict=True)
+        ]
+        _, h, w = v.grid
+        found.append([v.prefix + (a * h + b) * w + c for a, b, c in itertools.product(*inside)])
+    return found
+
+
+@given(voxels)
+def test_the_order_is_a_permutation_and_leaves_the_text_in_place(v: Voxels) -> None:
+    assert sorted(v.order.tolist()) == list(range(v.length))
+    assert (v.order[v.inverse] == np.arange(v.length)).all()
+    assert (v.inverse[v.order] == np.arange(v.length)).all()
+    for start, stop in v.text:
+        assert v.order[start:stop].tolist() == list(range(start, stop))
+
+
+@given(voxels)
+def test_every_cube_is_one_run_whole_ones_first_and_in_raster_order(v: Voxels) -> None:
+    runs = [v.order[a:b].tolist() for a, b in itertools.pairwise(v.bounds)]
+    naive = naive_cubes(v)
+    assert sorted(runs) == sorted(naive)
+    assert runs[: v.whole] == [cube for cube in naive if len(cube) == v.block]
+    assert v.bounds[0] == v.prefix
+    assert v.bounds[-1] == v.length - v.suffix
+    assert all(v.bounds[: v.whole + 1] == v.prefix + np.arange(v.whole + 1) * v.block)
+
+
+@given(voxels)
+def test_aligned_says_that_every_block_of_the_grid_is_one_cube(v: Voxels) -> None:
+    whole = bool((np.diff(v.bounds) == v.block).all())
+    assert v.aligned == (whole and v.prefix % v.block == 0)
+
+
+@given(voxels, st.integers(0, 2))
+def test_group_and_ungroup_are_inverse_on_any_axis(v: Voxels, dim: int) -> None:
+    shape = [2, 3, 2]
+    shape[dim] = v.length
+    x = torch.arange(float(np.prod(shape))).view(shape)
+    assert torch.equal(ungroup(group(x, v, dim), v, dim), x)
+    assert torch.equal(group(ungroup(x, v, dim - 3), v, dim - 3), x)
+    assert torch.equal(group(x, v, dim), x.movedim(dim, 0)[torch.from_numpy(v.order)].movedim(0, dim))
+
+
+def test_gradients_go_home() -> None:
+    v = Voxels((2, 3, 5), (2, 2, 2), prefix=3)
+    x = torch.randn(v.length, 4, requires_grad=True)
+    weight = torch.randn(v.length, 4)
+    (group(x, v) * weight).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, ungroup(weight, v))
+
+
+def test_a_wrong_axis_and_wrong_sizes_are_refused() -> None:
+    with pytest.raises(InputError, match="is not the 30 tokens"):
+        group(torch.zeros(2, 31, 4), Voxels((2, 3, 5), (2, 2, 2)))
+    for bad in ({"grid": (0, 1, 1), "cube": (1, 1, 1)}, {"grid": (1, 1, 1), "cube": (1, 1, 0)}):
+        with pytest.raises(InputError, match="no box"):
+            Voxels(**bad)
+    with pytest.raises(InputError, match="prefix=-1"):
+        Voxels((1, 1, 1), (1, 1, 1), prefix=-1)

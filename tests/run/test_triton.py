@@ -1,0 +1,345 @@
+"""The Triton kernels in Triton's interpreter against the reference: indices and arithmetic, not a GPU.
+
+The interpreter must be chosen before triton is imported, so one process runs every check of this file and
+reports what failed; each check is a test here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.run.dense import error
+from weft.core.errors import InputError
+from weft.run.kernels.gpu import Gpu
+from weft.run.kernels.reference import Reference
+from weft.run.kernels.tiles import Tiles
+from weft.run.merge import merge_
+
+ROOT = Path(__file__).parents[2]
+# Largest difference over the largest number: float32 sums in another order, float16 weights.
+TOLERANCE = {torch.float32: 5e-6, torch.float16: 1e-3}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Random operands and a random mask in which the first row of blocks of head 0 is empty."""
+
+    q_len: int = 128
+    k_len: int = 128
+    head_dim: int = 64
+    block_q: int = 64
+    block_k: int = 64
+    batch: int = 1
+    heads: int = 2
+    density: float | None = 0.6
+    dtype: torch.dtype = torch.float32
+    strided: bool = False
+    scale: float = 0.2
+
+    def tiles(self) -> Tiles:
+        if self.density is None:
+            return Tiles(None, self.q_len, self.k_len, self.q_len, self.k_len)
+        shape = (self.heads, -(-self.q_len // self.block_q), -(-self.k_len // self.block_k))
+        active = np.random.default_rng(7).random(shape) < self.density
+        active[0, 0], active[-1, -1, 0] = False, True
+        return Tiles(active, self.block_q, self.block_k, self.q_len, self.k_len)
+
+    def operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q, k, v and the gradient of the output."""
+        random = torch.Generator().manual_seed(3)
+        sizes = [
+            (self.batch, self.heads, n, self.head_dim)
+            for n in (self.q_len, self.k_len, self.k_len, self.q_len)
+        ]
+        q, k, v, grad = (torch.randn(size, generator=random).to(self.dtype) for size in sizes)
+        if (
+            self.strided
+        ):  # [B, S, H, D] in memory; k is part of something larger; rows of v are not in one piece
+            q, grad = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, grad))
+            k = torch.cat([k, k + 1, k], -1)[..., self.head_dim : 2 * self.head_dim] - 1
+            k = torch.cat([k, k], 2)[:, :, : self.k_len]
+            v = v.mT.contiguous().mT
+        return q, k, v, grad
+
+
+SHAPES = {
+    "square": Shape(),
+    "ragged": Shape(q_len=150, k_len=170),
+    "shorter than a block": Shape(q_len=5, k_len=3, density=1.0),
+    "blocks of 128": Shape(q_len=256, k_len=256, block_q=128, block_k=128),
+    "wide blocks, ragged": Shape(q_len=200, k_len=140, block_q=128, block_k=128),
+    "oblong blocks": Shape(q_len=190, k_len=256, block_q=64, block_k=128),
+    "head dim 128": Shape(head_dim=128, q_len=100, k_len=128),
+    "batch of 2": Shape(batch=2, q_len=130),
+    "strided": Shape(batch=2, strided=True, k_len=100),
+    "dense": Shape(density=None, q_len=130, k_len=190),
+    "dense, whole blocks": Shape(density=None, q_len=128, k_len=256),
+    "nothing active": Shape(density=0.0),
+    "negative scale": Shape(scale=-0.4),
+    "zero scale": Shape(scale=0.0),
+    "float16": Shape(dtype=torch.float16, q_len=150, k_len=170),
+    "float16, head dim 128": Shape(dtype=torch.float16, head_dim=128),
+}
+
+
+def same(found: Tensor, expected: Tensor, dtype: torch.dtype = torch.float32) -> None:
+    found, expected = (x.clamp(min=-1e9) for x in (found, expected))
+    assert found.dtype == torch.float32
+    assert error(found, expected) <= TOLERANCE[dtype] * max(1.0, expected.abs().max().item())
+
+
+def forward_is_the_reference(shape: Shape) -> None:
+    q, k, v, _ = shape.operands()
+    found = Gpu().attend(q, k, v, shape.tiles(), shape.scale)
+    expected = Reference().attend(q, k, v, shape.tiles(), shape.scale)
+    for x, y in zip(found, expected, strict=True):
+        same(x, y, shape.dtype)
+    empty = expected[1] == -torch.inf
+    assert torch.equal(found[1] == -torch.inf, empty)
+    assert not found[0][empty].any()
+
+
+def backward_is_the_reference(shape: Shape) -> None:
+    q, k, v, grad = shape.operands()
+    done = Reference().attend(q, k, v, shape.tiles(), shape.scale)
+    found = Gpu().attend_backward(grad, q, k, v, done, shape.tiles(), shape.scale)
+    expected = Reference().attend_backward(grad, q, k, v, done, shape.tiles(), shape.scale)
+    for x, y in zip(found, expected, strict=True):
+        same(x, y, shape.dtype)
+
+
+def halves(shape: Shape) -> tuple[list[slice], list[Tiles]]:
+    """The keys in two parts, cut between blocks."""
+    whole = shape.tiles()
+    assert whole.active is not None
+    cut = shape.block_k
+    lengths = cut, shape.k_len - cut
+    active = whole.active[:, :, :1], whole.active[:, :, 1:]
+    parts = [
+        Tiles(a, shape.block_q, shape.block_k, shape.q_len, n) for a, n in zip(active, lengths, strict=True)
+    ]
+    return [slice(0, cut), slice(cut, None)], parts
+
+
+RAGGED = replace(SHAPES["ragged"], batch=2)
+
+
+def a_running_sum_over_parts_is_the_whole() -> None:
+    q, k, v, _ = RAGGED.operands()
+    # As a caller holds it: [B, S, H, D] and an lse that is a column of something larger.
+    out = torch.zeros(q.transpose(1, 2).shape).transpose(1, 2)
+    lse = torch.full((*q.shape[:-1], 3), -torch.inf)[..., 1]
+    for part, tiles in zip(*halves(RAGGED), strict=True):
+        found = Gpu().attend(q, k[:, :, part], v[:, :, part], tiles, 0.2, into=(out, lse))
+        assert found[0] is out and found[1] is lse
+    expected = Reference().attend(q, k, v, RAGGED.tiles(), 0.2)
+    same(out, expected[0])
+    same(lse, expected[1])
+
+
+def merge_is_the_merge_of_weft() -> None:
+    q, k, v, _ = RAGGED.operands()
+    one, two = (
+        Reference().attend(q, k[:, :, part], v[:, :, part], tiles, 0.2)
+        for part, tiles in zip(*halves(RAGGED), strict=True)
+    )
+    assert ((one[1] == -torch.inf) & (two[1] == -torch.inf)).any()
+    found = Gpu().merge((one[0].clone(), one[1].clone()), two)
+    for x, y in zip(found, merge_(one, two), strict=True):
+        same(x, y)
+
+
+def gradients_of_parts_add_up() -> None:
+    q, k, v, grad = RAGGED.operands()
+    done = Reference().attend(q, k, v, RAGGED.tiles(), 0.2)
+    expected = Reference().attend_backward(grad, q, k, v, done, RAGGED.tiles(), 0.2)
+    (dq1, dk1, dv1), (dq2, dk2, dv2) = (
+        Gpu().attend_backward(grad, q, k[:, :, part], v[:, :, part], done, tiles, 0.2)
+        for part, tiles in zip(*halves(RAGGED), strict=True)
+    )
+    found = dq1 + dq2, torch.cat([dk1, dk2], 2), torch.cat([dv1, dv2], 2)
+    for x, y in zip(found, expected, strict=True):
+        same(x, y)
+
+
+def a_float32_gradient_serves_16_bit_operands() -> None:
+    shape = replace(SHAPES["float16"], strided=True)
+    q, k, v, grad = shape.operands()
+    done = Reference().attend(q, k, v, shape.tiles(), 0.2)
+    narrow, wide = (Gpu().attend_backward(g, q, k, v, done, shape.tiles(), 0.2) for g in (grad, grad.float()))
+    assert all(torch.equal(x, y) for x, y in zip(narrow, wide, strict=True))
+
+
+def lse_of_empty_rows_may_have_either_sign() -> None:
+    shape = SHAPES["square"]
+    q, k, v, grad = shape.operands()
+    out, lse = Reference().attend(q, k, v, shape.tiles(), 0.2)
+    assert (lse == -torch.inf).any()
+    other = lse.masked_fill(lse == -torch.inf, torch.inf)
+    found = [Gpu().attend_backward(grad, q, k, v, (out, x), shape.tiles(), 0.2) for x in (lse, other)]
+    assert all(torch.equal(x, y) and x.isfinite().all() for x, y in zip(*found, strict=True))
+
+
+def a_nan_reaches_the_rows_that_read_it_and_no_other() -> None:
+    shape = SHAPES["wide blocks, ragged"]
+    for at in (1, 2):  # a key, a value
+        operands = list(shape.operands()[:3])
+        operands[at][:, :, -1] = torch.nan
+        out, _ = Gpu().attend(*operands, shape.tiles(), 0.2)
+        mask = shape.tiles().token_mask
+        assert mask is not None
+        assert (out.isnan().any(-1) == mask[:, :, -1]).all()
+
+
+def scores_far_apart_do_not_overflow() -> None:
+    shape = SHAPES["ragged"]
+    q, k, v, grad = shape.operands()
+    exact = [x.double() for x in (q, k, v)]
+    done = Gpu().attend(q, k, v, shape.tiles(), 40.0)
+    grads = Gpu().attend_backward(grad, q, k, v, done, shape.tiles(), 40.0)
+    final = Reference().attend(*exact, shape.tiles(), 40.0)
+    expected = Reference().attend_backward(grad.double(), *exact, final, shape.tiles(), 40.0)
+    # Scores reach 2000, of which float32 has 4 digits after the point.
+    for x, y in zip([*done, *grads], [*final, *expected], strict=True):
+        x, y = x.clamp(min=-1e9), y.clamp(min=-1e9)
+        assert error(x, y) <= 2e-3 * max(1.0, y.abs().max().item())
+
+
+def no_keys_or_no_queries_give_nothing() -> None:
+    q, k, v, grad = SHAPES["square"].operands()
+    tiles = Tiles(None, 128, 0, 128, 0)
+    done = Gpu().attend(q, k[:, :, :0], v[:, :, :0], tiles, 0.2)
+    assert not done[0].any() and (done[1] == -torch.inf).all()
+    dq, dk, _ = Gpu().attend_backward(grad, q, k[:, :, :0], v[:, :, :0], done, tiles, 0.2)
+    assert not dq.any() and dk.shape[2] == 0
+    tiles = Tiles(None, 0, 128, 0, 128)
+    done = Gpu().attend(q[:, :, :0], k, v, tiles, 0.2)
+    dq, dk, dv = Gpu().attend_backward(grad[:, :, :0], q[:, :, :0], k, v, done, tiles, 0.2)
+    assert dq.shape[2] == 0 and not dk.any() and not dv.any()
+
+
+def float16_is_as_good_as_torch() -> None:
+    shape = Shape(q_len=128, k_len=256, density=None, dtype=torch.float16)
+    q, k, v, grad = shape.operands()
+    done = Gpu().attend(q, k, v, shape.tiles(), 0.2)
+    found = done[0], *Gpu().attend_backward(grad, q, k, v, done, shape.tiles(), 0.2)
+    results = []
+    for dtype in (torch.float64, torch.float16):
+        inputs = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        out = torch.nn.functional.scaled_dot_product_attention(*inputs, scale=0.2)
+        results.append((out.detach(), *torch.autograd.grad(out, inputs, grad.to(dtype))))
+    for ours, exact, torchs in zip(found, *results, strict=True):
+        assert error(ours, exact) <= 1.5 * error(torchs, exact)
+
+
+def what_it_cannot_serve_it_refuses() -> None:
+    q, k, v, grad = SHAPES["square"].operands()
+    tiles = SHAPES["square"].tiles()
+    odd = Tiles(np.ones((2, 4, 4), dtype=bool), 32, 32, 128, 128)
+    short = Tiles(None, 64, 128, 64, 128)
+    refused: list[tuple[str, tuple[Tensor, ...], Tiles]] = [
+        ("head dims", (q[..., :32], k[..., :32], v[..., :32]), tiles),
+        ("float64", (q.double(), k.double(), v.double()), tiles),
+        ("bfloat16", (q.bfloat16(), k.bfloat16(), v.bfloat16()), tiles),
+        ("float16", (q, k.half(), v), tiles),
+        ("32 by 32", (q, k, v), odd),
+        ("do not fit", (q, k, v), short),
+    ]
+    for words, operands, given in refused:
+        done = torch.zeros(operands[0].shape), torch.zeros(operands[0].shape[:-1])
+        with pytest.raises(InputError, match=words):
+            Gpu().attend(*operands, given, 0.2)
+        with pytest.raises(InputError, match=words):
+            Gpu().attend_backward(grad, *operands, done, given, 0.2)
+    with pytest.raises(InputError, match="float32"):
+        Gpu().attend(q, k, v, tiles, 0.2, into=(q.double(), q[..., 0].double()))
+
+
+def checks() -> dict[str, Callable[[], None]]:
+    plain = [
+        a_running_sum_over_parts_is_the_whole,
+        merge_is_the_merge_of_weft,
+        gradients_of_parts_add_up,
+        a_float32_gradient_serves_16_bit_operands,
+        lse_of_empty_rows_may_have_either_sign,
+        a_nan_reaches_the_rows_that_read_it_and_no_other,
+        scores_far_apart_do_not_overflow,
+        no_keys_or_no_queries_give_nothing,
+        float16_is_as_good_as_torch,
+        what_it_cannot_serve_it_refuses,
+    ]
+    found: dict[str, Callable[[], None]] = {check.__name__: check for check in plain}
+    for name, shape in SHAPES.items():
+        found[f"forward, {name}"] = lambda shape=shape: forward_is_the_reference(shape)
+        found[f"backward, {name}"] = lambda shape=shape: backward_is_the_reference(shape)
+    return found
+
+
+def main() -> None:
+    """Every check, in the interpreter: the traceback of each that failed, as JSON."""
+    failed = {}
+    for name, check in checks().items():
+        try:
+            check()
+        except Exception:
+            failed[name] = traceback.format_exc()
+    sys.stdout.write(json.dumps(failed))
+
+
+@pytest.fixture(scope="module")
+def failed() -> dict[str, str]:
+    if find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.run.test_triton"],
+        cwd=ROOT,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", checks())
+def test_in_the_interpreter(failed: dict[str, str], name: str) -> None:
+    assert name not in failed, failed[name]
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+def test_tensors_on_the_cpu_are_refused_where_nothing_is_interpreted() -> None:
+    code = """
+import torch
+from weft.run.kernels.gpu import Gpu
+from weft.run.kernels.tiles import Tiles
+q = torch.zeros(1, 1, 64, 64)
+Gpu().attend(q, q, q, Tiles(None, 64, 64, 64, 64), 1.0)
+"""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert "InputError: impl='triton' was given tensors on the CPU" in done.stderr
+
+
+def test_importing_the_kernel_does_not_import_triton() -> None:
+    code = "import sys, weft.run.kernels.gpu; sys.exit('triton.language' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+if __name__ == "__main__":
+    main()

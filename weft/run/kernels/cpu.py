@@ -1,0 +1,126 @@
+"""The compiled CPU kernel: block-sparse attention at the speed of its density, forward and backward."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.core.errors import InputError, MissingError
+from weft.run.kernels import Sums
+from weft.run.kernels.build import library_path
+from weft.run.kernels.tiles import Tiles
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p)] + [(name, ctypes.c_int64) for name in ("batch", "head", "row")]
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__(x.data_ptr(), *x.stride()[:3])
+
+
+class _Args(ctypes.Structure):
+    """Mirrors `Args` of csrc/attend.h."""
+
+    _fields_ = (
+        [(name, _Tensor) for name in ("q", "k", "v", "out", "lse", "grad", "dq", "dk", "dv")]
+        + [
+            (name, ctypes.c_int64)
+            for name in ("batch", "heads", "q_len", "kv_len", "dim", "block_q", "block_k")
+        ]
+        + [("starts", ctypes.c_void_p), ("kv", ctypes.c_void_p), ("scale", ctypes.c_float)]
+        + [(name, ctypes.c_int32) for name in ("bf16", "accumulate")]
+    )
+
+
+class Cpu:
+    """float32 and bfloat16 on the CPU; float16 is widened, float64 is for the other kernels."""
+
+    name = "cpu"
+
+    def __init__(self, isa: str | None = None) -> None:
+        self.isa = isa or isas()[0]
+        if self.isa not in isas():
+            raise InputError(f"This machine does not run {self.isa}.", hint=f"It runs {', '.join(isas())}.")
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, into: Sums | None = None
+    ) -> Sums:
+        q, k, v = (_ready(x) for x in (q, k, v))
+        if into is None:
+            out = torch.empty(q.shape, dtype=torch.float32)
+            lse = torch.empty(q.shape[:-1], dtype=torch.float32)
+        else:
+            out, lse = into
+        tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse.unsqueeze(-1)}
+        self._call(tensors, tiles, scale, backward=False, accumulate=into is not None)
+        return out, lse
+
+    def attend_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, done: Sums, tiles: Tiles, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (_ready(x) for x in (q, k, v))
+        grad = _ready(grad.float())
+        out, lse = _ready(done[0]), done[1]
+        grads = [torch.empty(x.shape, dtype=torch.float32) for x in (q, k, v)]
+        tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse.unsqueeze(-1), "grad": grad}
+        tensors |= dict(zip(("dq", "dk", "dv"), grads, strict=True))
+        self._call(tensors, tiles, scale, backward=True)
+        return grads[0], grads[1], grads[2]
+
+    def _call(
+        self,
+        tensors: dict[str, Tensor],
+        tiles: Tiles,
+        scale: float,
+        *,
+        backward: bool,
+        accumulate: bool = False,
+    ) -> None:
+        q, k = tensors["q"], tensors["k"]
+        if 0 in (*q.shape, *k.shape):
+            raise InputError(f"q {list(q.shape)} or k {list(k.shape)} is empty.")
+        args = _Args(scale=scale, bf16=q.dtype == torch.bfloat16, accumulate=accumulate)
+        for name, x in tensors.items():
+            setattr(args, name, _Tensor(x))
+        args.batch, args.heads, args.q_len, args.dim = q.shape
+        args.kv_len, args.block_q, args.block_k = k.shape[2], tiles.block_q, tiles.block_k
+        if tiles.active is not None:
+            args.starts, args.kv = tiles.blocks.starts.data_ptr(), tiles.blocks.kv.data_ptr()
+        threads = torch.get_num_threads()
+        if _library().weft_attend(ctypes.byref(args), backward, self.isa.encode(), threads):
+            raise MemoryError("The CPU kernel could not get its working memory.")
+
+
+@cache
+def isas() -> tuple[str, ...]:
+    """Instruction sets that this machine runs, the fastest first."""
+    names = (_library().weft_isa(i) for i in range(3))
+    return tuple(name.decode() for name in names if name)
+
+
+def missing() -> str:
+    """Why the kernel cannot serve here; empty if it can."""
+    try:
+        isas()
+    except MissingError as error:
+        return str(error)
+    return ""
+
+
+@cache
+def _library() -> Any:
+    library = ctypes.CDLL(str(library_path()))
+    library.weft_isa.restype = ctypes.c_char_p
+    library.weft_attend.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_int]
+    return library
+
+
+def _ready(x: Tensor) -> Tensor:
+    """A dtype the kernel reads, with contiguous head dims; other strides are taken as they are."""
+    if x.dtype not in (torch.float32, torch.bfloat16):
+        x = x.float()
+    return x if x.stride(-1) == 1 else x.contiguous()

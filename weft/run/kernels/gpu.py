@@ -1,0 +1,231 @@
+"""The Triton kernels behind the signature of all kernels: block-sparse attention on GPUs.
+
+Nothing imports triton before a `Gpu` is made. On a machine without a GPU it runs where TRITON_INTERPRET=1
+was set before triton was first imported, slowly, which is how it is tested.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from weft.core.errors import InputError, MissingError
+from weft.run.kernels import Sums
+from weft.run.kernels.tiles import Blocks, Tiles
+from weft.run.kernels.triton_configs import BLOCKS, HEAD_DIMS, TARGETS, Config, configs
+
+# The small kernels only stream; one shape serves all.
+_ROWS = 32
+_DENSE_BLOCK = max(BLOCKS)
+
+
+class Gpu:
+    """Flash attention over an index list: 16-bit operands (float32 when interpreted), float32 results.
+
+    `tune` measures the configurations of this device at the first call of each kind and keeps the best;
+    without it the first one is taken, so that results are the same bits on every run.
+    """
+
+    name = "triton"
+
+    def __init__(self, *, tune: bool = True) -> None:
+        try:
+            self._forward = import_module("weft.run.kernels.triton_forward")
+            self._backward = import_module("weft.run.kernels.triton_backward")
+        except ImportError as error:
+            raise MissingError(f"impl='triton' needs triton: {error}.", hint="pip install triton") from error
+        self._interpreted = _is_interpreted()
+        self._tune = tune and not self._interpreted
+        self._lists: WeakKeyDictionary[Tiles, Blocks] = WeakKeyDictionary()
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, into: Sums | None = None
+    ) -> Sums:
+        """(out, lse); with `into`, these tiles are added to that (out, lse) in place, and it is returned."""
+        self._check(q, k, v)
+        q, k, v = (_packed(x) for x in (q, k, v))
+        if into is None:
+            out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+            lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+        else:
+            out, lse = into
+            _check_sums(out, lse)
+        if not k.shape[2]:
+            return (out, lse) if into is not None else (out.zero_(), lse.fill_(-torch.inf))
+        shape = self._shape(q, k, tiles)
+        blocks = self._blocks(tiles, q.device)
+        arguments = (q, k, v, out, lse, blocks.starts, blocks.kv)
+        strides = _strides(q, k, v, out, lse)
+        constants = {**shape, "EVEN": k.shape[2] % shape["BLOCK_K"] == 0, "ADD": into is not None}
+        sizes = (scale, q.shape[1], q.shape[2], k.shape[2])
+        self._launch(self._forward.forward, (*arguments, *strides, *sizes), constants, q, over="q")
+        return out, lse
+
+    def attend_backward(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        done: Sums,
+        tiles: Tiles,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(dq, dk, dv) of these tiles; `done` is the final (out, lse) over *all* tiles of the rows."""
+        self._check(q, k, v)
+        q, k, v = (_packed(x) for x in (q, k, v))
+        dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
+        if not q.shape[2] or not k.shape[2]:
+            return dq.zero_(), dk.zero_(), dv.zero_()
+        grad, delta, peak = self._prepare(_packed(grad), q, *done)
+        shape = self._shape(q, k, tiles)
+        blocks = self._blocks(tiles, q.device)
+        given = (q, k, v, grad, delta, peak)
+        sizes = (scale, q.shape[1], q.shape[2], k.shape[2])
+        strides = _strides(q, k, v, grad)
+        constants = {**shape, "EVEN": k.shape[2] % shape["BLOCK_K"] == 0}
+        arguments = (*given, dq, blocks.starts, blocks.kv, *strides, *_strides(dq), *sizes)
+        self._launch(self._backward.grad_queries, arguments, constants, q, over="q")
+        turned = blocks.inverted if tiles.active is not None else blocks
+        constants = {**shape, "EVEN": q.shape[2] % shape["BLOCK_Q"] == 0}
+        arguments = (*given, dk, dv, turned.starts, turned.kv, *strides, *_strides(dk, dv), *sizes)
+        self._launch(self._backward.grad_keys, arguments, constants, k, over="k")
+        return dq, dk, dv
+
+    def merge(self, into: Sums, new: Sums) -> Sums:
+        """`into` becomes the attention over the keys of both parts."""
+        (out, lse), (new_out, new_lse) = into, new
+        _check_sums(out, lse)
+        new_out = _packed(new_out)
+        batch, heads, rows, head_dim = out.shape
+        if out.numel():
+            arguments = (out, lse, new_out, new_lse, *_strides(out, lse, new_out, new_lse), heads, rows)
+            grid = -(-rows // _ROWS), batch * heads
+            self._forward.merge[grid](*arguments, D=head_dim, ROWS=_ROWS)
+        return into
+
+    def _prepare(self, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(grad in the dtype of q, rowsum(grad · out), lse in units of log 2)."""
+        out = _packed(out)
+        delta = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+        peak = torch.empty_like(delta)
+        same = grad.dtype == q.dtype
+        narrow = grad if same else torch.empty(grad.shape, dtype=q.dtype, device=q.device)
+        batch, heads, rows, head_dim = q.shape
+        arguments = (grad, out, lse, delta, peak, narrow, *_strides(grad, out, lse, narrow), heads, rows)
+        grid = -(-rows // _ROWS), batch * heads
+        self._backward.prepare[grid](*arguments, D=head_dim, NARROW=not same, ROWS=_ROWS)
+        return narrow, delta, peak
+
+    def _launch(
+        self, kernel: Any, arguments: tuple[Any, ...], constants: dict[str, int], x: Tensor, *, over: str
+    ) -> None:
+        """One program for each BQ (or BK) rows of x, each head and each batch, with the right tile sizes."""
+        batch, heads, rows, _ = x.shape
+        if not batch * heads * rows:
+            return
+        size = f"B{over.upper()}"
+
+        def grid(chosen: dict[str, int]) -> tuple[int, int]:
+            return -(-rows // chosen[size]), batch * heads
+
+        target = "sm_80" if self._interpreted else target_of(x.device)
+        options = configs(target, kernel.__name__, constants["D"], constants["BLOCK_Q"], constants["BLOCK_K"])
+        if self._tune and len(options) > 1:
+            _tuned(kernel, options)[grid](*arguments, **constants)
+        else:
+            kernel[grid](*arguments, **constants, **_keywords(next(iter(options))))
+
+    def _blocks(self, tiles: Tiles, device: torch.device) -> Blocks:
+        """The list on the device; it is made once, a schedule runs many times."""
+        if tiles not in self._lists:
+            nothing = torch.zeros(1, dtype=torch.int32)
+            found = Blocks(0, 0, 0, nothing, nothing) if tiles.active is None else tiles.blocks
+            self._lists[tiles] = found.to(device)
+        return self._lists[tiles]
+
+    def _shape(self, q: Tensor, k: Tensor, tiles: Tiles) -> dict[str, int]:
+        dense = tiles.active is None
+        sizes = (_DENSE_BLOCK, _DENSE_BLOCK) if dense else (tiles.block_q, tiles.block_k)
+        if any(size % min(BLOCKS) for size in sizes):
+            raise InputError(
+                f"impl='triton' was given blocks of {sizes[0]} by {sizes[1]} tokens.",
+                hint=f"Its blocks are multiples of {min(BLOCKS)}; impl='sdpa' takes any.",
+            )
+        if (q.shape[2], k.shape[2]) != (tiles.q_len, tiles.kv_len):
+            raise InputError(
+                f"{q.shape[2]} queries and {k.shape[2]} keys do not fit "
+                f"tiles of {tiles.q_len} by {tiles.kv_len}."
+            )
+        return {"D": q.shape[3], "BLOCK_Q": sizes[0], "BLOCK_K": sizes[1], "DENSE": dense}
+
+    def _check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        if q.device.type == "cpu" and not self._interpreted:
+            raise InputError(
+                "impl='triton' was given tensors on the CPU.",
+                hint="Set TRITON_INTERPRET=1 before triton is imported to test it there, or use impl='sdpa'.",
+            )
+        if q.shape[-1] not in HEAD_DIMS:
+            raise InputError(f"impl='triton' has head dims {HEAD_DIMS}, not {q.shape[-1]}.")
+        # The interpreter multiplies the bits of bfloat16 as if they were integers.
+        served = (torch.float32, torch.float16) if self._interpreted else (torch.bfloat16, torch.float16)
+        if q.dtype not in served or not q.dtype == k.dtype == v.dtype:
+            raise InputError(
+                f"impl='triton' was given {q.dtype}, {k.dtype} and {v.dtype}.",
+                hint=f"Here q, k and v are all {served[0]} or all {served[1]}; impl='sdpa' takes any.",
+            )
+
+
+def target_of(device: torch.device) -> str:
+    """The entry of the table of configurations that fits a device; one not in it takes the nearest below."""
+    if torch.version.hip:
+        return "gfx942"
+    major, minor = torch.cuda.get_device_capability(device)
+    # 12.x (consumer Blackwell) has the instructions and the shared memory of 8.x.
+    number = 80 if major in (8, 12) else 10 * major + minor
+    below = [name for name in TARGETS if name.startswith("sm_") and int(name[3:]) <= number]
+    if not below:
+        raise InputError(f"impl='triton' needs compute capability 8.0 or newer, not {major}.{minor}.")
+    return below[-1]
+
+
+def _is_interpreted() -> bool:
+    from triton import knobs
+
+    return knobs.runtime.interpret
+
+
+def _keywords(config: Config) -> dict[str, int]:
+    return {"BQ": config.bq, "BK": config.bk, "num_warps": config.warps, "num_stages": config.stages}
+
+
+@cache
+def _tuned(kernel: Any, options: tuple[Config, ...]) -> Any:
+    """One tuner for each kind of case, so that a choice for one target or block is never taken for another."""
+    import triton
+
+    found = [triton.Config({"BQ": c.bq, "BK": c.bk}, c.warps, c.stages) for c in options]
+    # Measuring runs a kernel many times; a running sum must be added to only once.
+    sums = ["out", "lse"] if kernel.__name__ == "forward" else None
+    return triton.autotune(found, key=["D", "DENSE", "EVEN"], restore_value=sums)(kernel)
+
+
+def _strides(*tensors: Tensor) -> tuple[tuple[int, int, int], ...]:
+    return tuple((x.stride(0), x.stride(1), x.stride(2)) for x in tensors)
+
+
+def _packed(x: Tensor) -> Tensor:
+    """The numbers of a row lie side by side; everything else may be anywhere."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _check_sums(out: Tensor, lse: Tensor) -> None:
+    if out.dtype != torch.float32 or lse.dtype != torch.float32 or out.stride(-1) != 1:
+        raise InputError(
+            f"A running sum of impl='triton' is float32 with rows in one piece, not {out.dtype}, {lse.dtype}."
+        )

@@ -1,0 +1,111 @@
+"""Proxies: a vector per block of tokens, from which the scores of pairs of blocks are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weft.core.errors import InputError
+
+
+def at_a_time(device: torch.device) -> int:
+    """Numbers to hold at a time: what stays in the caches, or what keeps a GPU busy."""
+    return 1 << 20 if device.type == "cpu" else 1 << 24
+
+
+def pool(x: Tensor, block: int, *, length: int | None = None) -> Tensor:
+    """Means of blocks of tokens: [..., tokens, D] to [..., blocks, D], in float32 or better.
+
+    Tokens from `length` on are padding and not counted; the last block is the mean of what it has.
+    """
+    length = x.shape[-2] if length is None else length
+    if not 1 <= length <= x.shape[-2] or block < 1:
+        raise InputError(f"{length} of {x.shape[-2]} tokens cannot be pooled in blocks of {block}.")
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    means = x.new_empty(*x.shape[:-2], -(-length // block), x.shape[-1], dtype=dtype)
+    whole = length // block
+    # A few blocks at a time: half precision is widened in the cache and not in memory.
+    step = max(1, at_a_time(x.device) // (block * x.shape[-1]))
+    for place in np.ndindex(x.shape[:-2]):
+        for at in range(0, whole, step):
+            stop = min(at + step, whole)
+            part = x[place][at * block : stop * block].detach().to(dtype)
+            torch.mean(part.unflatten(0, (-1, block)), dim=1, out=means[place][at:stop])
+    if length % block:
+        tail = x[..., whole * block : length, :].detach()
+        means[..., -1, :] = tail.to(dtype).mean(-2)
+    return means
+
+
+@dataclass(frozen=True, eq=False)
+class Proxies:
+    """q [B, H, q blocks, r] and k [B, kv heads, kv blocks, r]; a block's score is scale · q · k.
+
+    `scale` (r^-0.5 if not given) has no part in a top-k; a top-p takes the softmax of the scores.
+    """
+
+    q: Tensor
+    k: Tensor
+    scale: float | None = None
+
+    def __post_init__(self) -> None:
+        q, k = self.q.shape, self.k.shape
+        if len(q) != 4 or len(k) != 4 or q[0] != k[0] or q[3] != k[3] or q[1] % k[1] or 0 in (*q, *k):
+            raise InputError(
+                f"Proxies of shapes {tuple(q)} and {tuple(k)} do not fit.",
+                hint="Expected [B, H, q blocks, r] and [B, H or fewer, kv blocks, r].",
+            )
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        batch, heads, rows, _ = self.q.shape
+        return batch, heads, rows, self.k.shape[2]
+
+    @property
+    def device(self) -> torch.device:
+        return self.q.device
+
+    def scores(self, heads: slice, rows: slice) -> Tensor:
+        q = self.q[:, heads, rows].detach()
+        q = q.to(torch.promote_types(q.dtype, torch.float32))
+        shared = torch.arange(heads.start, heads.stop) // (self.q.shape[1] // self.k.shape[1])
+        k = self.k.detach()[:, shared.to(self.k.device)].to(q.dtype)
+        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        return q.mul(scale) @ k.mT
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """Scores that the caller has: [B, H, q blocks, kv blocks]."""
+
+    all: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        batch, heads, rows, cols = self.all.shape
+        return batch, heads, rows, cols
+
+    @property
+    def device(self) -> torch.device:
+        return self.all.device
+
+    def scores(self, heads: slice, rows: slice) -> Tensor:
+        return self.all[:, heads, rows].detach()
+
+
+Source = Proxies | Given
+
+
+def source_of(source: Proxies | Tensor) -> Source:
+    if isinstance(source, Proxies):
+        return source
+    scores = source[None] if source.ndim == 3 else source
+    if scores.ndim != 4 or not scores.numel():
+        raise InputError(
+            f"Scores of shape {tuple(source.shape)} cannot be selected from.",
+            hint="Expected [heads, q blocks, kv blocks], with a batch before them or not.",
+        )
+    return Given(scores)

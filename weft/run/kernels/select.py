@@ -1,0 +1,201 @@
+"""Selection: from scores of pairs of blocks to the list of tiles that sparse attention computes.
+
+Nothing as large as tokens × tokens is made, and scores of blocks only for some rows at a time. The
+scores come from proxies: means of a block's queries and keys or of projections of them.
+
+What is chosen depends on nothing but the bits of the float32 scores: equal scores go to the lower
+index, and masses are summed as integers. So ranks with equal scores choose equal lists, and so do
+the two implementations. A score of -inf is never chosen, unless kept; NaN and +inf are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from math import inf, nan
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weft.core.errors import InputError, MissingError
+from weft.core.mask import BlockMask
+from weft.run.kernels.budget import Budget, Keep
+from weft.run.kernels.proxies import Proxies, Source, at_a_time, source_of
+from weft.run.kernels.tiles import Blocks
+
+IMPLEMENTATIONS = ("auto", "torch", "triton")
+UNIT = 2.0**40  # of a mass of 1; sums of 2^22 blocks fit into 63 bits
+EVERYTHING = 1 << 62
+
+
+def top_k(
+    source: Proxies | Tensor, k: int | float | Tensor, *, keep: Keep | None = None, impl: str = "auto"
+) -> Blocks:
+    """The k best kv blocks of every (head, q block), of proxies or of scores [B or none, H, q, kv].
+
+    k is a number of blocks (int) or a share of them (float from 0 to 1, rounded, at least one block
+    if above 0), for all or as a tensor per head [H] or per row [H, q blocks]. Kept blocks count
+    inside the budget: a row has max(k, its kept ones). A batch shares one list, by the largest score
+    of its samples.
+    """
+    found = source_of(source)
+    counts = Budget.blocks(k, *found.shape[1:])
+    return _select(found, counts, keep or Keep(), impl)
+
+
+def top_p(
+    source: Proxies | Tensor,
+    p: float | Tensor,
+    *,
+    keep: Keep | None = None,
+    last: float = 1.0,
+    impl: str = "auto",
+) -> Blocks:
+    """The fewest kv blocks of every (head, q block) that have a share p of its softmax over blocks.
+
+    p is for all, per head [H] or per row [H, q blocks]; kept blocks count towards it. 1 is every
+    block, 0 none but the kept. `last` is the part of the last block that has tokens: its mass is
+    weighted by it (score + log(last)). Masses are exact to 2^-40 of the row's best block.
+    """
+    if not 0 < last <= 1:
+        raise InputError(f"last={last} is no part of a block.", hint="Give tokens / block size.")
+    found = source_of(source)
+    shares = Budget.shares(p, *found.shape[1:])
+    return _select(found, shares, keep or Keep(), impl, last)
+
+
+def to_mask(
+    blocks: Blocks, *, q_len: int, kv_len: int, block_q: int, block_k: int | None = None
+) -> BlockMask:
+    """The list as a mask for the planner."""
+    tiles = blocks.active.numpy()
+    return BlockMask.from_tiles(tiles, q_len=q_len, kv_len=kv_len, block_q=block_q, block_k=block_k)
+
+
+def _choose(impl: str, device: torch.device) -> str:
+    if impl not in IMPLEMENTATIONS:
+        raise InputError(f"impl={impl!r} is unknown.", hint=f"Use one of {', '.join(IMPLEMENTATIONS)}.")
+    there = find_spec("triton") is not None
+    if impl == "triton" and not there:
+        raise MissingError("impl='triton' needs Triton.", hint="pip install triton, or use impl='torch'.")
+    if impl == "auto":
+        return "triton" if there and device.type == "cuda" else "torch"
+    return impl
+
+
+@torch.no_grad()
+def _select(source: Source, budget: Budget, keep: Keep, impl: str, last: float = 1.0) -> Blocks:
+    if _choose(impl, source.device) == "triton":
+        from weft.run.kernels.triton_select import pick
+    else:
+        pick = pick_rows
+    _, heads, rows, cols = source.shape
+    counts, columns = [], []
+    for some, part in _chunks(source):
+        scores = source.scores(some, part).float().amax(0)
+        if last < 1:
+            scores[..., -1] += float(np.log(last))
+        kept = keep.tiles(part, rows, cols)
+        if kept is not None:
+            kept = kept.to(scores.device).expand(scores.shape).reshape(-1, cols)
+        allowed = budget.of(some, part).to(scores.device)
+        count, kv = pick(Rows.of(scores.reshape(-1, cols), kept), allowed)
+        counts.append(count)
+        columns.append(kv)
+    starts = torch.zeros(heads * rows + 1, dtype=torch.int64, device=source.device)
+    starts[1:] = torch.cat(counts).cumsum(0)
+    if int(starts[-1]) >= 1 << 31:
+        raise InputError(
+            f"{int(starts[-1])} tiles are more than an int32 can count.", hint="Take larger blocks."
+        )
+    return Blocks(heads, rows, cols, starts.int(), torch.cat(columns))
+
+
+def _chunks(source: Source) -> Iterator[tuple[slice, slice]]:
+    """Heads and q blocks in the order of the list, few enough that their scores are small."""
+    batch, heads, rows, cols = source.shape
+    fits = max(1, at_a_time(source.device) // (batch * cols))
+    some = max(1, fits // rows)
+    for head in range(0, heads, some):
+        for row in range(0, rows, min(fits, rows)):
+            yield slice(head, min(head + some, heads)), slice(row, min(row + fits, rows))
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Scores [rows, kv blocks] of one chunk, and what is kept of them."""
+
+    scores: Tensor
+    kept: Tensor | None
+    top: Tensor
+    """The best score of each row, 0 where it has none."""
+
+    @staticmethod
+    def of(scores: Tensor, kept: Tensor | None) -> Rows:
+        top = scores.amax(-1)
+        if not bool((top < inf).all()):
+            raise InputError(
+                "Scores of blocks have NaN or +inf.", hint="Look at the proxies they are made of."
+            )
+        # -0 and 0 are one tie.
+        return Rows(scores + 0.0, kept, top.masked_fill(top == -inf, 0.0))
+
+    def mass(self) -> Tensor:
+        """Of every block, as integers: their sums do not depend on an order."""
+        return masses(self.scores, self.top[:, None])
+
+
+def masses(scores: Tensor, top: Tensor) -> Tensor:
+    return (scores.double() - top).exp_().mul_(UNIT).round_().long()
+
+
+def wanted(p: Tensor, total: Tensor) -> Tensor:
+    """The mass that is a share p of the total."""
+    return (p * total).ceil().long().masked_fill(p >= 1, EVERYTHING)
+
+
+def pick_rows(rows: Rows, allowed: Tensor) -> tuple[Tensor, Tensor]:
+    """(how many [rows], which kv blocks, row after row), int32; `allowed` as in `Budget`."""
+    scores, kept = rows.scores, rows.kept
+    size = scores.shape[1]
+    must = torch.zeros_like(allowed, dtype=torch.int64)
+    if kept is not None:
+        must = kept.sum(-1, dtype=torch.int32).long()
+        scores = scores.masked_fill(kept, inf)
+    rising = _rising(scores)
+    can = size - torch.searchsorted(rising, torch.full_like(rising[:, :1], -inf), right=True)[:, 0]
+    count = _reach(rising, rows, allowed) if allowed.is_floating_point() else allowed
+    count = count.clamp(min=must).clamp(max=can)
+    cut = rising.gather(1, (size - count).clamp(max=size - 1)[:, None])
+    # Nothing compares with NaN: an empty row.
+    active = scores >= cut.masked_fill_((count == 0)[:, None], nan)
+    tied = (active.sum(-1, dtype=torch.int32) > count).nonzero()[:, 0]
+    if tied.numel():
+        equal, above = scores[tied] == cut[tied], scores[tied] > cut[tied]
+        left = count[tied] - above.sum(-1)
+        active[tied] = above | (equal & (equal.cumsum(-1) <= left[:, None]))
+    return count.int(), (_where(active.flatten()) % size).int()
+
+
+def _reach(rising: Tensor, rows: Rows, p: Tensor) -> Tensor:
+    """How many of the best blocks have a share p of the mass, the kept ones (+inf) being first."""
+    spent = torch.zeros_like(p, dtype=torch.int64)
+    if rows.kept is not None:
+        row, col = rows.kept.nonzero(as_tuple=True)
+        spent.index_add_(0, row, masses(rows.scores[row, col], rows.top[row]))
+    mass = masses(rising.masked_fill(rising == inf, -inf), rows.top[:, None]).flip(1).cumsum(1)
+    need = wanted(p, mass[:, -1] + spent) - spent
+    return torch.where(need > 0, torch.searchsorted(mass, need[:, None])[:, 0] + 1, 0)
+
+
+def _rising(scores: Tensor) -> Tensor:
+    # numpy sorts rows with vector instructions: 15 times as fast as torch on a CPU.
+    return torch.from_numpy(np.sort(scores.numpy())) if scores.device.type == "cpu" else scores.sort(-1)[0]
+
+
+def _where(active: Tensor) -> Tensor:
+    if active.device.type == "cpu":
+        return torch.from_numpy(np.flatnonzero(active.numpy()))
+    return active.nonzero()[:, 0]

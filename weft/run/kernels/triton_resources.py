@@ -1,0 +1,191 @@
+"""Cross-compile the Triton kernels without a GPU and read what they take: registers, shared memory, spills.
+
+    python -m weft.run.kernels.triton_resources docs/kernels_gpu.md
+
+writes the table between the marks of that file.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from importlib import import_module
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from weft.run.kernels.triton_configs import BLOCKS, HEAD_DIMS, KERNELS, TARGETS, Config, configs
+
+# What the target's matrix units are called in its assembly.
+INSTRUCTION = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
+_SIXTEEN = ("q", "k", "v", "grad")
+_INTEGERS = {
+    "starts": "*i32",
+    "blocks": "*i32",
+    "heads": "i32",
+    "q_len": "i32",
+    "k_len": "i32",
+    "scale": "fp32",
+}
+_MARKS = "<!-- resources: begin -->", "<!-- resources: end -->"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel compiled for one target; the flags are the worst case unless told otherwise."""
+
+    target: str
+    kernel: str
+    head_dim: int
+    block: int
+    config: Config
+    dtype: str = "bf16"
+    dense: bool = False
+    even: bool = False
+    add: bool = True
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one program takes. `resident` bounds the warps (wavefronts) that fit on one SM (CU), of `of`."""
+
+    registers: int
+    shared: int
+    spills: int
+    resident: int
+    of: int
+    matrix: int
+    """How many matrix instructions are in the assembly."""
+
+
+def cases(targets: Iterable[str] = TARGETS) -> Iterator[Case]:
+    """The default configuration of every kernel, target, head dim and block."""
+    for target in targets:
+        for kernel in KERNELS:
+            for head_dim in HEAD_DIMS:
+                for block in BLOCKS:
+                    yield Case(
+                        target, kernel, head_dim, block, configs(target, kernel, head_dim, block, block)[0]
+                    )
+
+
+def compile_all(wanted: Iterable[Case], processes: int = 2) -> list[Resources]:
+    """In fresh processes: what this one has imported or set for triton does not matter."""
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        return list(pool.map(compile_one, wanted))
+
+
+def compile_one(case: Case) -> Resources:
+    """Compile, and read the registers and spills out of the binary (NVIDIA) or the assembly (AMD)."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import compile as build
+
+    amd = case.target.startswith("gfx")
+    target = GPUTarget("hip", case.target, 64) if amd else GPUTarget("cuda", int(case.target[3:]), 32)
+    options = {"num_warps": case.config.warps, "num_stages": case.config.stages}
+    built = build(_source(case), target=target, options=options)
+    text = built.asm["amdgcn" if amd else "ptx"]
+    matrix = len(re.findall(rf"^\s*{re.escape(INSTRUCTION[case.target])}", text, re.MULTILINE))
+    shared, warps = built.metadata.shared, case.config.warps
+    if amd:
+        count = {
+            key: int(value)
+            for key, value in re.findall(r"\.(\w+_count|private_segment_fixed_size):\s+(\d+)", text)
+        }
+        spills = count["vgpr_spill_count"] + count["sgpr_spill_count"] + count["private_segment_fixed_size"]
+        return Resources(
+            count["vgpr_count"], shared, spills, *_resident_amd(count["vgpr_count"], shared, warps), matrix
+        )
+    usage = _usage(built.asm["cubin"])
+    limits = _resident_nvidia(case.target, usage["REG"], shared, warps)
+    return Resources(usage["REG"], shared, usage["STACK"] + usage["LOCAL"], *limits, matrix)
+
+
+def _source(case: Case) -> Any:
+    """What a launch would hand to the compiler: aligned pointers, strides that are multiples of 16."""
+    from triton.compiler import ASTSource
+
+    room = "forward" if case.kernel == "forward" else "backward"
+    kernel = getattr(import_module(f"weft.run.kernels.triton_{room}"), case.kernel)
+    constants: dict[str, int] = {
+        "D": case.head_dim, "BLOCK_Q": case.block, "BLOCK_K": case.block, "DENSE": case.dense,
+        "EVEN": case.even, "ADD": case.add, "BQ": case.config.bq, "BK": case.config.bk,
+    }  # fmt: skip
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    signature: dict[str, Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    for place, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name.endswith("_strides"):
+            signature[name] = ("i32", "i32", "i32" if name != "lse_strides" else "constexpr")
+            attributes |= {(place, axis): [["tt.divisibility", 16]] for axis in range(3)}
+        else:
+            signature[name] = _INTEGERS.get(name, f"*{case.dtype}" if name in _SIXTEEN else "*fp32")
+            if signature[name].startswith("*"):
+                attributes[place,] = [["tt.divisibility", 16]]
+    if "lse_strides" in signature:  # rows of lse lie side by side
+        place = kernel.arg_names.index("lse_strides")
+        constants[place, 2] = 1  # type: ignore[index]
+        del attributes[place, 2]
+    return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+
+
+def _usage(cubin: bytes) -> dict[str, int]:
+    """REG, STACK, SHARED and LOCAL: a kernel with neither stack nor local memory has spilled nothing."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        text = subprocess.run(tool, check=True, capture_output=True, text=True).stdout
+    return {key: int(value) for key, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", text)}
+
+
+def _resident_nvidia(target: str, registers: int, shared: int, warps: int) -> tuple[int, int]:
+    """65 536 registers, 64 warps; shared memory of an SM, each program also takes 1 KiB for the system."""
+    memory = {"sm_80": 164, "sm_90": 228, "sm_100": 228}[target] * 1024
+    by_registers = 65536 // (-(-registers * 32 // 256) * 256 * warps)
+    return min(by_registers, memory // (shared + 1024), 64 // warps) * warps, 64
+
+
+def _resident_amd(registers: int, shared: int, warps: int) -> tuple[int, int]:
+    """512 registers of each lane on each of 4 SIMDs, 8 wavefronts each; 64 KiB of shared memory."""
+    by_registers = 4 * min(512 // (-(-registers // 8) * 8), 8) // warps
+    return min(by_registers, 65536 // max(shared, 1)) * warps, 32
+
+
+def table(wanted: Iterable[Case]) -> str:
+    """Markdown, one line per case."""
+    wanted = list(wanted)
+    head = (
+        "| target | kernel | D | block | tile | warps | stages | registers | shared KiB | spills | resident |"
+    )
+    lines = [head, "|" + "---|" * 11]
+    for case, found in zip(wanted, compile_all(wanted), strict=True):
+        config = case.config
+        cells = [
+            case.target, case.kernel, case.head_dim, case.block, f"{config.bq}x{config.bk}", config.warps,
+            config.stages, found.registers, f"{found.shared / 1024:g}", found.spills,
+            f"{found.resident}/{found.of}",
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(str(cell) for cell in cells)} |")
+    return "\n".join(lines)
+
+
+def main(path: str) -> None:
+    """Put the table between the marks of a file."""
+    file = Path(path)
+    before, _, rest = file.read_text().partition(_MARKS[0])
+    _, _, after = rest.partition(_MARKS[1])
+    file.write_text(f"{before}{_MARKS[0]}\n{table(cases())}\n{_MARKS[1]}{after}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
