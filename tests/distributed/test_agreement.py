@@ -120,16 +120,15 @@ def test_a_plan_that_was_refused_once_can_be_agreed_on_later(worlds: Worlds) -> 
 @pytest.mark.xfail(
     strict=True, reason="ranks that count rows and ranks that do not gather unequally: SIGABRT"
 )
-@pytest.mark.parametrize("odd", [{"tokens": 15}, {"mask": MASK}, {"mask": BlockMask.dense(3, 15)}])
+@pytest.mark.parametrize("odd", [{"tokens": 15}, {"mask": MASK}])
 def test_only_one_rank_saying_the_length_is_a_difference_too(worlds: Worlds, odd: Sizes) -> None:
     found = failures(worlds(3), {}, odd)
     assert {failure.kind for failure in found.values()} == {"AgreementError"}
 
 
 @pytest.mark.xfail(strict=True, reason="the others do not compare a plan that they know already")
-@pytest.mark.parametrize("plan", ["ulysses", "ring"])
-def test_a_new_plan_is_compared_with_the_known_one_of_the_others(worlds: Worlds, plan: str) -> None:
-    common = {"plan": plan, "mask": MASK, "timeout": 2.0}
+def test_a_new_plan_is_compared_with_the_known_one_of_the_others(worlds: Worlds) -> None:
+    common = {"plan": "ulysses", "mask": MASK, "timeout": 2.0}
     worlds(3).run(call, common, {})
     found = failures(worlds(3), common, {"mask": OTHER_MASK})
     assert {failure.kind for failure in found.values()} == {"AgreementError"}

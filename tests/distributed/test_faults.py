@@ -20,7 +20,6 @@ from weft.run.pool import Failure, Pool, RankFailure
 VICTIM, OTHERS = 2, (0, 1, 3)
 TIMEOUT = 3.0
 SLACK = 5.0  # that the issue grants on top of the time-out
-PLANS = ["ulysses", "ring", "gather", "usp:2x2"]
 
 
 def attend_on_and_on(plan: str, started: str) -> None:
@@ -59,7 +58,7 @@ def struck(pool: Pool, plan: str, directory: Path, blow: signal.Signals) -> tupl
     return caught.value.failures, at
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", ["ulysses", "ring"])
 def test_a_rank_killed_mid_attention_makes_the_others_raise_in_time(
     pool: Pool, plan: str, tmp_path: Path
 ) -> None:
@@ -92,11 +91,6 @@ def test_a_rank_that_never_comes_is_missed_in_time(pool: Pool) -> None:
     assert {rank: found[rank].kind for rank in OTHERS} == dict.fromkeys(OTHERS, "CommError")
     assert all(found[rank].seconds < TIMEOUT + SLACK for rank in OTHERS)
     assert all("waited for all 4 ranks to agree on a plan" in found[rank].message for rank in OTHERS)
-
-
-def test_a_pool_that_lost_a_rank_attends_again_with_new_ones(pool: Pool, tmp_path: Path) -> None:
-    struck(pool, "ring", tmp_path, signal.SIGKILL)
-    assert pool.run(works) == [True] * 4
 
 
 def names_operation_and_peer(message: str, rank: int) -> bool:

@@ -90,7 +90,6 @@ def test_torch_compile_takes_it_in_one_graph() -> None:
 XFAIL_COMPILE = "torch.compile cannot make constants of values inside the tuple given to _executor"
 
 
-@pytest.mark.xfail(strict=True, reason=XFAIL_COMPILE)
 def test_torch_compile_knows_one_mask_from_another() -> None:
     fn = compiled()
     for mask in (causal(17, 4), causal(17, 4, shift=-1), causal(17, 4)):
@@ -98,7 +97,6 @@ def test_torch_compile_knows_one_mask_from_another() -> None:
         assert_right(truth, *both_ways(fn, truth, mask=mask))
 
 
-@pytest.mark.xfail(strict=True, reason=XFAIL_COMPILE)
 @pytest.mark.parametrize("how", ["layout", "plan", "schedule"])
 def test_torch_compile_takes_every_option(how: str) -> None:
     truth = Truth.of(alone(17))
@@ -111,7 +109,6 @@ def test_torch_compile_takes_every_option(how: str) -> None:
     assert_right(truth, *both_ways(compiled(), truth, **options[how]))
 
 
-@pytest.mark.xfail(strict=True, reason="a second length is a symbol to torch.compile, no constant")
 def test_torch_compile_knows_one_length_from_another() -> None:
     fn = compiled()
     for tokens in (17, 19, 23):
@@ -119,7 +116,6 @@ def test_torch_compile_knows_one_length_from_another() -> None:
         assert_right(truth, *both_ways(fn, truth))
 
 
-@pytest.mark.xfail(strict=True, reason="a second scale is a symbol to torch.compile, no constant")
 def test_torch_compile_knows_one_scale_from_another() -> None:
     fn = compiled()
     for scale in (0.1, 0.2, 0.3):

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from contextlib import suppress
 
-from weft.core.errors import AgreementError, WeftError
+from weft.core.errors import AgreementError, CommError, WeftError
 from weft.run.comm import Comm
+
+# What a rank has come for. Every meeting begins with three numbers of each rank, so that ranks which
+# came for different things find out instead of waiting for, or misreading, each other.
+COUNT, AGREE = 0, 1
+
+
+def count_rows(comm: Comm, q_rows: int, kv_rows: int) -> tuple[tuple[int, int], ...]:
+    """Everyone's rows of q and of k, by rank."""
+    return tuple((row[1], row[2]) for row in _meet(comm, COUNT, q_rows, kv_rows))
 
 
 def agree(comm: Comm, facts: dict[str, str]) -> None:
     """Compare facts over all ranks; a difference raises on every rank and names who differs in what."""
-    everyone = [json.loads(text) for text in gather_text(comm, json.dumps(facts))]
+    everyone = [json.loads(text) for text in _gather_text(comm, json.dumps(facts))]
     for rank, theirs in enumerate(everyone):
         if "error" in theirs:
             raise AgreementError(f"Rank {rank} cannot take part: {theirs['error']}")
@@ -30,13 +40,25 @@ def agree(comm: Comm, facts: dict[str, str]) -> None:
 
 
 def refuse(comm: Comm, error: WeftError) -> None:
-    """Tell the others, who are waiting to agree, that this rank cannot, before raising here."""
-    gather_text(comm, json.dumps({"error": str(error)}))
+    """Tell the others, who may be waiting to agree, that this rank cannot; it raises its own error next."""
+    with suppress(CommError, AgreementError):
+        _gather_text(comm, json.dumps({"error": str(error)}))
 
 
-def gather_text(comm: Comm, text: str) -> list[str]:
-    """Everyone's text, by rank: one exchange of lengths, one of bytes."""
+def _gather_text(comm: Comm, text: str) -> list[str]:
     data = list(text.encode())
-    lengths = [row[0] for row in comm.gather_numbers([len(data)])]
+    lengths = [row[1] for row in _meet(comm, AGREE, len(data), 0)]
     rows = comm.gather_numbers(data + [0] * (max(lengths) - len(data)))
     return [bytes(row[:n]).decode() for row, n in zip(rows, lengths, strict=True)]
+
+
+def _meet(comm: Comm, purpose: int, first: int, second: int) -> list[list[int]]:
+    rows = comm.gather_numbers([purpose, first, second])
+    counting = [rank for rank, row in enumerate(rows) if row[0] == COUNT]
+    if 0 < len(counting) < comm.size:
+        others = sorted(set(range(comm.size)) - set(counting))
+        raise AgreementError(
+            f"Ranks {counting} do not say how long the sequence is, ranks {others} do, or cannot take part.",
+            hint="Give every rank the same call: tokens=, a mask or a plan on all of them, or on none.",
+        )
+    return rows

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
+from dataclasses import replace
+from operator import index
 from typing import Any
 
 import torch
@@ -13,7 +16,7 @@ from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.schedule import Schedule
 from weft.plan.choose import Plan
-from weft.run.agree import agree, refuse
+from weft.run.agree import agree, count_rows, refuse
 from weft.run.call import Options, Tensors, facts, schedule_for
 from weft.run.execute import Executor
 from weft.run.kernels import choose as choose_kernel
@@ -47,40 +50,49 @@ def attention(  # noqa: PLR0913 - the one call users make; each option is a word
     mesh                a process group, DeviceMesh or weft.Mesh; all ranks by default.
     timeout             seconds that a rank waits for another before it raises.
     """
-    shapes = tuple(q.shape), tuple(k.shape), tuple(v.shape)
-    kinds = (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device)
-    options = mask, plan, tokens, kv_tokens, prefix, suffix, impl, scale
-    number = _executor(shapes, kinds, options, mesh, timeout)
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    # Under torch.compile sizes and scale may be symbols: index() and hex() make them constants again.
+    shapes = [tuple(index(size) for size in x.shape) for x in (q, k, v)]
+    exact_scale = float(scale).hex() if isinstance(scale, int | float) else scale
+    number = _executor(
+        *shapes, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+        mask, plan, tokens, kv_tokens, prefix, suffix, impl, exact_scale, mesh, timeout,
+    )  # fmt: skip
+    if scale is None:
+        scale = 1 / math.sqrt(q.shape[-1])
+    scale = float(scale)
     keep = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     return attention_op(q, k, v, number, scale, keep)[0]
 
 
 @torch.compiler.assume_constant_result
-def _executor(shapes: Any, kinds: Any, given: Any, mesh: Any, timeout: float) -> int:
+def _executor(*given: Any) -> int:
     """The number of this call's executor. A new one is agreed on by all ranks before anything moves.
 
-    Under torch.compile this runs once, while tracing, so it takes plain values only.
+    Under torch.compile this runs once, while tracing, and may be given single plain values only.
     """
-    tensors, options = Tensors(*shapes, *kinds), Options(*given)
+    (q, k, v), dtypes, devices = given[:3], given[3:6], given[6:9]
+    *rest, exact_scale, mesh, timeout = given[9:]
+    tensors = Tensors(q, k, v, dtypes, devices)
+    options = Options(*rest, scale=exact_scale)
+    with suppress(TypeError, ValueError):  # anything else is refused below, with the others told
+        options = replace(options, scale=float.fromhex(exact_scale))
     if not (isinstance(timeout, int | float) and timeout > 0):
         raise InputError(f"timeout={timeout!r} is no time to wait.", hint="Give seconds, above 0.")
     world = world_of(mesh, float(timeout))
     comm = world.comm
-    counts = None
-    if not options.tells_tokens:
-        # Rows may change on some ranks only, so a look-up by local shapes could leave others waiting.
-        counts = tuple(tuple(row) for row in comm.gather_numbers(tensors.counts))
+    try:
+        tensors.check()
+        options.check()
+    except WeftError as error:
+        refuse(comm, error)
+        raise
+    # Rows may change on some ranks only, so a look-up by local shapes could leave others waiting.
+    counts = None if options.tells_tokens else count_rows(comm, tensors.q[2], tensors.k[2])
     key = (tensors, options, axes_of(mesh), counts)
     if key not in world.compiled:
         try:
             schedule = schedule_for(
-                tensors,
-                options,
-                rank=comm.rank,
-                ranks=comm.size,
-                counts=counts,
-                axes=axes_of(mesh),
+                tensors, options, rank=comm.rank, ranks=comm.size, counts=counts, axes=axes_of(mesh)
             )
             kernel = choose_kernel(options.impl, tensors.dtype, str(tensors.devices[0]))
         except WeftError as error:

@@ -40,6 +40,36 @@ class Options:
         given = self.tokens is not None or self.mask is not None
         return given or isinstance(self.plan, Plan | Schedule)
 
+    def check(self) -> None:
+        """The rules that hold whatever the tensors are."""
+        if self.scale is not None and not (isinstance(self.scale, float) and math.isfinite(self.scale)):
+            raise InputError(
+                f"scale={self.scale!r} is not a finite number.", hint="Leave it out for 1/√head_dim."
+            )
+        if self.impl not in IMPLEMENTATIONS:
+            raise InputError(
+                f"impl={self.impl!r} is unknown.", hint=f"Use one of {', '.join(IMPLEMENTATIONS)}."
+            )
+        if self.mask is not None and not isinstance(self.mask, BlockMask):
+            raise InputError(
+                f"mask is a {type(self.mask).__name__}.",
+                hint="Make a weft.BlockMask, as with BlockMask.from_tiles.",
+            )
+        if not isinstance(self.plan, str | Plan | Schedule):
+            raise InputError(f"plan={self.plan!r}.", hint="Give a strategy's name, a Plan or a Schedule.")
+        for name in ("prefix", "suffix"):
+            count = getattr(self, name)
+            if not isinstance(count, int) or count < 0:
+                raise InputError(
+                    f"{name}={count!r}.", hint="Give how many tokens every rank holds, 0 or more."
+                )
+        for name in ("tokens", "kv_tokens"):
+            given = getattr(self, name)
+            if not (given is None or isinstance(given, Layout) or (isinstance(given, int) and given > 0)):
+                raise InputError(
+                    f"{name}={given!r}.", hint="Give the whole sequence's length, or its Layout."
+                )
+
 
 @dataclass(frozen=True)
 class Tensors:
@@ -82,11 +112,6 @@ class Tensors:
     def dtype(self) -> str:
         return str(self.dtypes[0]).removeprefix("torch.")
 
-    @property
-    def counts(self) -> list[int]:
-        """Rows of q and k, for the ranks to tell each other; a wrong shape is noticed later, by `check`."""
-        return [shape[2] if len(shape) == 4 else 0 for shape in (self.q, self.k)]
-
 
 def schedule_for(
     tensors: Tensors,
@@ -98,8 +123,6 @@ def schedule_for(
     axes: str | None,
 ) -> Schedule:
     """Check the call and build its schedule; every rank gets the same one, or somebody raises."""
-    tensors.check()
-    _check_options(options)
     if isinstance(options.plan, Plan | Schedule):
         return _given_schedule(tensors, options, rank, ranks)
     q, kv = _layouts(options, ranks, counts)
@@ -136,23 +159,6 @@ def facts(schedule: Schedule, tensors: Tensors, options: Options, kernel: str) -
         "strategy": f"{schedule.name} on {schedule.mesh}",
         "plan": schedule.digest,
     }
-
-
-def _check_options(options: Options) -> None:
-    scale = options.scale
-    if scale is not None and not (isinstance(scale, int | float) and math.isfinite(scale)):
-        raise InputError(f"scale={scale!r} is not a finite number.", hint="Leave it out for 1/√head_dim.")
-    if options.impl not in IMPLEMENTATIONS:
-        raise InputError(
-            f"impl={options.impl!r} is unknown.", hint=f"Use one of {', '.join(IMPLEMENTATIONS)}."
-        )
-    if options.mask is not None and not isinstance(options.mask, BlockMask):
-        raise InputError(
-            f"mask is a {type(options.mask).__name__}.",
-            hint="Make a weft.BlockMask, for example BlockMask.from_tiles.",
-        )
-    if not isinstance(options.plan, str | Plan | Schedule):
-        raise InputError(f"plan={options.plan!r}.", hint="Give a strategy's name, a Plan or a Schedule.")
 
 
 def _given_schedule(tensors: Tensors, options: Options, rank: int, ranks: int) -> Schedule:
@@ -199,8 +205,6 @@ def _layout(tokens: Any, ranks: int, options: Options) -> Layout:
         if tokens.ranks != ranks:
             raise InputError(f"The layout is for {tokens.ranks} ranks, this world has {ranks}.")
         return tokens
-    if not isinstance(tokens, int) or tokens < 1:
-        raise InputError(f"tokens={tokens!r}.", hint="Give the whole sequence's length, or its Layout.")
     return Layout.even(tokens, ranks, prefix=options.prefix, suffix=options.suffix)
 
 

@@ -25,6 +25,7 @@ class Compiler:
     def __init__(self, schedule: Schedule, rank: int) -> None:
         self.schedule, self.rank, self.problem = schedule, rank, schedule.problem
         self.way = "backward " if schedule.backward else ""
+        self.tag = int(schedule.digest[:7], 16)
         self.narrow = getattr(torch, self.problem.dtype)
         self.wide = torch.float64 if self.problem.dtype == "float64" else torch.float32
         self.program = Program()
@@ -177,7 +178,7 @@ class Compiler:
         receives = tuple(peer for at, peer in self.messages if at == op)
         if outgoing or receives:
             label = f"op {op} ({exchange.label or 'exchange'})"
-            self.program.steps.append(Post(op, tuple(outgoing), receives, label))
+            self.program.steps.append(Post(op, tuple(outgoing), receives, label, self.tag))
 
     def _same_message(self, op: int, pieces: list[Piece]) -> tuple[int, int] | None:
         """An earlier message with exactly these pieces goes on as it came, without a copy."""

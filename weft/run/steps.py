@@ -60,12 +60,14 @@ class Post:
     sends: tuple[int, ...]
     receives: tuple[int, ...]
     label: str
+    tag: int
 
     def run(self, frame: Frame) -> None:
         frame.transits[self.op] = frame.comm.post(
             [(peer, frame.outgoing[self.op, peer]) for peer in self.sends],
             [(peer, frame.incoming[self.op, peer]) for peer in self.receives],
             self.label,
+            self.tag,
         )
 
 
@@ -185,14 +187,14 @@ class Gradient(Calculation):
         operands = self.operands(frame)
         dq, dk, dv = frame.kernel.attend_backward(self.rows(grad), *operands, done, self.tiles, frame.scale)
         if self.kv_of is not None:
-            dk, dv = (self._by_kv_head(x) for x in (dk, dv))
+            heads = pick(frame.slots[self.kv][0], self.kv_index).shape[1]
+            dk, dv = (self._by_kv_head(x, heads) for x in (dk, dv))
         self._add(frame, self.dq, self.q, self.q_index, (dq,))
         self._add(frame, self.dkv, self.kv, self.kv_index, (dk, dv))
 
-    def _by_kv_head(self, x: Tensor) -> Tensor:
+    def _by_kv_head(self, x: Tensor, heads: int) -> Tensor:
         """Query heads that share a key/value head add their gradients."""
         assert self.kv_of is not None
-        heads = int(self.kv_of.max()) + 1
         return x.new_zeros(x.shape[0], heads, *x.shape[2:]).index_add_(1, self.kv_of, x)
 
     def _add(self, frame: Frame, slot: str, like: str, index: Index, given: Planes) -> None:

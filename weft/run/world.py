@@ -22,7 +22,7 @@ class SoloComm:
 
     rank, size, bytes_sent = 0, 1, 0
 
-    def post(self, sends: list[Message], receives: list[Message], label: str) -> Any:
+    def post(self, sends: list[Message], receives: list[Message], label: str, tag: int) -> Any:
         raise CommError(f"{label}: a world of one rank has nobody to send to.")
 
     def gather_numbers(self, numbers: list[int]) -> list[list[int]]:
@@ -62,14 +62,12 @@ def _group_of(mesh: Any) -> dist.ProcessGroup | None:
             f"mesh={mesh!r} is a {type(mesh).__name__}.",
             hint="Give a weft.Mesh, a torch DeviceMesh, a process group, or nothing for all ranks.",
         )
-    if not dist.is_initialized() and not _join():
-        return None
-    group = dist.group.WORLD
-    assert group is not None
-    if mesh is not None and mesh.ranks != group.size():
+    group = dist.group.WORLD if dist.is_initialized() or _join() else None
+    ranks = 1 if group is None else group.size()
+    if mesh is not None and mesh.ranks != ranks:
         raise InputError(
-            f"The mesh {mesh} has {mesh.ranks} ranks, this world has {group.size()}.",
-            hint=f"Use axes whose product is {group.size()}, or start {mesh.ranks} ranks.",
+            f"The mesh {mesh} has {mesh.ranks} ranks, this world has {ranks}.",
+            hint=f"Use axes whose product is {ranks}, or start {mesh.ranks} ranks.",
         )
     return group
 

@@ -30,8 +30,11 @@ class Comm(Protocol):
     bytes_sent: int
     """Payload handed to the transport so far."""
 
-    def post(self, sends: list[Message], receives: list[Message], label: str) -> Transit:
-        """Start all of them and return at once; the n-th post of a pair meets its peer's n-th."""
+    def post(self, sends: list[Message], receives: list[Message], label: str, tag: int) -> Transit:
+        """Start all of them and return at once; the n-th post of a pair and tag meets its peer's n-th.
+
+        The tag stands for the plan, so that messages of different plans never meet.
+        """
         ...
 
     def gather_numbers(self, numbers: list[int]) -> list[list[int]]:

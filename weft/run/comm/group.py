@@ -20,14 +20,20 @@ class GroupComm:
         self.rank, self.size = group.rank(), group.size()
         self.bytes_sent = 0
 
-    def post(self, sends: list[Message], receives: list[Message], label: str) -> GroupTransit:
+    def post(self, sends: list[Message], receives: list[Message], label: str, tag: int) -> GroupTransit:
         self.bytes_sent += sum(buffer.numel() * buffer.element_size() for _, buffer in sends)
         try:
             if any(buffer.is_cuda for _, buffer in (*sends, *receives)):
                 return GroupTransit(self, *self._post_batch(sends, receives), label)
             # Receives first: a message that finds its buffer waiting needs no copy of its own.
-            coming = {peer: dist.irecv(buffer, group=self.group, group_src=peer) for peer, buffer in receives}
-            going = [(peer, dist.isend(buffer, group=self.group, group_dst=peer)) for peer, buffer in sends]
+            coming = {
+                peer: dist.irecv(buffer, group=self.group, group_src=peer, tag=tag)
+                for peer, buffer in receives
+            }
+            going = [
+                (peer, dist.isend(buffer, group=self.group, group_dst=peer, tag=tag))
+                for peer, buffer in sends
+            ]
         except RuntimeError as error:
             peers = sorted({peer for peer, _ in (*sends, *receives)})
             raise CommError(
@@ -53,7 +59,7 @@ class GroupComm:
         try:
             work = dist.all_gather(everyone, mine, group=self.group, async_op=True)
             assert work is not None
-            work.wait(timedelta(seconds=self.timeout))
+            work.wait(_span(self.timeout))
         except RuntimeError as error:
             raise CommError(
                 f"Rank {self.rank} waited for all {self.size} ranks to agree on a plan: {_reason(error)}",
@@ -88,13 +94,18 @@ class GroupTransit:
     def _wait(self, work: dist.Work, peer: int, way: str) -> None:
         began = time.monotonic()
         try:
-            work.wait(timedelta(seconds=self.comm.timeout))
+            work.wait(_span(self.comm.timeout))
         except RuntimeError as error:
             raise CommError(
                 f"Rank {self.comm.rank} waited {time.monotonic() - began:.1f} s for {self.label} {way} rank "
                 f"{peer}: {_reason(error)}",
                 hint="That rank is lost, stuck or late; look at its own error first.",
             ) from error
+
+
+def _span(seconds: float) -> timedelta:
+    """A time-out as torch takes it; endless ones become the longest that it counts."""
+    return timedelta(seconds=min(seconds, 1e6))
 
 
 def _reason(error: RuntimeError) -> str:

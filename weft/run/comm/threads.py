@@ -21,7 +21,7 @@ class _Board:
     size: int
     timeout: float
     changed: threading.Condition = field(default_factory=threading.Condition)
-    letters: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)
+    letters: dict[tuple[int, int, int, int], Tensor] = field(default_factory=dict)
     numbers: dict[tuple[int, int], list[int]] = field(default_factory=dict)
 
     def await_that(self, ready: Callable[[], Any], what: str) -> None:
@@ -35,22 +35,22 @@ class ThreadComm:
 
     def __init__(self, board: _Board, rank: int) -> None:
         self.board, self.rank, self.size, self.bytes_sent = board, rank, board.size, 0
-        self._sent: dict[int, int] = {}
-        self._received: dict[int, int] = {}
+        self._sent: dict[tuple[int, int], int] = {}
+        self._received: dict[tuple[int, int], int] = {}
         self._gathered = 0
 
-    def post(self, sends: list[Message], receives: list[Message], label: str) -> _ThreadTransit:
+    def post(self, sends: list[Message], receives: list[Message], label: str, tag: int) -> _ThreadTransit:
         for peer, buffer in sends:
             self.bytes_sent += buffer.numel() * buffer.element_size()
-            number = self._sent[peer] = self._sent.get(peer, 0) + 1
+            number = self._sent[peer, tag] = self._sent.get((peer, tag), 0) + 1
             with self.board.changed:
                 # A copy, so that a sender that writes its buffer too early cannot go unnoticed elsewhere.
-                self.board.letters[self.rank, peer, number] = buffer.clone()
+                self.board.letters[self.rank, peer, tag, number] = buffer.clone()
                 self.board.changed.notify_all()
-        keys: dict[int, tuple[tuple[int, int, int], Tensor]] = {}
+        keys: dict[int, tuple[tuple[int, int, int, int], Tensor]] = {}
         for peer, buffer in receives:
-            number = self._received[peer] = self._received.get(peer, 0) + 1
-            keys[peer] = ((peer, self.rank, number), buffer)
+            number = self._received[peer, tag] = self._received.get((peer, tag), 0) + 1
+            keys[peer] = ((peer, self.rank, tag, number), buffer)
         return _ThreadTransit(self.board, keys, label)
 
     def gather_numbers(self, numbers: list[int]) -> list[list[int]]:
@@ -65,7 +65,7 @@ class ThreadComm:
 
 class _ThreadTransit:
     def __init__(
-        self, board: _Board, keys: dict[int, tuple[tuple[int, int, int], Tensor]], label: str
+        self, board: _Board, keys: dict[int, tuple[tuple[int, int, int, int], Tensor]], label: str
     ) -> None:
         self.board, self.keys, self.label = board, keys, label
 

@@ -1,4 +1,4 @@
-"""Build the C kernel once, at first use, into a cache; a compiler that is missing is an error that says so."""
+"""Build the C kernel once, at first use, into a cache; a missing compiler is an error that says so."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ def _keywords(config: Config) -> dict[str, int]:
 
 @cache
 def _tuned(kernel: Any, options: tuple[Config, ...]) -> Any:
-    """One tuner for each kind of case, so that a choice for one target or block is never taken for another."""
+    """One tuner for each list, so that a choice for one target or block is not taken for another."""
     import triton
 
     found = [triton.Config({"BQ": c.bq, "BK": c.bk}, c.warps, c.stages) for c in options]

@@ -94,7 +94,9 @@ def _select(source: Source, budget: Budget, keep: Keep, impl: str, last: float =
     _, heads, rows, cols = source.shape
     counts, columns = [], []
     for some, part in _chunks(source):
-        scores = source.scores(some, part).float().amax(0)
+        found = source.scores(some, part).float()
+        # A copy, of which a part is changed; the sum makes -0 and 0 one tie.
+        scores = (found[0] if len(found) == 1 else found.amax(0)) + 0.0
         if last < 1:
             scores[..., -1] += float(np.log(last))
         kept = keep.tiles(part, rows, cols)
@@ -139,8 +141,7 @@ class Rows:
             raise InputError(
                 "Scores of blocks have NaN or +inf.", hint="Look at the proxies they are made of."
             )
-        # -0 and 0 are one tie.
-        return Rows(scores + 0.0, kept, top.masked_fill(top == -inf, 0.0))
+        return Rows(scores, kept, top.masked_fill(top == -inf, 0.0))
 
     def mass(self) -> Tensor:
         """Of every block, as integers: their sums do not depend on an order."""
@@ -148,7 +149,7 @@ class Rows:
 
 
 def masses(scores: Tensor, top: Tensor) -> Tensor:
-    return (scores.double() - top).exp_().mul_(UNIT).round_().long()
+    return scores.double().sub_(top.double()).exp_().mul_(UNIT).round_().long()
 
 
 def wanted(p: Tensor, total: Tensor) -> Tensor:
@@ -168,10 +169,10 @@ def pick_rows(rows: Rows, allowed: Tensor) -> tuple[Tensor, Tensor]:
     can = size - torch.searchsorted(rising, torch.full_like(rising[:, :1], -inf), right=True)[:, 0]
     count = _reach(rising, rows, allowed) if allowed.is_floating_point() else allowed
     count = count.clamp(min=must).clamp(max=can)
-    cut = rising.gather(1, (size - count).clamp(max=size - 1)[:, None])
+    cut, below = (rising.gather(1, (size - count - i).clamp(0, size - 1)[:, None]) for i in (0, 1))
     # Nothing compares with NaN: an empty row.
     active = scores >= cut.masked_fill_((count == 0)[:, None], nan)
-    tied = (active.sum(-1, dtype=torch.int32) > count).nonzero()[:, 0]
+    tied = ((cut == below)[:, 0] & (count < size)).nonzero()[:, 0]
     if tied.numel():
         equal, above = scores[tied] == cut[tied], scores[tied] > cut[tied]
         left = count[tied] - above.sum(-1)
@@ -185,9 +186,12 @@ def _reach(rising: Tensor, rows: Rows, p: Tensor) -> Tensor:
     if rows.kept is not None:
         row, col = rows.kept.nonzero(as_tuple=True)
         spent.index_add_(0, row, masses(rows.scores[row, col], rows.top[row]))
-    mass = masses(rising.masked_fill(rising == inf, -inf), rows.top[:, None]).flip(1).cumsum(1)
-    need = wanted(p, mass[:, -1] + spent) - spent
-    return torch.where(need > 0, torch.searchsorted(mass, need[:, None])[:, 0] + 1, 0)
+        rising = rising.masked_fill(rising == inf, -inf)
+    mass = masses(rising, rows.top[:, None]).cumsum(1)
+    need = wanted(p, mass[:, -1] + spent) 
+    # The worst blocks are dropped as long as what they have together can be spared.
+    dropped = torch.searchsorted(mass, mass[:, -1:] - need[:, None], right=True)[:, 0]
+    return torch.where(need > 0, rising.shape[1] - dropped, 0)
 
 
 def _rising(scores: Tensor) -> Tensor:

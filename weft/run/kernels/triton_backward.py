@@ -63,19 +63,19 @@ def grad_queries(
     slope = tl.load(grad_at, mask=inside[:, None], other=0.0)
     row_delta = tl.load(delta + row_at, mask=inside, other=0.0)
     row_peak = tl.load(peak + row_at, mask=inside, other=INFINITY)
-    k_top = corner(k, k_strides, batch, head, head * 0) + columns[:, None] * k_strides[2] + dims[None, :]
-    v_top = corner(v, v_strides, batch, head, head * 0) + columns[None, :] * v_strides[2] + dims[:, None]
+    k_spots = columns[:, None] * k_strides[2] + dims[None, :]
+    v_spots = columns[None, :] * v_strides[2] + dims[:, None]
 
     sums = tl.zeros([BQ, D], tl.float32)
     for step in range(count * (BLOCK_K // BK)):
         left = tile_of(blocks, first, step, BLOCK_K, BK, DENSE)
         known = left + columns < k_len
-        keys = fetch(k_top + left.to(tl.int64) * k_strides[2], known[:, None], 0.0, EVEN)
+        keys = fetch(corner(k, k_strides, batch, head, left) + k_spots, known[:, None], 0.0, EVEN)
         scores = tl.dot(queries, tl.trans(keys)) * (scale * LOG2E)
         if not EVEN:
             scores = tl.where(known[None, :], scores, -INFINITY)
         weights = tl.exp2(scores - row_peak[:, None])
-        values = fetch(v_top + left.to(tl.int64) * v_strides[2], known[None, :], 0.0, EVEN)
+        values = fetch(corner(v, v_strides, batch, head, left) + v_spots, known[None, :], 0.0, EVEN)
         slopes = weights * (tl.dot(slope, values) - row_delta[:, None])
         sums = tl.dot(slopes.to(keys.dtype), keys, sums)
     dq_at = corner(dq, dq_strides, batch, head, top) + rows[:, None] * dq_strides[2] + dims[None, :]
@@ -106,24 +106,22 @@ def grad_keys(
     v_at = corner(v, v_strides, batch, head, left) + columns[:, None] * v_strides[2] + dims[None, :]
     keys = tl.load(k_at, mask=known[:, None], other=0.0)
     values = tl.load(v_at, mask=known[:, None], other=0.0)
-    q_top = corner(q, q_strides, batch, head, head * 0) + rows[:, None] * q_strides[2] + dims[None, :]
-    grad_top = (
-        corner(grad, grad_strides, batch, head, head * 0) + rows[:, None] * grad_strides[2] + dims[None, :]
-    )
-    row_top = tl.program_id(1).to(tl.int64) * q_len + rows
+    q_spots = rows[:, None] * q_strides[2] + dims[None, :]
+    grad_spots = rows[:, None] * grad_strides[2] + dims[None, :]
+    row_top = tl.program_id(1).to(tl.int64) * q_len
 
     k_sums, v_sums = tl.zeros([BK, D], tl.float32), tl.zeros([BK, D], tl.float32)
     for step in range(count * (BLOCK_Q // BQ)):
         top = tile_of(blocks, first, step, BLOCK_Q, BQ, DENSE)
         inside = top + rows < q_len
-        queries = fetch(q_top + top.to(tl.int64) * q_strides[2], inside[:, None], 0.0, EVEN)
-        row_peak = fetch(peak + row_top + top, inside, INFINITY, EVEN)
+        queries = fetch(corner(q, q_strides, batch, head, top) + q_spots, inside[:, None], 0.0, EVEN)
+        row_peak = fetch(peak + row_top + top + rows, inside, INFINITY, EVEN)
         scores = tl.dot(keys, tl.trans(queries)) * (scale * LOG2E)
         # Rows past the end have peak = inf, so their weights are 0; keys past the end are not stored.
         weights = tl.exp2(scores - row_peak[None, :])
-        slope = fetch(grad_top + top.to(tl.int64) * grad_strides[2], inside[:, None], 0.0, EVEN)
+        slope = fetch(corner(grad, grad_strides, batch, head, top) + grad_spots, inside[:, None], 0.0, EVEN)
         v_sums = tl.dot(weights.to(slope.dtype), slope, v_sums)
-        row_delta = fetch(delta + row_top + top, inside, 0.0, EVEN)
+        row_delta = fetch(delta + row_top + top + rows, inside, 0.0, EVEN)
         slopes = weights * (tl.dot(values, tl.trans(slope)) - row_delta[None, :])
         k_sums = tl.dot(slopes.to(queries.dtype), queries, k_sums)
     dk_at = corner(dk, dk_strides, batch, head, left) + columns[:, None] * dk_strides[2] + dims[None, :]

@@ -72,8 +72,9 @@ def forward(
     out_at = corner(out, out_strides, batch, head, top) + rows[:, None] * out_strides[2] + dims[None, :]
     lse_at = corner(lse, lse_strides, batch, head, top) + rows * lse_strides[2]
     queries = tl.load(q_at, mask=inside[:, None], other=0.0)
-    k_top = corner(k, k_strides, batch, head, head * 0) + columns[None, :] * k_strides[2] + dims[:, None]
-    v_top = corner(v, v_strides, batch, head, head * 0) + columns[:, None] * v_strides[2] + dims[None, :]
+    # Inside a tile 32 bits are enough: half the registers, and AMD's loads want them so.
+    k_spots = columns[None, :] * k_strides[2] + dims[:, None]
+    v_spots = columns[:, None] * v_strides[2] + dims[None, :]
 
     if ADD:
         sums = tl.load(out_at, mask=inside[:, None], other=0.0)
@@ -88,7 +89,7 @@ def forward(
     for step in range(count * (BLOCK_K // BK)):
         left = tile_of(blocks, first, step, BLOCK_K, BK, DENSE)
         known = left + columns < k_len
-        keys = fetch(k_top + left.to(tl.int64) * k_strides[2], known[None, :], 0.0, EVEN)
+        keys = fetch(corner(k, k_strides, batch, head, left) + k_spots, known[None, :], 0.0, EVEN)
         scores = tl.dot(queries, keys) * scale
         if not EVEN:
             scores = tl.where(known[None, :], scores, -INFINITY)
@@ -97,7 +98,7 @@ def forward(
         weights = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(peak - higher)
         total = total * shrink + tl.sum(weights, 1)
-        values = fetch(v_top + left.to(tl.int64) * v_strides[2], known[:, None], 0.0, EVEN)
+        values = fetch(corner(v, v_strides, batch, head, left) + v_spots, known[:, None], 0.0, EVEN)
         sums = tl.dot(weights.to(values.dtype), values, sums * shrink[:, None])
         peak = higher
     # No active tile: 0 / 1 and -inf.

@@ -7,6 +7,7 @@ writes the table between the marks of that file.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -22,8 +23,8 @@ from typing import Any
 from weft.run.kernels.triton_configs import BLOCKS, HEAD_DIMS, KERNELS, TARGETS, Config, configs
 
 # What the target's matrix units are called in its assembly.
-INSTRUCTION = {"sm_80": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
-_SIXTEEN = ("q", "k", "v", "grad")
+INSTRUCTION = {"sm_80": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
+_SIXTEEN = ("q", "k", "v", "grad", "narrow")
 _INTEGERS = {
     "starts": "*i32",
     "blocks": "*i32",
@@ -74,10 +75,22 @@ def cases(targets: Iterable[str] = TARGETS) -> Iterator[Case]:
                     )
 
 
+def small_cases(targets: Iterable[str] = TARGETS) -> Iterator[Case]:
+    """The kernels that only stream: they have no tiles to choose and no matrix product."""
+    for target in targets:
+        for kernel in ("merge", "prepare"):
+            for head_dim in HEAD_DIMS:
+                yield Case(target, kernel, head_dim, 0, Config(0, 0, 4, 3))
+
+
 def compile_all(wanted: Iterable[Case], processes: int = 2) -> list[Resources]:
     """In fresh processes: what this one has imported or set for triton does not matter."""
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(processes, get_context("spawn"), _no_interpreter) as pool:
         return list(pool.map(compile_one, wanted))
+
+
+def _no_interpreter() -> None:
+    os.environ.pop("TRITON_INTERPRET", None)
 
 
 def compile_one(case: Case) -> Resources:
@@ -89,32 +102,31 @@ def compile_one(case: Case) -> Resources:
     target = GPUTarget("hip", case.target, 64) if amd else GPUTarget("cuda", int(case.target[3:]), 32)
     options = {"num_warps": case.config.warps, "num_stages": case.config.stages}
     built = build(_source(case), target=target, options=options)
-    text = built.asm["amdgcn" if amd else "ptx"]
-    matrix = len(re.findall(rf"^\s*{re.escape(INSTRUCTION[case.target])}", text, re.MULTILINE))
     shared, warps = built.metadata.shared, case.config.warps
     if amd:
-        count = {
-            key: int(value)
-            for key, value in re.findall(r"\.(\w+_count|private_segment_fixed_size):\s+(\d+)", text)
-        }
+        text = built.asm["amdgcn"]
+        found = re.findall(r"\.(\w+_count|private_segment_fixed_size):\s+(\d+)", text)
+        count = {key: int(value) for key, value in found}
+        registers = count["vgpr_count"]  # of both kinds
         spills = count["vgpr_spill_count"] + count["sgpr_spill_count"] + count["private_segment_fixed_size"]
-        return Resources(
-            count["vgpr_count"], shared, spills, *_resident_amd(count["vgpr_count"], shared, warps), matrix
-        )
-    usage = _usage(built.asm["cubin"])
-    limits = _resident_nvidia(case.target, usage["REG"], shared, warps)
-    return Resources(usage["REG"], shared, usage["STACK"] + usage["LOCAL"], *limits, matrix)
+        limits = _resident_amd(registers, shared, warps)
+    else:
+        text, count = built.asm["ptx"], _usage(built.asm["cubin"])
+        registers, spills = count["REG"], count["STACK"] + count["LOCAL"]
+        limits = _resident_nvidia(case.target, registers, shared, warps, built.metadata.tmem_size)
+    return Resources(registers, shared, spills, *limits, text.count(INSTRUCTION[case.target]))
 
 
 def _source(case: Case) -> Any:
     """What a launch would hand to the compiler: aligned pointers, strides that are multiples of 16."""
     from triton.compiler import ASTSource
 
-    room = "forward" if case.kernel == "forward" else "backward"
+    room = "forward" if case.kernel in ("forward", "merge") else "backward"
     kernel = getattr(import_module(f"weft.run.kernels.triton_{room}"), case.kernel)
-    constants: dict[str, int] = {
+    constants: dict[Any, int] = {
         "D": case.head_dim, "BLOCK_Q": case.block, "BLOCK_K": case.block, "DENSE": case.dense,
         "EVEN": case.even, "ADD": case.add, "BQ": case.config.bq, "BK": case.config.bk,
+        "ROWS": 32, "NARROW": True,
     }  # fmt: skip
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature: dict[str, Any] = {}
@@ -131,7 +143,7 @@ def _source(case: Case) -> Any:
                 attributes[place,] = [["tt.divisibility", 16]]
     if "lse_strides" in signature:  # rows of lse lie side by side
         place = kernel.arg_names.index("lse_strides")
-        constants[place, 2] = 1  # type: ignore[index]
+        constants[place, 2] = 1
         del attributes[place, 2]
     return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
 
@@ -148,11 +160,14 @@ def _usage(cubin: bytes) -> dict[str, int]:
     return {key: int(value) for key, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", text)}
 
 
-def _resident_nvidia(target: str, registers: int, shared: int, warps: int) -> tuple[int, int]:
-    """65 536 registers, 64 warps; shared memory of an SM, each program also takes 1 KiB for the system."""
+def _resident_nvidia(
+    target: str, registers: int, shared: int, warps: int, columns: int | None
+) -> tuple[int, int]:
+    """65 536 registers, 64 warps, 512 columns of tensor memory; a program takes 1 KiB more than it says."""
     memory = {"sm_80": 164, "sm_90": 228, "sm_100": 228}[target] * 1024
     by_registers = 65536 // (-(-registers * 32 // 256) * 256 * warps)
-    return min(by_registers, memory // (shared + 1024), 64 // warps) * warps, 64
+    by_columns = 512 // columns if columns else 64
+    return min(by_registers, memory // (shared + 1024), 64 // warps, by_columns) * warps, 64
 
 
 def _resident_amd(registers: int, shared: int, warps: int) -> tuple[int, int]:
