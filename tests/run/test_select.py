@@ -39,6 +39,8 @@ def make_scores(seed: int, kind: str, shape: tuple[int, ...]) -> Tensor:
         x = x.round()  # zeros of both signs among them
     if kind == "equal":
         x = torch.zeros(shape)
+    if kind == "signs":
+        x = torch.zeros(shape).copysign(x)
     if kind == "closed":
         x[torch.rand(shape, generator=random) < 0.4] = -inf
     if kind == "far":
@@ -46,7 +48,7 @@ def make_scores(seed: int, kind: str, shape: tuple[int, ...]) -> Tensor:
     return x
 
 
-kinds = st.sampled_from(("any", "ties", "equal", "closed", "far"))
+kinds = st.sampled_from(("any", "ties", "equal", "signs", "closed", "far"))
 shapes = st.tuples(st.integers(1, 3), st.integers(1, 6), st.integers(1, 24))
 scores_of = st.builds(make_scores, st.integers(0, 2**16), kinds, shapes)
 
@@ -146,6 +148,15 @@ def test_shares_round_and_are_not_numbers_of_blocks() -> None:
     assert top_k(scores, 0.0).starts.diff().tolist() == [0] * 6
     assert top_k(scores, torch.tensor([0.3, 0.26])).starts.diff().tolist() == [3] * 6
     assert top_k(scores, torch.tensor([2, 5])).starts.diff().tolist() == [2] * 3 + [5] * 3
+
+
+def test_a_share_of_equal_masses_is_met_exactly() -> None:
+    scores = torch.zeros(1, 1, 8)
+    for p, count in ((0.125, 1), (0.25, 2), (0.5, 4), (0.500001, 5), (0.875, 7), (0.9, 8)):
+        assert lists(top_p(scores, p)) == [[list(range(count))]]
+        kept = top_p(scores, p, keep=Keep(kv=((7, 8),)))
+        assert lists(kept) == [[[*range(count - 1), 7]]]
+    assert lists(top_p(scores, 0.5, last=0.5)) == [[[0, 1, 2, 3]]]  # of 7.5, the last being half
 
 
 def test_a_budget_of_nothing_leaves_the_kept_ones() -> None:
@@ -279,11 +290,9 @@ def test_triton_makes_the_same_lists() -> None:
 def compare_in_the_interpreter() -> None:
     """Few and mixed rows: the interpreter takes some 30 ms for each."""
     rng = np.random.default_rng()
-    rows = 9
+    rows, mixed = 8, ("any", "ties", "signs", "closed")
     for turn, cols in enumerate((1, 23, 40)):
-        parts = [
-            make_scores(int(rng.integers(2**16)), kind, (1, 3, cols)) for kind in ("any", "ties", "closed")
-        ]
+        parts = [make_scores(int(rng.integers(2**16)), kind, (1, 2, cols)) for kind in mixed]
         scores = torch.cat(parts, 1)
         keep = Keep(kv=((cols - 1, cols),), q=((4, 5),), own=(1, 2)) if turn else None
         k = torch.from_numpy(rng.integers(0, cols + 2, (1, rows)))

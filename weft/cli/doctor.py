@@ -58,6 +58,7 @@ def examine() -> list[Finding]:
         "memory": _memory,
         "GPUs": lambda: _gpus(torch),
         "compilers": _compilers,
+        "CPU kernel": lambda: _cpu_kernel(torch),
         "packages": _packages,
     }
     return [finding for name, check in checks.items() for finding in _guarded(name, check)]
@@ -190,6 +191,18 @@ def _compilers() -> list[Finding]:
         else:
             rows.append(Finding(name=name, status="missing", note=f"for {gives}", add=add))
     return rows
+
+
+def _cpu_kernel(torch: ModuleType | None) -> list[Finding]:
+    """Whether the compiled kernel builds and runs here, on which instruction sets."""
+    if torch is None:
+        return []
+    from weft.run.kernels.cpu import isas, missing
+
+    if why := missing():
+        note = f"block-sparse attention is gathered for torch's SDPA instead: {why}"
+        return [Finding(name="CPU kernel", status="limited", note=note)]
+    return [Finding(name="CPU kernel", status="ok", found=", ".join(isas()), note="the fastest first")]
 
 
 def _release(command: str) -> str:

@@ -188,7 +188,7 @@ def _reach(rising: Tensor, rows: Rows, p: Tensor) -> Tensor:
         spent.index_add_(0, row, masses(rows.scores[row, col], rows.top[row]))
         rising = rising.masked_fill(rising == inf, -inf)
     mass = masses(rising, rows.top[:, None]).cumsum(1)
-    need = wanted(p, mass[:, -1] + spent) 
+    need = wanted(p, mass[:, -1] + spent) - spent
     # The worst blocks are dropped as long as what they have together can be spared.
     dropped = torch.searchsorted(mass, mass[:, -1:] - need[:, None], right=True)[:, 0]
     return torch.where(need > 0, rising.shape[1] - dropped, 0)

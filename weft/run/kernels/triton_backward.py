@@ -67,8 +67,9 @@ def grad_queries(
     v_spots = columns[None, :] * v_strides[2] + dims[:, None]
 
     sums = tl.zeros([BQ, D], tl.float32)
-    for step in range(count * (BLOCK_K // BK)):
-        left = tile_of(blocks, first, step, BLOCK_K, BK, DENSE)
+    steps = count * (BLOCK_K // BK)
+    left = tile_of(blocks, first, tl.full([], 0, tl.int32), steps, BLOCK_K, BK, DENSE)
+    for step in range(steps):
         known = left + columns < k_len
         keys = fetch(corner(k, k_strides, batch, head, left) + k_spots, known[:, None], 0.0, EVEN)
         scores = tl.dot(queries, tl.trans(keys)) * (scale * LOG2E)
@@ -78,6 +79,7 @@ def grad_queries(
         values = fetch(corner(v, v_strides, batch, head, left) + v_spots, known[None, :], 0.0, EVEN)
         slopes = weights * (tl.dot(slope, values) - row_delta[:, None])
         sums = tl.dot(slopes.to(keys.dtype), keys, sums)
+        left = tile_of(blocks, first, step + 1, steps, BLOCK_K, BK, DENSE)
     dq_at = corner(dq, dq_strides, batch, head, top) + rows[:, None] * dq_strides[2] + dims[None, :]
     tl.store(dq_at, sums * scale, mask=inside[:, None])
 
@@ -111,8 +113,9 @@ def grad_keys(
     row_top = tl.program_id(1).to(tl.int64) * q_len
 
     k_sums, v_sums = tl.zeros([BK, D], tl.float32), tl.zeros([BK, D], tl.float32)
-    for step in range(count * (BLOCK_Q // BQ)):
-        top = tile_of(blocks, first, step, BLOCK_Q, BQ, DENSE)
+    steps = count * (BLOCK_Q // BQ)
+    top = tile_of(blocks, first, tl.full([], 0, tl.int32), steps, BLOCK_Q, BQ, DENSE)
+    for step in range(steps):
         inside = top + rows < q_len
         queries = fetch(corner(q, q_strides, batch, head, top) + q_spots, inside[:, None], 0.0, EVEN)
         row_peak = fetch(peak + row_top + top + rows, inside, INFINITY, EVEN)
@@ -124,6 +127,7 @@ def grad_keys(
         row_delta = fetch(delta + row_top + top + rows, inside, 0.0, EVEN)
         slopes = weights * (tl.dot(values, tl.trans(slope)) - row_delta[None, :])
         k_sums = tl.dot(slopes.to(queries.dtype), queries, k_sums)
+        top = tile_of(blocks, first, step + 1, steps, BLOCK_Q, BQ, DENSE)
     dk_at = corner(dk, dk_strides, batch, head, left) + columns[:, None] * dk_strides[2] + dims[None, :]
     dv_at = corner(dv, dv_strides, batch, head, left) + columns[:, None] * dv_strides[2] + dims[None, :]
     tl.store(dk_at, k_sums * scale, mask=known[:, None])

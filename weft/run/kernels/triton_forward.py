@@ -27,7 +27,7 @@ def corner(x, strides, batch, head, row):
 def line_of(starts, head, row, rows, columns, DENSE: tl.constexpr):
     """(first, count) of the list of blocks of (head, row), which has `rows` rows per head."""
     if DENSE:
-        first = head * 0
+        first = tl.full([], 0, tl.int32)
         count = columns
     else:
         at = starts + head * rows + row
@@ -37,10 +37,18 @@ def line_of(starts, head, row, rows, columns, DENSE: tl.constexpr):
 
 
 @triton.jit
-def tile_of(blocks, first, step, BLOCK: tl.constexpr, TILE: tl.constexpr, DENSE: tl.constexpr):
-    """The first token of the step-th tile of a list of blocks."""
+def tile_of(blocks, first, step, steps, BLOCK: tl.constexpr, TILE: tl.constexpr, DENSE: tl.constexpr):
+    """The first token of the step-th tile of a list of blocks; past the last one, some token.
+
+    Loops ask for the next tile before they need it. Loads whose address was itself loaded in the same step
+    are not pipelined everywhere: Triton 3.7 left out those of grad_keys.
+    """
     PARTS: tl.constexpr = BLOCK // TILE
-    return step * TILE if DENSE else tl.load(blocks + first + step // PARTS) * BLOCK + (step % PARTS) * TILE
+    if DENSE:
+        return step * TILE
+    else:
+        block = tl.load(blocks + first + step // PARTS, mask=step < steps, other=0)
+        return block * BLOCK + (step % PARTS) * TILE
 
 
 @triton.jit
@@ -72,7 +80,7 @@ def forward(
     out_at = corner(out, out_strides, batch, head, top) + rows[:, None] * out_strides[2] + dims[None, :]
     lse_at = corner(lse, lse_strides, batch, head, top) + rows * lse_strides[2]
     queries = tl.load(q_at, mask=inside[:, None], other=0.0)
-    # Inside a tile 32 bits are enough: half the registers, and AMD's loads want them so.
+    # Inside a tile 32 bits are enough.
     k_spots = columns[None, :] * k_strides[2] + dims[:, None]
     v_spots = columns[:, None] * v_strides[2] + dims[None, :]
 
@@ -86,8 +94,9 @@ def forward(
         total = tl.zeros([BQ], tl.float32)
     # Scores are in units of log 2: exp2 is one instruction.
     scale = scale * LOG2E
-    for step in range(count * (BLOCK_K // BK)):
-        left = tile_of(blocks, first, step, BLOCK_K, BK, DENSE)
+    steps = count * (BLOCK_K // BK)
+    left = tile_of(blocks, first, tl.full([], 0, tl.int32), steps, BLOCK_K, BK, DENSE)
+    for step in range(steps):
         known = left + columns < k_len
         keys = fetch(corner(k, k_strides, batch, head, left) + k_spots, known[None, :], 0.0, EVEN)
         scores = tl.dot(queries, keys) * scale
@@ -101,6 +110,7 @@ def forward(
         values = fetch(corner(v, v_strides, batch, head, left) + v_spots, known[:, None], 0.0, EVEN)
         sums = tl.dot(weights.to(values.dtype), values, sums * shrink[:, None])
         peak = higher
+        left = tile_of(blocks, first, step + 1, steps, BLOCK_K, BK, DENSE)
     # No active tile: 0 / 1 and -inf.
     tl.store(out_at, sums / tl.where(total == 0.0, 1.0, total)[:, None], mask=inside[:, None])
     tl.store(lse_at, (peak + tl.log2(total)) / LOG2E, mask=inside)

@@ -187,7 +187,7 @@ def table(wanted: Iterable[Case]) -> str:
         config = case.config
         cells = [
             case.target, case.kernel, case.head_dim, case.block, f"{config.bq}x{config.bk}", config.warps,
-            config.stages, found.registers, f"{found.shared / 1024:g}", found.spills,
+            config.stages, found.registers, f"{found.shared / 1024:.1f}", found.spills,
             f"{found.resident}/{found.of}",
         ]  # fmt: skip
         lines.append(f"| {' | '.join(str(cell) for cell in cells)} |")

@@ -15,10 +15,15 @@ INLINE void soften(float *scores, long n, float *max, float *sum, float *out, lo
         new1 = larger(load(scores + t * PANEL + W), new1);
     }
     vec sum0 = {0}, sum1 = {0};
-    for (long t = 0; t < n; t++) {
-        vec p0 = power2(load(scores + t * PANEL) - new0), p1 = power2(load(scores + t * PANEL + W) - new1);
-        sum0 += p0, sum1 += p1;
-        store(scores + t * PANEL, p0), store(scores + t * PANEL + W, p1);
+    for (long from = 0; from < n; from += 32) { /* sums of sums, for their rounding error */
+        long to = from + 32 < n ? from + 32 : n;
+        vec part0 = {0}, part1 = {0};
+        for (long t = from; t < to; t++) {
+            vec p0 = power2(load(scores + t * PANEL) - new0), p1 = power2(load(scores + t * PANEL + W) - new1);
+            part0 += p0, part1 += p1;
+            store(scores + t * PANEL, p0), store(scores + t * PANEL + W, p1);
+        }
+        sum0 += part0, sum1 += part1;
     }
     vec keep0 = power2(old0 - new0), keep1 = power2(old1 - new1);
     store(sum, load(sum) * keep0 + sum0), store(sum + W, load(sum + W) * keep1 + sum1);

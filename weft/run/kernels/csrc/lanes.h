@@ -58,7 +58,7 @@ INLINE vec power2(vec x) {
     INLINE void product##ROWS(const float *a, long am, long ak, const float *b, long bk, long n, float *c, \
                               long cm) {                                                                  \
         vec lo[ROWS], hi[ROWS];                                                                           \
-        for (int i = 0; i < ROWS; i++) lo[i] = load(c + i * cm), hi[i] = load(c + i * cm + W);            \
+        for (int i = 0; i < ROWS; i++) lo[i] = hi[i] = (vec){0};                                          \
         for (long k = 0; k < n; k++) {                                                                    \
             vec b0 = load(b + k * bk), b1 = load(b + k * bk + W);                                         \
             _Pragma("GCC unroll 8") for (int i = 0; i < ROWS; i++) {                                      \
@@ -66,14 +66,18 @@ INLINE vec power2(vec x) {
                 lo[i] += x * b0, hi[i] += x * b1;                                                         \
             }                                                                                             \
         }                                                                                                 \
-        for (int i = 0; i < ROWS; i++) store(c + i * cm, lo[i]), store(c + i * cm + W, hi[i]);            \
+        for (int i = 0; i < ROWS; i++) {                                                                  \
+            store(c + i * cm, load(c + i * cm) + lo[i]);                                                  \
+            store(c + i * cm + W, load(c + i * cm + W) + hi[i]);                                          \
+        }                                                                                                 \
     }
 PRODUCT(6) /* 12 sums, 2 operands and 1 broadcast fill the 16 registers of AVX2 */
 PRODUCT(4)
 PRODUCT(2)
 PRODUCT(1)
 
-/* C[m][PANEL] += sum over n of A[m * am + k * ak] * B[k * bk][PANEL]. */
+/* C[m][PANEL] += sum over n of A[m * am + k * ak] * B[k * bk][PANEL]. The sum starts from 0 and meets C at
+   the end: adding small terms one by one to a large running total would double the rounding error. */
 static void multiply(const float *a, long am, long ak, const float *b, long bk, long n, float *c, long cm,
                      long m) {
     for (; m >= 6; m -= 6, a += 6 * am, c += 6 * cm) product6(a, am, ak, b, bk, n, c, cm);
