@@ -71,17 +71,17 @@ class Case:
 
 
 FULL = (
-    Case(2048, backward=False, seconds=13),
-    Case(2048, backward=True, seconds=18),
-    Case(4096, backward=False, seconds=32),
-    Case(4096, backward=True, seconds=42),
-    Case(8192, backward=False, seconds=65),
-    Case(8192, backward=True, seconds=95),
+    Case(2048, backward=False, seconds=12),
+    Case(2048, backward=True, seconds=16),
+    Case(4096, backward=False, seconds=30),
+    Case(4096, backward=True, seconds=36),
+    Case(8192, backward=False, seconds=48),
+    Case(8192, backward=True, seconds=80),
 )
 QUICK = (
     Case(2048, backward=False, seconds=5),
     Case(2048, backward=True, seconds=8),
-    Case(4096, backward=False, seconds=10),
+    Case(4096, backward=False, seconds=8),
 )
 
 

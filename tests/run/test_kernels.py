@@ -106,6 +106,20 @@ def test_gradients_of_the_parts_of_a_row_add_up(impl: str, tile: Tile) -> None:
     assert max(error(x, y) for x, y in zip(joined, whole, strict=True)) < 1e-11
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+@given(tile=tiles())
+def test_parts_attended_into_one_another_equal_the_whole(impl: str, tile: Tile) -> None:
+    q, k, v = tile.operands
+    out, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf)
+    for part in (slice(tile.tiles.block_k, None), slice(None, tile.tiles.block_k)):
+        if k[:, :, part].shape[2]:
+            keys = k[:, :, part], v[:, :, part], columns(tile, part)
+            choose(impl).attend(q, *keys, tile.scale, (out, lse))
+    whole_out, whole_lse = choose(impl).attend(*tile.operands, tile.tiles, tile.scale)
+    assert error(out, whole_out) < 1e-11
+    assert error(lse.clamp(min=-1e9), whole_lse.clamp(min=-1e9)) < 1e-11
+
+
 def columns(tile: Tile, part: slice) -> Tiles:
     """The tiles of some keys; the cut is between blocks."""
     whole = tile.tiles

@@ -18,7 +18,7 @@ from weft.core.problem import Problem
 from weft.plan.choose import build, choose
 from weft.run.execute import Executor
 from weft.run.kernels import choose as choose_kernel
-from weft.run.op import attention_op, register
+from weft.run.op import attention_op, backward_op, register
 from weft.run.world import SoloComm
 
 Attention = Callable[..., Tensor]
@@ -73,13 +73,17 @@ def test_any_finite_scale_serves(scale: float) -> None:
     assert_right(truth, *both_ways(weft.attention, truth))
 
 
-def test_torch_finds_nothing_wrong_with_the_operation() -> None:
-    problem = alone(7, dtype="float32")
-    schedule = build("ring", problem, BlockMask.dense(3, 7))
-    number = register(Executor(schedule, SoloComm(), choose_kernel("auto")))
-    inputs = [x.requires_grad_() for x in Truth.of(problem).inputs(0)]
+@pytest.mark.parametrize("heads", [(3, 3), (6, 2)])
+def test_torch_finds_nothing_wrong_with_the_operation(heads: tuple[int, int]) -> None:
+    problem = alone(7, heads=heads[0], kv_heads=heads[1], dtype="float32")
+    truth = Truth.of(problem)
+    number = register(Executor(build("ring", problem, truth.mask), SoloComm(), choose_kernel("sdpa")))
+    inputs = [x.requires_grad_() for x in truth.inputs(0)]
     torch.library.opcheck(attention_op, (*inputs, number, 0.3, True))
-    torch.library.opcheck(attention_op, (*(x.detach() for x in inputs), number, 0.3, False))
+    bare = [x.detach() for x in inputs]
+    torch.library.opcheck(attention_op, (*bare, number, 0.3, False))
+    saved = attention_op(*bare, number, 0.3, True)
+    torch.library.opcheck(backward_op, (truth.slope(0), *bare, saved, number, 0.3))
 
 
 def test_torch_compile_takes_it_in_one_graph() -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tests.run.dense import error
 from weft.core.errors import InputError
+from weft.run.kernels import gpu
 from weft.run.kernels.gpu import Gpu
 from weft.run.kernels.reference import Reference
 from weft.run.kernels.tiles import Tiles
@@ -65,12 +66,11 @@ class Shape:
             for n in (self.q_len, self.k_len, self.k_len, self.q_len)
         ]
         q, k, v, grad = (torch.randn(size, generator=random).to(self.dtype) for size in sizes)
-        if (
-            self.strided
-        ):  # [B, S, H, D] in memory; k is part of something larger; rows of v are not in one piece
+        if self.strided:
+            # [B, S, H, D] in memory; part of something larger with NaN after it; rows not in one piece.
             q, grad = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, grad))
             k = torch.cat([k, k + 1, k], -1)[..., self.head_dim : 2 * self.head_dim] - 1
-            k = torch.cat([k, k], 2)[:, :, : self.k_len]
+            k = torch.cat([k, k * torch.nan], 2)[:, :, : self.k_len]
             v = v.mT.contiguous().mT
         return q, k, v, grad
 
@@ -245,6 +245,34 @@ def float16_is_as_good_as_torch() -> None:
         assert error(ours, exact) <= 1.5 * error(torchs, exact)
 
 
+def tuning_adds_to_a_running_sum_once() -> None:
+    # Only a GPU can be measured; here each configuration runs twice and the last wins.
+    times = iter(range(100, 0, -1))
+
+    def measured(call: Callable[[], None], quantiles: object) -> list[float]:
+        call()
+        call()
+        return [next(times)] * 3
+
+    def tuned(*given: object) -> object:
+        tuner = original(*given)
+        tuner._do_bench = measured
+        return tuner
+
+    q, k, v, _ = RAGGED.operands()
+    kernel, original = Gpu(), gpu._tuned
+    kernel._tune, gpu._tuned = True, tuned
+    try:
+        sums = torch.zeros(q.shape), torch.full(q.shape[:-1], -torch.inf)
+        for part, tiles in zip(*halves(RAGGED), strict=True):
+            kernel.attend(q, k[:, :, part], v[:, :, part], tiles, 0.2, into=sums)
+    finally:
+        gpu._tuned = original
+    assert next(times) < 99
+    for x, y in zip(sums, Reference().attend(q, k, v, RAGGED.tiles(), 0.2), strict=True):
+        same(x, y)
+
+
 def what_it_cannot_serve_it_refuses() -> None:
     q, k, v, grad = SHAPES["square"].operands()
     tiles = SHAPES["square"].tiles()
@@ -279,6 +307,7 @@ def checks() -> dict[str, Callable[[], None]]:
         scores_far_apart_do_not_overflow,
         no_keys_or_no_queries_give_nothing,
         float16_is_as_good_as_torch,
+        tuning_adds_to_a_running_sum_once,
         what_it_cannot_serve_it_refuses,
     ]
     found: dict[str, Callable[[], None]] = {check.__name__: check for check in plain}
@@ -324,6 +353,7 @@ def test_in_the_interpreter(failed: dict[str, str], name: str) -> None:
 def test_tensors_on_the_cpu_are_refused_where_nothing_is_interpreted() -> None:
     code = """
 import torch
+from weft.run.kernels import gpu
 from weft.run.kernels.gpu import Gpu
 from weft.run.kernels.tiles import Tiles
 q = torch.zeros(1, 1, 64, 64)

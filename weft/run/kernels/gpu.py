@@ -6,6 +6,7 @@ was set before triton was first imported, slowly, which is how it is tested.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -41,7 +42,7 @@ class Gpu:
             raise MissingError(f"impl='triton' needs triton: {error}.", hint="pip install triton") from error
         self._interpreted = _is_interpreted()
         self._tune = tune and not self._interpreted
-        self._lists: WeakKeyDictionary[Tiles, Blocks] = WeakKeyDictionary()
+        self._lists: WeakKeyDictionary[Tiles, dict[torch.device, Blocks]] = WeakKeyDictionary()
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, into: Sums | None = None
@@ -106,7 +107,8 @@ class Gpu:
         if out.numel():
             arguments = (out, lse, new_out, new_lse, *_strides(out, lse, new_out, new_lse), heads, rows)
             grid = -(-rows // _ROWS), batch * heads
-            self._forward.merge[grid](*arguments, D=head_dim, ROWS=_ROWS)
+            with _on(out.device):
+                self._forward.merge[grid](*arguments, D=head_dim, ROWS=_ROWS)
         return into
 
     def _prepare(self, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,7 +121,8 @@ class Gpu:
         batch, heads, rows, head_dim = q.shape
         arguments = (grad, out, lse, delta, peak, narrow, *_strides(grad, out, lse, narrow), heads, rows)
         grid = -(-rows // _ROWS), batch * heads
-        self._backward.prepare[grid](*arguments, D=head_dim, NARROW=not same, ROWS=_ROWS)
+        with _on(q.device):
+            self._backward.prepare[grid](*arguments, D=head_dim, NARROW=not same, ROWS=_ROWS)
         return narrow, delta, peak
 
     def _launch(
@@ -136,18 +139,20 @@ class Gpu:
 
         target = "sm_80" if self._interpreted else target_of(x.device)
         options = configs(target, kernel.__name__, constants["D"], constants["BLOCK_Q"], constants["BLOCK_K"])
-        if self._tune and len(options) > 1:
-            _tuned(kernel, options)[grid](*arguments, **constants)
-        else:
-            kernel[grid](*arguments, **constants, **_keywords(next(iter(options))))
+        with _on(x.device):
+            if self._tune and len(options) > 1:
+                _tuned(kernel, options)[grid](*arguments, **constants)
+            else:
+                kernel[grid](*arguments, **constants, **_keywords(next(iter(options))))
 
     def _blocks(self, tiles: Tiles, device: torch.device) -> Blocks:
         """The list on the device; it is made once, a schedule runs many times."""
-        if tiles not in self._lists:
+        places = self._lists.setdefault(tiles, {})
+        if device not in places:
             nothing = torch.zeros(1, dtype=torch.int32)
             found = Blocks(0, 0, 0, nothing, nothing) if tiles.active is None else tiles.blocks
-            self._lists[tiles] = found.to(device)
-        return self._lists[tiles]
+            places[device] = found.to(device)
+        return places[device]
 
     def _shape(self, q: Tensor, k: Tensor, tiles: Tiles) -> dict[str, int]:
         dense = tiles.active is None
@@ -181,6 +186,7 @@ class Gpu:
             )
 
 
+@cache
 def target_of(device: torch.device) -> str:
     """The entry of the table of configurations that fits a device; one not in it takes the nearest below."""
     if torch.version.hip:
@@ -198,6 +204,11 @@ def _is_interpreted() -> bool:
     from triton import knobs
 
     return knobs.runtime.interpret
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, whatever the tensors say."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _keywords(config: Config) -> dict[str, int]:

@@ -67,14 +67,16 @@ static void run_backward(const Args *a, long batch, long head, Run run, long que
     Rows v = rows_of(&a->v, batch, head, run.start, n, dim, a->bf16, r->v_room);
     memset(r->p, 0, sizeof(float) * n * ld), memset(r->dp, 0, sizeof(float) * n * ld);
     for (long at = 0; at < queries; at += PANEL) {
-        multiply(k.data, k.row, 1, r->qt + at * dim, PANEL, dim, r->p + at, ld, n);
-        multiply(v.data, v.row, 1, r->gt + at * dim, PANEL, dim, r->dp + at, ld, n);
+        multiply(k.data, k.row, 1, r->qt + at * dim, PANEL, dim, r->p + at, ld, n, SCORE_TERMS);
+        multiply(v.data, v.row, 1, r->gt + at * dim, PANEL, dim, r->dp + at, ld, n, SCORE_TERMS);
         slope(r->p + at, r->dp + at, n, ld, r->lse + at, r->delta + at);
-        multiply(k.data, 1, k.row, r->dp + at, ld, n, r->dqt + at * dim, PANEL, dim);
+        multiply(k.data, 1, k.row, r->dp + at, ld, n, r->dqt + at * dim, PANEL, dim, SUM_TERMS);
     }
     for (long d = 0; d < r->wide; d += PANEL) {
-        multiply(r->p, ld, 1, r->grad + d, r->wide, queries, r->dv + run.start * r->wide + d, r->wide, n);
-        multiply(r->dp, ld, 1, r->q + d, r->wide, queries, r->dk + run.start * r->wide + d, r->wide, n);
+        multiply(r->p, ld, 1, r->grad + d, r->wide, queries, r->dv + run.start * r->wide + d, r->wide, n,
+                 SUM_TERMS);
+        multiply(r->dp, ld, 1, r->q + d, r->wide, queries, r->dk + run.start * r->wide + d, r->wide, n,
+                 SUM_TERMS);
     }
 }
 

@@ -66,11 +66,12 @@ void NAMED(forward, ISA)(const Args *a, int64_t task, float *scratch) {
             float *at = scores, *op = ot + p * dim * PANEL;
             memset(scores, 0, sizeof(float) * n * PANEL);
             for (long i = 0; i < found; at += runs[i++].count * PANEL)
-                multiply(k[i].data, k[i].row, 1, qt + p * dim * PANEL, PANEL, dim, at, PANEL, runs[i].count);
+                multiply(k[i].data, k[i].row, 1, qt + p * dim * PANEL, PANEL, dim, at, PANEL, runs[i].count,
+                         SCORE_TERMS);
             soften(scores, n, max + p * PANEL, sum + p * PANEL, op, dim);
             at = scores;
             for (long i = 0; i < found; at += runs[i++].count * PANEL)
-                multiply(v[i].data, 1, v[i].row, at, PANEL, runs[i].count, op, PANEL, dim);
+                multiply(v[i].data, 1, v[i].row, at, PANEL, runs[i].count, op, PANEL, dim, SUM_TERMS);
         }
     }
     for (long r = 0; r < rows.count; r++) {

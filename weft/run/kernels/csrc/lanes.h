@@ -20,6 +20,8 @@ typedef int32_t ivec __attribute__((vector_size(4 * W), aligned(4), may_alias));
 #define PANEL (2 * W) /* queries, or head dims, that one product works on */
 #define KEYS 256      /* keys of one round of softmax: their scores stay in the first-level cache */
 #define QUERIES 128   /* rows that share each key and value block while it is in the second-level cache */
+#define SCORE_TERMS 32 /* an error of a score is an error of its exponential, so its sums are short */
+#define SUM_TERMS 64
 #define LOG2E 1.44269504088896340736f
 #define LN2 0.69314718055994530942f
 #define INLINE static inline __attribute__((always_inline))
@@ -76,16 +78,20 @@ PRODUCT(4)
 PRODUCT(2)
 PRODUCT(1)
 
-/* C[m][PANEL] += sum over n of A[m * am + k * ak] * B[k * bk][PANEL]. The sum starts from 0 and meets C at
-   the end: adding small terms one by one to a large running total would double the rounding error. */
+/* C[m][PANEL] += sum over n of A[m * am + k * ak] * B[k * bk][PANEL], in sums of `most` terms that start from 0
+   and meet C at their end: adding small terms one by one to a large total would double the rounding error. */
 static void multiply(const float *a, long am, long ak, const float *b, long bk, long n, float *c, long cm,
-                     long m) {
-    for (; m >= 6; m -= 6, a += 6 * am, c += 6 * cm) product6(a, am, ak, b, bk, n, c, cm);
-    for (; m >= 4; m -= 4, a += 4 * am, c += 4 * cm) product4(a, am, ak, b, bk, n, c, cm);
-    for (; m >= 2; m -= 2, a += 2 * am, c += 2 * cm) product2(a, am, ak, b, bk, n, c, cm);
-    for (; m >= 1; m -= 1, a += am, c += cm) product1(a, am, ak, b, bk, n, c, cm);
+                     long m, long most) {
+    for (; n > 0; n -= most, a += most * ak, b += most * bk) {
+        long terms = n < most ? n : most, left = m;
+        const float *from = a;
+        float *to = c;
+        for (; left >= 6; left -= 6, from += 6 * am, to += 6 * cm) product6(from, am, ak, b, bk, terms, to, cm);
+        for (; left >= 4; left -= 4, from += 4 * am, to += 4 * cm) product4(from, am, ak, b, bk, terms, to, cm);
+        for (; left >= 2; left -= 2, from += 2 * am, to += 2 * cm) product2(from, am, ak, b, bk, terms, to, cm);
+        for (; left >= 1; left -= 1, from += am, to += cm) product1(from, am, ak, b, bk, terms, to, cm);
+    }
 }
-
 
 /* Rows as float32: in place, or widened into `room` (rows of `dim`) where they are bfloat16. */
 typedef struct {
