@@ -97,6 +97,11 @@ class Truth:
         slope = unshard(self.slopes, self.problem.q)
         return out.detach(), torch.autograd.grad(out, inputs, slope)
 
+    @property
+    def size(self) -> float:
+        """The largest gradient, or 1: what an error of single precision is measured by."""
+        return max(1.0, *(x.abs().max().item() for x in self.answer[1]))
+
     def inputs(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
         """A rank's q, k, v in the problem's dtype, with NaN in the padded rows."""
         dtype = getattr(torch, self.problem.dtype)

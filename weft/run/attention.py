@@ -98,7 +98,8 @@ def _executor(*given: Any) -> int:
         except WeftError as error:
             refuse(comm, error)
             raise
-        agree(comm, facts(schedule, tensors, options, kernel.name))
-        executor = Executor(schedule, comm, kernel, device=str(tensors.devices[0]))
+        agreed = facts(schedule, tensors, options, kernel.name)
+        agree(comm, agreed)
+        executor = Executor(schedule, comm, kernel, device=str(tensors.devices[0]), name=str(agreed))
         world.compiled[key] = register(executor)
     return world.compiled[key]

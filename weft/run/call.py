@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -193,11 +193,11 @@ def _layouts(options: Options, ranks: int, counts: Counts | None) -> tuple[Layou
         q = _from_counts([row[0] for row in counts], options)
         if kv is None:
             same = all(row[0] == row[1] for row in counts)
-            kv = q if same else Layout.uneven([row[1] for row in counts])
+            kv = q if same else _from_counts([row[1] for row in counts], options)
     q_layout = _layout(q, ranks, options)
     if options.kv_tokens is None and (kv is None or (isinstance(kv, int) and kv == q_layout.size)):
         return q_layout, q_layout
-    return q_layout, _layout(kv, ranks, replace(options, prefix=0, suffix=0))
+    return q_layout, _layout(kv, ranks, options)
 
 
 def _layout(tokens: Any, ranks: int, options: Options) -> Layout:

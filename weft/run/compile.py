@@ -9,9 +9,9 @@ from weft.run.program import Program
 from weft.run.steps import Attention, Gradient
 
 
-def compile_forward(schedule: Schedule, rank: int) -> Compiler:
+def compile_forward(schedule: Schedule, rank: int, tag: int = 0) -> Compiler:
     """Exchanges are posted where they stand in the list; each wait comes right before the first use."""
-    compiler = Compiler(schedule, rank)
+    compiler = Compiler(schedule, rank, tag)
     outputs = compiler.sums("o", "q", "out of {}")
     for index, op in enumerate(schedule.ops):
         if not isinstance(op, Attend):
@@ -50,7 +50,8 @@ class _BackwardCompiler(Compiler):
     """Operands that the forward kept are taken as they lie; the others are fetched again."""
 
     def __init__(self, schedule: Schedule, forward: Compiler) -> None:
-        super().__init__(schedule, forward.rank)
+        # Forward messages have even tags, so that the two directions of one plan never meet.
+        super().__init__(schedule, forward.rank, forward.tag + 1)
         self.forward = forward
         self.kept: set[str] = set()
         self.kept_tensors = {"q"} | {piece.tensor for piece in schedule.kept[forward.rank]}

@@ -22,10 +22,9 @@ from weft.run.steps import Cast, Copy, Fill, New, Post, View, Wait
 class Compiler:
     """What both directions share: arrivals, operands, messages. One instance compiles one program."""
 
-    def __init__(self, schedule: Schedule, rank: int) -> None:
-        self.schedule, self.rank, self.problem = schedule, rank, schedule.problem
+    def __init__(self, schedule: Schedule, rank: int, tag: int) -> None:
+        self.schedule, self.rank, self.problem, self.tag = schedule, rank, schedule.problem, tag
         self.way = "backward " if schedule.backward else ""
-        self.tag = int(schedule.digest[:7], 16)
         self.narrow = getattr(torch, self.problem.dtype)
         self.wide = torch.float64 if self.problem.dtype == "float64" else torch.float32
         self.program = Program()

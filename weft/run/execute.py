@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from weft.core.codec import digest
 from weft.core.schedule import Schedule
 from weft.run.comm import Comm
 from weft.run.compile import compile_backward, compile_forward
@@ -17,10 +18,18 @@ class Executor:
     """One rank's compiled schedule. q, k, v are this rank's shards [B, H, rows, D]."""
 
     def __init__(
-        self, schedule: Schedule, comm: Comm, kernel: Kernel, *, keep: str = "auto", device: str = "cpu"
+        self,
+        schedule: Schedule,
+        comm: Comm,
+        kernel: Kernel,
+        *,
+        keep: str = "auto",
+        device: str = "cpu",
+        name: str = "",
     ) -> None:
+        """`name` is what all ranks agreed to run: messages of calls with different names never meet."""
         self.schedule, self.comm, self.kernel = schedule, comm, kernel
-        compiler = compile_forward(schedule, comm.rank)
+        compiler = compile_forward(schedule, comm.rank, tag=2 * int(digest(name or schedule.digest)[:6], 16))
         self.backward_schedule = reverse(schedule, keep=keep)
         self._backward = compile_backward(self.backward_schedule, compiler)
         self._forward = compiler.program
