@@ -12,8 +12,9 @@ took more than 5 % of the machine are left out, as long as three are left.
 The limit is what two ranks cannot do without: SDPA on half of the heads, while the other rank is
 busy with the other half, plus the bytes of Ulysses at the rate of the gloo link, both measured as
 contenders of the same rounds. (On two cores a transfer takes its cycles from the compute, so a
-schedule that hides its transfers can come below that sum by no more than the link's share.) Each
-contender gets q, k, v in the memory order it is written for.
+schedule that hides its transfers can come below that sum by no more than the link's share; one
+with a faster kernel than SDPA can come below it by more.) Each contender gets q, k, v in the memory
+order it is written for.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from bench.links import exchange, ulysses_bytes
 from bench.peers import Attention, Peer, peers
 from bench.rows import (
+    QUIET,
     Line,
     Report,
     Round,
@@ -240,6 +242,8 @@ def _summary(case: Case, verdicts: dict[str, Verdict], rounds: list[Round]) -> t
     rivals = [name for name in middle if name in verdicts and name != WEFT]
     fastest = min(rivals, key=lambda name: ratio.get(name, middle[name]), default="")
     found = ratio.get(fastest, 0.0)
+    others = median(played.others for played in used)
+    busy = f", but {others:.0%} of the machine to others" if others > QUIET else ""
     row = Row(
         case=str(case),
         measured=middle.get(WEFT),
@@ -247,12 +251,11 @@ def _summary(case: Case, verdicts: dict[str, Verdict], rounds: list[Round]) -> t
         peer=middle.get(fastest),
         peer_name=fastest,
         limit=middle[COMPUTE] + middle[LINK],
-        bar=f"peer/weft ≥ {BAR} (is {found:.3f})",
+        bar=f"peer/weft ≥ {BAR} (is {found:.3f}{busy})",
         holds=found >= BAR,
     )
     rate = case.nbytes / middle[LINK] / 1e6
     notes = {name: str(verdict) for name, verdict in verdicts.items()}
-    others = median(played.others for played in used)
     notes[COMPUTE] = f"{len(used)} of {len(rounds)} rounds, {others:.0%} of the machine to others"
     notes[LINK] = f"{case.nbytes / 1e6:.1f} MB, {rate:.2f} GB/s"
     lines = [
