@@ -1,0 +1,58 @@
+"""`attend`: one differentiable call over any of the kernels, on a list of active blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.core.errors import InputError
+from weft.run.kernels import Kernel, Sums, choose
+from weft.run.kernels.tiles import Blocks, Tiles
+
+
+def attend(  # noqa: PLR0913 - the sizes that a list of blocks does not tell
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Blocks | None,
+    *,
+    scale: float,
+    block_q: int,
+    block_k: int,
+    impl: str = "auto",
+) -> Sums:
+    """(out, lse) of q [B, H, S, D] over the active blocks of k, v [B, H, T, D]; None is all of them.
+
+    Lengths are those of the tensors; only the last block may be ragged. Both results are float32 or
+    better, lse is natural-log and carries no gradient.
+    """
+    q_len, kv_len = q.shape[2], k.shape[2]
+    expected = (q.shape[1], -(-q_len // block_q), -(-kv_len // block_k))
+    if blocks is not None and (blocks.heads, blocks.q_blocks, blocks.kv_blocks) != expected:
+        given = (blocks.heads, blocks.q_blocks, blocks.kv_blocks)
+        raise InputError(f"blocks are for (heads, q blocks, kv blocks) {given}, the tensors need {expected}.")
+    tiles = Tiles(None if blocks is None else blocks.active.numpy(), block_q, block_k, q_len, kv_len)
+    kernel = choose(impl, str(q.dtype).removeprefix("torch."), str(q.device))
+    out, lse = _Attend.apply(q, k, v, tiles, scale, kernel)
+    return out, lse
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, kernel: Kernel) -> Any:
+        out, lse = kernel.attend(q, k, v, tiles, scale)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.given = tiles, scale, kernel
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:
+        q, k, v, out, lse = ctx.saved_tensors
+        tiles, scale, kernel = ctx.given
+        # Rows with no tile have lse = -inf; +inf makes each of their weights exactly 0.
+        done = out, lse.masked_fill(lse == -torch.inf, torch.inf)
+        grads = kernel.attend_backward(grad, q, k, v, done, tiles, scale)
+        return *(g.to(x.dtype) for g, x in zip(grads, (q, k, v), strict=True)), None, None, None
