@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -37,9 +40,21 @@ def library_path() -> Path:
         b"".join(path.read_bytes() for path in sources) + repr((FLAGS, ISAS, platform.machine())).encode()
     )
     target = _cache_dir() / f"attend-{hashlib.sha256(content).hexdigest()[:16]}.so"
-    if not target.exists():
-        _build(target)
+    with _alone_in(target.parent):
+        if not target.exists():
+            _build(target)
     return target
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """One process at a time: ranks that start together need one build, not one each."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _cache_dir() -> Path:
@@ -72,7 +87,7 @@ def _build(target: Path) -> None:
         _run_all(calls, folder)
         objects = [output for _, _, output in jobs]
         _run_all([[found, "-shared", *objects, "-o", "attend.so", "-lm", "-lpthread"]], folder)
-        # Ranks may build at the same time: each renames its own finished file, and any of them will do.
+        # Renamed when it is whole: a build that is cut off leaves nothing that could be loaded.
         Path(folder, "attend.so").replace(target)
 
 
