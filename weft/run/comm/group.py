@@ -11,6 +11,8 @@ import torch.distributed as dist
 from weft.core.errors import CommError
 from weft.run.comm import Message
 
+Work = dist.Work | None  # torch gives none to a rank outside the group
+
 
 class GroupComm:
     """Messages over a process group, in group ranks. `timeout` is the longest wait for one message."""
@@ -43,7 +45,7 @@ class GroupComm:
 
     def _post_batch(
         self, sends: list[Message], receives: list[Message]
-    ) -> tuple[dict[int, dist.Work], list[tuple[int, dist.Work]]]:
+    ) -> tuple[dict[int, Work], list[tuple[int, Work]]]:
         """NCCL pairs a batch as one group call, so that sends and receives cannot wait for each other."""
         calls = [dist.P2POp(dist.irecv, x, group=self.group, group_peer=peer) for peer, x in receives]
         calls += [dist.P2POp(dist.isend, x, group=self.group, group_peer=peer) for peer, x in sends]
@@ -91,7 +93,9 @@ class GroupTransit:
             self._wait(work, peer, "to")
         self.going = []
 
-    def _wait(self, work: dist.Work, peer: int, way: str) -> None:
+    def _wait(self, work: Work, peer: int, way: str) -> None:
+        if work is None:
+            return
         began = time.monotonic()
         try:
             work.wait(_span(self.comm.timeout))
