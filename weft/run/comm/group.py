@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,7 +13,7 @@ import torch.distributed as dist
 from weft.core.errors import CommError
 from weft.run.comm import Message
 
-Work = dist.Work | None  # torch gives none to a rank outside the group
+Works = Mapping[int, Any]  # torch's Work, by peer; None for a rank outside the group
 
 
 class GroupComm:
@@ -45,7 +47,7 @@ class GroupComm:
 
     def _post_batch(
         self, sends: list[Message], receives: list[Message]
-    ) -> tuple[dict[int, Work], list[tuple[int, Work]]]:
+    ) -> tuple[Works, list[tuple[int, Any]]]:
         """NCCL pairs a batch as one group call, so that sends and receives cannot wait for each other."""
         calls = [dist.P2POp(dist.irecv, x, group=self.group, group_peer=peer) for peer, x in receives]
         calls += [dist.P2POp(dist.isend, x, group=self.group, group_peer=peer) for peer, x in sends]
@@ -80,7 +82,7 @@ class GroupTransit:
         going: list[tuple[int, dist.Work]],
         label: str,
     ) -> None:
-        self.comm, self.coming, self.going, self.label = comm, coming, going, label
+        self.comm, self.coming, self.going, self.label = comm, dict(coming), list(going), label
 
     def wait_for(self, peer: int) -> None:
         if work := self.coming.pop(peer, None):
@@ -93,7 +95,7 @@ class GroupTransit:
             self._wait(work, peer, "to")
         self.going = []
 
-    def _wait(self, work: Work, peer: int, way: str) -> None:
+    def _wait(self, work: Any, peer: int, way: str) -> None:
         if work is None:
             return
         began = time.monotonic()
