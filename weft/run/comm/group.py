@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -78,8 +78,8 @@ class GroupTransit:
     def __init__(
         self,
         comm: GroupComm,
-        coming: dict[int, dist.Work],
-        going: list[tuple[int, dist.Work]],
+        coming: Works,
+        going: Sequence[tuple[int, Any]],
         label: str,
     ) -> None:
         self.comm, self.coming, self.going, self.label = comm, dict(coming), list(going), label
