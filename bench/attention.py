@@ -5,10 +5,11 @@
 Two processes with one thread each, float32, 8 heads of 64. Before any clock starts, each contender
 is checked against dense attention on a short sequence, in a world that is then thrown away: a peer
 that raises half way leaves a gloo thread spinning there, which would slow down all that follows. Who
-raises, or is more than 1e-4 off, is listed as such and not timed. Then rounds: the ranks meet at a barrier, each times the contender until it is done there,
-and the slower rank counts. A ratio is the median over rounds of peer / weft in the same round, and
-the fastest peer is the one with the lowest: the hardest to beat. Rounds in which other processes
-took more than 5 % of the machine are left out, as long as three are left.
+raises, or is more than 1e-4 off, is listed as such and not timed. Then rounds: the ranks meet at a
+barrier, each times the contender until it is done there, and the slower rank counts. A ratio is the
+median over rounds of peer / weft in the same round, and the fastest peer is the one with the lowest:
+the hardest to beat. Rounds in which other processes took more than 5 % of the machine are left out,
+as long as three are left.
 
 The limit is what two ranks cannot do without: SDPA on half of the heads, while the other rank is
 busy with the other half, plus the bytes of Ulysses at the rate of the gloo link, both measured as

@@ -20,6 +20,7 @@ from weft.core.mask import BlockMask, BoolArray
 from weft.core.problem import Problem
 from weft.core.schedule import Schedule
 from weft.plan.choose import build, usp_names
+from weft.plan.recipe import factors
 
 LAYOUTS = ("even", "uneven", "zigzag", "permuted")
 MASKS = ("random", "random", "random", "dense", "dense blocks", "empty")
@@ -58,7 +59,10 @@ def random_case(
 
 def names(ranks: int) -> tuple[str, ...]:
     """Every strategy there is for so many ranks."""
-    return (*CLASSIC, *usp_names(ranks))
+    cuts = [(u, r) for u, r in factors(ranks) if min(u, r) > 1]
+    mixed = [f"{way}:{u}x{r}" for way in ("swapped", "gather") for u, r in cuts]
+    plain = (*CLASSIC, *usp_names(ranks), *mixed)
+    return (*plain, *(f"{name}+{how}" for name in plain if name != "zigzag" for how in ("balanced", "cuts")))
 
 
 def token_mask(mask: BlockMask) -> BoolArray:

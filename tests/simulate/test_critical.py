@@ -15,7 +15,7 @@ from weft.core.schedule import Attend, Exchange, Schedule
 from weft.core.topology import Link, Topology
 from weft.plan.choose import build
 from weft.schedule.reverse import reverse
-from weft.simulate.critical import CALL_SECONDS, critical_path
+from weft.simulate.critical import critical_path
 
 FREE = Link(latency=0.0, bandwidth=1e30)
 
@@ -66,14 +66,14 @@ def test_time_is_at_least_the_busiest_rank_and_the_busiest_wire(case):
 def test_more_ranks_compute_less_each(name):
     times = [critical_path(dense(name, ranks), cluster(ranks, FREE)) for ranks in (1, 2, 3, 4)]
     calls = [sum(op.rank == 0 for _, op in dense(name, ranks).attends()) for ranks in (1, 2, 3, 4)]
-    work = [t.compute[0] - n * CALL_SECONDS for t, n in zip(times, calls, strict=True)]
+    work = [t.compute[0] - n * Topology().call_seconds for t, n in zip(times, calls, strict=True)]
     assert work == pytest.approx([work[0] / ranks for ranks in (1, 2, 3, 4)])
     assert [t.seconds for t in times] == sorted((t.seconds for t in times), reverse=True)
 
 
 def test_one_rank_takes_its_flops():
     timing = critical_path(dense("ring", 1), cluster(1, FREE, flops=1e9))
-    assert timing.seconds == pytest.approx(CALL_SECONDS + 4 * 8 * 12 * 840**2 / 1e9)
+    assert timing.seconds == pytest.approx(Topology().call_seconds + 4 * 8 * 12 * 840**2 / 1e9)
     assert timing.exposed == 0
 
 

@@ -18,8 +18,11 @@ from weft import __version__
 from weft.core.errors import InputError, MissingError, WeftError
 
 VERBS = {
+    "calibrate": ("weft.cli.calibrate", "Measure links and kernel here, for the planner."),
     "demo": ("weft.cli.demo", "Run one attention on a few local ranks and check it."),
     "doctor": ("weft.cli.doctor", "Show what this machine can do and how to add what it cannot."),
+    "mask": ("weft.cli.mask", "Draw a mask; show how dense and how uneven it is."),
+    "plan": ("weft.cli.plan", "Rank the ways to run a model's attention on a cluster."),
     "verify": ("weft.cli.verify", "Prove that N ranks compute what one rank computes."),
 }
 """Verb: its module and its line in `weft --help`."""

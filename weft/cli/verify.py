@@ -12,12 +12,16 @@ import typer
 from weft.cli.numbers import counts
 from weft.core.errors import CommError, InputError
 from weft.core.problem import ITEM_BYTES
-from weft.plan.choose import STRATEGIES, usp_names
+from weft.plan.choose import usp_names
+from weft.plan.recipe import NAMES
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from weft.run.check import Outcome, Trial
+
+
+BALANCED = ("ulysses+balanced", "ring+balanced", "gather+cuts")
 
 
 def run(
@@ -60,7 +64,7 @@ def _outcomes(
 
     with Console(stderr=True, quiet=quiet).status("starting ranks …") as status:
         for world in worlds:
-            names = [strategy] if strategy else ["auto", *STRATEGIES, *usp_names(world)[1:-1]]
+            names = [strategy] if strategy else ["auto", *NAMES, *usp_names(world)[1:-1], *BALANCED]
             with Pool(world) as pool:
                 for name in names:
                     for density, prefix in ((None, 0), (0.3, 0), (None, 7)):

@@ -93,6 +93,19 @@ class Indices:
                 j += 1
         return Indices(tuple(found)) if found else EMPTY
 
+    def meets(self, other: Indices) -> bool:
+        """Whether any value is in both; the intersection itself is not made."""
+        mine, theirs = self.runs, other.runs
+        i = j = 0
+        while i < len(mine) and j < len(theirs):
+            if mine[i][1] <= theirs[j][0]:
+                i += 1
+            elif theirs[j][1] <= mine[i][0]:
+                j += 1
+            else:
+                return True
+        return False
+
     def __sub__(self, other: Indices) -> Indices:
         left: list[tuple[int, int]] = []
         j = 0

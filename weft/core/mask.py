@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -107,7 +108,8 @@ class BlockMask:
         """Which kv blocks some heads of some query tokens touch."""
         chosen = np.unique(np.asarray(self.pattern_of)[heads.array])
         rows = q_tokens.blocks(self.block_q).array
-        return np.asarray(self.patterns[np.ix_(chosen, rows)].any(axis=(0, 1)))
+        touched = np.bitwise_or.reduce(self.bits[np.ix_(chosen, rows)], axis=(0, 1))
+        return np.unpackbits(touched, count=self.kv_blocks).view(np.bool_)
 
     def any_active(self, heads: Indices, q_tokens: Indices, kv_tokens: Indices) -> bool:
         needed = self.needed(heads, q_tokens)
@@ -179,6 +181,14 @@ class BlockMask:
             f"BlockMask({self.heads} heads{patterns}, {self.q_len}×{self.kv_len} tokens, "
             f"blocks {self.block_q}×{self.block_k}, {self.density:.1%} active)"
         )
+
+
+def count_ones(packed: npt.NDArray[np.unsignedinteger[Any]]) -> IntArray:
+    """How many bits are set along the last axis."""
+    if hasattr(np, "bitwise_count"):
+        return np.bitwise_count(packed).sum(axis=-1, dtype=np.int64)
+    table = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype=np.uint8)
+    return table[packed.view(np.uint8)].sum(axis=-1, dtype=np.int64)  # NumPy 1 cannot count bits
 
 
 def _check_sizes(q_len: int, kv_len: int, block_q: int, block_k: int) -> None:

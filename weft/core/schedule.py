@@ -41,6 +41,9 @@ class Piece:
     def __bool__(self) -> bool:
         return bool(self.heads and self.tokens)
 
+    def meets(self, other: Piece) -> bool:
+        return self.heads.meets(other.heads) and self.tokens.meets(other.tokens)
+
     def covers(self, other: Piece) -> bool:
         return self.heads.covers(other.heads) and self.tokens.covers(other.tokens)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import sys
 from dataclasses import dataclass, fields
@@ -53,7 +54,13 @@ class Topology:
     intra: Link = LOOPBACK
     inter: Link = LOOPBACK
     flops: float = 6e10
-    """Attention FLOP/s of one device."""
+    """Attention FLOP/s of one device on dense tiles."""
+    cores: int = 0
+    """Cores that the devices of a machine share, where devices are processes on a CPU; 0: none to share."""
+    call_seconds: float = 1e-4
+    """What every attention call costs, however small; on GPUs a launch and a merge."""
+    tile_seconds: float = 0.0
+    """What every tile of a sparse mask costs beyond its FLOPs."""
     links: tuple[tuple[int, int, Link], ...] = ()
     """Links that differ from the two above, as (source rank, destination rank, link)."""
 
@@ -65,6 +72,9 @@ class Topology:
             )
         if not (math.isfinite(self.flops) and self.flops > 0):
             raise InputError(f"flops={self.flops} is no speed.", hint="Give FLOP/s of one device, above 0.")
+        for name in ("cores", "call_seconds", "tile_seconds"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise InputError(f"{name}={getattr(self, name)}.", hint="Give a number, 0 or more.")
         for source, target, _ in self.links:
             if not (0 <= source < self.ranks and 0 <= target < self.ranks):
                 raise InputError(
@@ -108,6 +118,20 @@ class Topology:
                 for row in _read_rows(table["links"], str(path))
             )
         return _build(Topology, table, str(path))
+
+    def to_toml(self) -> str:
+        """What `from_toml` reads."""
+        plain = [f for f in fields(self) if f.name not in ("intra", "inter", "links")]
+        lines = [f"{f.name} = {json.dumps(getattr(self, f.name))}" for f in plain]
+        for name in ("intra", "inter"):
+            lines += ["", f"[{name}]", *_link_lines(getattr(self, name))]
+        for source, target, link in self.links:
+            lines += ["", "[[links]]", f"from = {source}", f"to = {target}", *_link_lines(link)]
+        return "\n".join(lines) + "\n"
+
+
+def _link_lines(link: Link) -> list[str]:
+    return [f"latency = {link.latency!r}", f"bandwidth = {link.bandwidth!r}"]
 
 
 def _read_rows(rows: Any, where: str) -> list[dict[str, Any]]:

@@ -1,34 +1,49 @@
-"""Choose a strategy: build every candidate, time each on the topology, keep the fastest."""
+"""Choose a strategy: a closed form leaves out what cannot win, the rest is built and timed."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from weft.core.errors import InputError
 from weft.core.mask import BlockMask
-from weft.core.mesh import Mesh
-from weft.core.partition import Partition
 from weft.core.problem import Problem
-from weft.core.schedule import Schedule
+from weft.core.schedule import Op, Schedule
 from weft.core.topology import Topology
-from weft.plan.partition import natural, zigzag
+from weft.plan.balanced import Deals
+from weft.plan.estimate import estimate
+from weft.plan.partition import zigzag
+from weft.plan.recipe import Recipe, factors
+from weft.plan.roster import assemble
 from weft.schedule.gather import gather
-from weft.schedule.ring import ring
-from weft.schedule.ulysses import ulysses
+from weft.schedule.measure import attend_works, measure
 from weft.schedule.usp import usp
 from weft.simulate.critical import Timing, critical_path
 
-Builder = Callable[[Problem, BlockMask, Mesh, Partition], Schedule]
-Partitioner = Callable[[Problem, BlockMask, Mesh], Partition]
+FINALISTS = 6
 
-STRATEGIES: dict[str, tuple[Builder, Partitioner, str]] = {
-    "ulysses": (ulysses, natural, "ulysses"),
-    "ring": (ring, natural, "ring"),
-    "zigzag": (ring, zigzag, "ring"),
-    "gather": (gather, natural, "ring"),
-}
+
+@dataclass(frozen=True)
+class Option:
+    """One candidate that was built and timed, and what it costs."""
+
+    recipe: Recipe
+    timing: Timing
+    intra_bytes: int
+    inter_bytes: int
+    """Bytes that all ranks together send inside machines and between them."""
+    imbalance: float
+    bound: float
+    """The least imbalance that this kind of partition could have."""
+    memory: int
+    """Peak bytes of the fullest rank."""
+
+    @property
+    def name(self) -> str:
+        return str(self.recipe)
+
+    @property
+    def seconds(self) -> float:
+        return self.timing.seconds
 
 
 @dataclass(frozen=True)
@@ -36,52 +51,88 @@ class Plan:
     """A schedule, what it was chosen from, and why."""
 
     schedule: Schedule
-    ranked: tuple[tuple[str, Timing], ...]
+    ranked: tuple[Option, ...]
+    """What was timed, the best first."""
+    left_out: tuple[tuple[str, float], ...] = ()
+    """Names and estimated seconds of candidates that were not worth building."""
 
     def explain(self) -> str:
-        """One line for each candidate, the best first."""
-        best = self.ranked[0][1].seconds or 1.0
+        """One line for each candidate, the best first, and why it is first."""
+        best = self.ranked[0].seconds or 1.0
         lines = [
-            f"{name:<12} {timing.seconds * 1e3:9.2f} ms   {timing.seconds / best:5.2f}×   "
-            f"{timing.exposed:6.1%} exposed"
-            for name, timing in self.ranked
+            f"{option.name:<22} {option.seconds * 1e3:9.2f} ms   {option.seconds / best:5.2f}×   "
+            f"{option.timing.exposed:6.1%} exposed   imbalance {option.imbalance:.3f}"
+            for option in self.ranked
         ]
-        return "\n".join(lines)
+        return "\n".join([*lines, self.why()])
 
-
-def build(name: str, problem: Problem, mask: BlockMask) -> Schedule:
-    """A schedule by its strategy's name: ulysses, ring, zigzag, gather, or usp:UxR."""
-    if match := re.fullmatch(r"usp:(\d+)x(\d+)", name):
-        heads, hops = int(match[1]), int(match[2])
-        if heads * hops != problem.ranks or not heads:
-            legal = ", ".join(usp_names(problem.ranks))
-            raise InputError(
-                f"{name} needs {heads * hops} ranks; there are {problem.ranks}.",
-                hint=f"Legal here: {legal}.",
-            )
-        mesh = Mesh.of(ring=hops, ulysses=heads)
-        return usp(problem, mask, mesh, natural(problem, mask, mesh))
-    if name not in STRATEGIES:
-        raise InputError(
-            f"There is no strategy {name!r}.",
-            hint=f"Use auto, {', '.join(STRATEGIES)} or usp:UxR.",
+    def why(self) -> str:
+        """What makes the first better than the second, in one sentence."""
+        first, *others = self.ranked
+        if not others:
+            return f"{first.name} is the only way."
+        second = others[0]
+        if first.seconds >= 0.995 * second.seconds:
+            return f"{first.name} and {second.name} are equally fast to half a percent."
+        gains = (
+            {
+                f"its slowest rank computes {_percent(a, b)} less": b - a
+                for a, b in [(max(first.timing.compute), max(second.timing.compute))]
+            }
+            | {
+                f"its slowest rank sends for {_percent(a, b)} less time": b - a
+                for a, b in [(max(first.timing.sending), max(second.timing.sending))]
+            }
+            | {
+                "more of its transfers are hidden": (second.seconds - max(second.timing.compute))
+                - (first.seconds - max(first.timing.compute))
+            }
         )
-    builder, partitioner, axis = STRATEGIES[name]
-    mesh = Mesh(((axis, problem.ranks),))
-    return builder(problem, mask, mesh, partitioner(problem, mask, mesh))
+        reason = max(gains, key=lambda gain: gains[gain])
+        ahead = second.seconds / first.seconds - 1
+        return f"{first.name} is {ahead:.1%} ahead of {second.name}: {reason}."
+
+
+def _percent(less: float, more: float) -> str:
+    return f"{1 - less / more:.0%}" if more else "0 %"
+
+
+def build(name: str, problem: Problem, mask: BlockMask, topology: Topology | None = None) -> Schedule:
+    """A schedule by its recipe's name: ulysses, ring, zigzag, gather, usp:UxR, …+balanced, …+cuts."""
+    recipe = Recipe.parse(name, problem.ranks)
+    return _build(recipe, Deals(problem, mask, topology or Topology.local(problem.ranks)))
+
+
+def _build(recipe: Recipe, deals: Deals) -> Schedule:
+    problem, mask, mesh = deals.problem, deals.mask, recipe.mesh
+    if recipe.balance == "zigzag":
+        partition = zigzag(problem, mask, mesh)
+    else:
+        partition = assemble(problem, mask, mesh, deals.deal(recipe).roster)
+    if recipe.exchange == "gather":
+        return gather(problem, mask, mesh, partition, name=str(recipe))
+    return usp(problem, mask, mesh, partition, name=str(recipe))
 
 
 def usp_names(ranks: int) -> list[str]:
-    return [f"usp:{u}x{ranks // u}" for u in range(1, ranks + 1) if ranks % u == 0]
+    return [f"usp:{ulysses}x{ring}" for ulysses, ring in factors(ranks)]
 
 
-def candidates(problem: Problem) -> list[str]:
-    """Every way to cut ranks into heads × ring, and the selective gather."""
-    ranks = problem.ranks
-    if ranks == 1:
-        return ["ring"]
-    mixed = [f"usp:{u}x{ranks // u}" for u in range(2, ranks) if ranks % u == 0 and u <= problem.heads]
-    return ["ulysses", "ring", "gather", *mixed]
+def candidates(problem: Problem, mask: BlockMask, topology: Topology) -> list[Recipe]:
+    """Every way to cut ranks into heads × ring, each exchange, each balance that could matter here."""
+    found: list[Recipe] = []
+    for ulysses, ring in reversed(factors(problem.ranks)):
+        exchanges = ["usp"]
+        if ring > 1 and ulysses > 1 and topology.machines > 1:
+            exchanges.append("swapped")
+        if ring > 1:
+            exchanges.append("gather")
+        uneven = problem.heads % ulysses > 0
+        balances = ["none"] + ["balanced"] * (uneven or not mask.is_dense)
+        if ring > 1 and not mask.is_dense:
+            balances.append("cuts")
+        found += [Recipe(ulysses, ring, exchange, how) for exchange in exchanges for how in balances]
+    return found
 
 
 def choose(problem: Problem, mask: BlockMask, topology: Topology | None = None) -> Plan:
@@ -91,7 +142,38 @@ def choose(problem: Problem, mask: BlockMask, topology: Topology | None = None) 
         raise InputError(
             f"The topology {topology.name} has {topology.ranks} ranks, the tensors lie on {problem.ranks}."
         )
-    built = {name: build(name, problem, mask) for name in candidates(problem)}
-    timed = [(name, critical_path(schedule, topology)) for name, schedule in built.items()]
-    ranked = tuple(sorted(timed, key=lambda item: item[1].seconds))
-    return Plan(built[ranked[0][0]], ranked)
+    deals = Deals(problem, mask, topology)
+    guessed: list[tuple[float, Recipe]] = []
+    for recipe in candidates(problem, mask, topology):
+        deal = deals.deal(recipe)
+        guess = estimate(problem, topology, recipe, deal.seconds, moved=deal.moved, needed=deal.needed)
+        guessed.append((guess, recipe))
+    guessed.sort(key=lambda item: item[0])  # stable: equal guesses stay in the order of the list
+    built: dict[tuple[Op, ...], tuple[Recipe, Schedule]] = {}
+    left_out: list[tuple[str, float]] = []
+    for guess, recipe in guessed:
+        if len(built) >= FINALISTS:
+            left_out.append((str(recipe), guess))
+            continue
+        schedule = _build(recipe, deals)
+        built.setdefault(schedule.ops, (recipe, schedule))  # where nothing is out of balance, names coincide
+    options = [(_option(recipe, schedule, deals), schedule) for recipe, schedule in built.values()]
+    options.sort(key=lambda item: item[0].seconds)
+    return Plan(options[0][1], tuple(option for option, _ in options), tuple(left_out))
+
+
+def _option(recipe: Recipe, schedule: Schedule, deals: Deals) -> Option:
+    topology, works = deals.topology, attend_works(schedule)
+    report = measure(schedule, works)
+    inside = sum(
+        size for (a, b), size in report.link_bytes.items() if topology.machine(a) == topology.machine(b)
+    )
+    return Option(
+        recipe,
+        critical_path(schedule, topology, works),
+        inside,
+        report.total_bytes - inside,
+        report.imbalance,
+        deals.bound(recipe),
+        max(report.peak_memory),
+    )

@@ -10,18 +10,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 
 from weft.core.errors import InputError, WeftError
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.schedule import Schedule
+from weft.core.topology import Topology
 from weft.plan.choose import Plan
 from weft.run.agree import agree, count_rows, refuse
 from weft.run.call import Options, Tensors, facts, schedule_for
 from weft.run.execute import Executor
 from weft.run.kernels import choose as choose_kernel
-from weft.run.op import attention_op, register
-from weft.run.world import axes_of, world_of
+from weft.run.op import attention_op, forget, register
+from weft.run.world import World, axes_of, world_of
+
+EXECUTORS = 1024  # of each world: some 20 steps of a 50-layer model whose masks all differ
 
 
 def attention(  # noqa: PLR0913 - the one call users make; each option is a word of theirs
@@ -39,6 +43,7 @@ def attention(  # noqa: PLR0913 - the one call users make; each option is a word
     suffix: int = 0,
     impl: str = "auto",
     timeout: float = 60.0,
+    topology: Topology | None = None,
 ) -> Tensor:
     """Attention of this rank's queries to everybody's keys: [B, H, local tokens, D] in and out.
 
@@ -46,16 +51,18 @@ def attention(  # noqa: PLR0913 - the one call users make; each option is a word
                         Left out, the mask tells; without a mask the ranks ask each other in each call.
     prefix, suffix      tokens at the ends of every rank's q, k, v that are the same on all ranks (text).
                         Each rank gets their output; their gradients are partial and sum over the ranks.
-    plan                auto, ulysses, ring, zigzag, gather, usp:UxR, or a Plan or Schedule.
+    plan                auto; ulysses, ring, zigzag, gather, usp:UxR, gather:UxR, each also with +balanced
+                        or +cuts; or a Plan or Schedule.
     mesh                a process group, DeviceMesh or weft.Mesh; all ranks by default.
     timeout             seconds that a rank waits for another before it raises.
+    topology            links and speeds for plan="auto"; by default the TOML that $WEFT_TOPOLOGY names.
     """
     # Under torch.compile sizes and scale may be symbols: index() and hex() make them constants again.
     shapes = [tuple(index(size) for size in x.shape) for x in (q, k, v)]
     exact_scale = float(scale).hex() if isinstance(scale, int | float) else scale
     number = _executor(
         *shapes, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-        mask, plan, tokens, kv_tokens, prefix, suffix, impl, exact_scale, mesh, timeout,
+        mask, plan, tokens, kv_tokens, prefix, suffix, impl, topology, exact_scale, mesh, timeout,
     )  # fmt: skip
     if scale is None:
         scale = 1 / math.sqrt(q.shape[-1])
@@ -89,7 +96,9 @@ def _executor(*given: Any) -> int:
     # Rows may change on some ranks only, so a look-up by local shapes could leave others waiting.
     counts = None if options.tells_tokens else count_rows(comm, tensors.q[2], tensors.k[2])
     key = (tensors, options, axes_of(mesh), counts)
-    if key not in world.compiled:
+    if key in world.compiled:
+        world.compiled[key] = world.compiled.pop(key)  # to the end: it was used last
+    else:
         try:
             schedule = schedule_for(
                 tensors, options, rank=comm.rank, ranks=comm.size, counts=counts, axes=axes_of(mesh)
@@ -100,6 +109,17 @@ def _executor(*given: Any) -> int:
             raise
         agreed = facts(schedule, tensors, options, kernel.name)
         agree(comm, agreed)
-        executor = Executor(schedule, comm, kernel, device=str(tensors.devices[0]), name=str(agreed))
-        world.compiled[key] = register(executor)
+        device = str(tensors.devices[0])
+        executor = Executor(schedule, comm, kernel, device=device, name=str(agreed), arena=world.arena)
+        _make_room(world)
+        number = register(executor)
+        if TracingContext.try_get() is not None:
+            return number  # a compiled graph holds this number for ever, so nobody may forget it
+        world.compiled[key] = number
     return world.compiled[key]
+
+
+def _make_room(world: World) -> None:
+    """Masks that change from step to step make executors without end; the oldest ones go."""
+    while len(world.compiled) >= EXECUTORS:
+        forget(world.compiled.pop(next(iter(world.compiled))))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.problem import ITEM_BYTES, Problem
 from weft.core.schedule import Schedule
+from weft.core.topology import Topology
 from weft.plan.choose import Plan, build, choose
 from weft.run.kernels import IMPLEMENTATIONS
 from weft.schedule.verify import verify
@@ -32,6 +34,7 @@ class Options:
     prefix: int
     suffix: int
     impl: str
+    topology: Topology | None
     scale: float | None
 
     @property
@@ -54,6 +57,11 @@ class Options:
             raise InputError(
                 f"mask is a {type(self.mask).__name__}.",
                 hint="Make a weft.BlockMask, as with BlockMask.from_tiles.",
+            )
+        if not (self.topology is None or isinstance(self.topology, Topology)):
+            raise InputError(
+                f"topology is a {type(self.topology).__name__}.",
+                hint="Give a weft.Topology, as from Topology.from_toml.",
             )
         if not isinstance(self.plan, str | Plan | Schedule):
             raise InputError(f"plan={self.plan!r}.", hint="Give a strategy's name, a Plan or a Schedule.")
@@ -140,7 +148,19 @@ def schedule_for(
     )
     mask = BlockMask.dense(heads, q.size, kv.size) if options.mask is None else options.mask
     name = axes if axes and options.plan == "auto" else options.plan
-    return choose(problem, mask).schedule if name == "auto" else build(name, problem, mask)
+    topology = topology_for(options.topology, ranks)
+    return (
+        choose(problem, mask, topology).schedule if name == "auto" else build(name, problem, mask, topology)
+    )
+
+
+def topology_for(given: Topology | None, ranks: int) -> Topology:
+    """What the caller says, else what was calibrated here; the same on all ranks, or they will not agree."""
+    if given is not None:
+        return given
+    path = os.environ.get("WEFT_TOPOLOGY")
+    found = Topology.from_toml(path) if path else Topology()
+    return replace(found, devices=ranks) if found.machines == 1 and not found.links else found
 
 
 def facts(schedule: Schedule, tensors: Tensors, options: Options, kernel: str) -> dict[str, str]:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from weft.core.codec import digest
 from weft.core.schedule import Schedule
+from weft.run.arena import Arena
 from weft.run.comm import Comm
 from weft.run.compile import compile_backward, compile_forward
 from weft.run.kernels import Kernel
@@ -26,9 +27,14 @@ class Executor:
         keep: str = "auto",
         device: str = "cpu",
         name: str = "",
+        arena: Arena | None = None,
     ) -> None:
-        """`name` is what all ranks agreed to run: messages of calls with different names never meet."""
+        """`name` is what all ranks agreed to run: messages of calls with different names never meet.
+
+        Executors that share an arena must run one after another.
+        """
         self.schedule, self.comm, self.kernel = schedule, comm, kernel
+        self.arena = arena or Arena()
         compiler = compile_forward(schedule, comm.rank, tag=2 * int(digest(name or schedule.digest)[:6], 16))
         self.backward_schedule = reverse(schedule, keep=keep)
         self._backward = compile_backward(self.backward_schedule, compiler)
@@ -46,7 +52,7 @@ class Executor:
         """The output, and with `keep` what `backward` needs besides q, k, v and the output itself."""
         frame = Frame(self.comm, self.kernel, scale, q.device)
         frame.slots |= {"home q": (q,), "home kv": (k, v)}
-        fresh = self._forward.prepare(frame, keep=keep, device=q.device)
+        fresh = self._forward.prepare(frame, self.arena, keep=keep, device=q.device)
         self._forward.run(frame)
         (out,) = frame.slots["home o"]
         if not keep:
@@ -76,7 +82,7 @@ class Executor:
         frame.slots |= {slot: (x,) for slot, x in zip(self._sums(), saved[len(names) :], strict=True)}
         if self._out_is_sum():
             frame.slots[self._forward.sums[0]] = (out,)
-        self._backward.prepare(frame, keep=False, device=grad.device)
+        self._backward.prepare(frame, self.arena, keep=False, device=grad.device)
         self._backward.run(frame)
         (dq,), (dk, dv) = frame.slots["home dq"], frame.slots["home dkv"]
         return dq, dk, dv

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 import torch
@@ -11,12 +12,18 @@ from weft.run.execute import Executor
 
 # A torch operation takes numbers and tensors only, so executors are passed by number.
 _executors: dict[int, Executor] = {}
+_numbers = count()
 
 
 def register(executor: Executor) -> int:
-    number = len(_executors)
+    number = next(_numbers)
     _executors[number] = executor
     return number
+
+
+def forget(number: int) -> None:
+    """Let an executor go; a backward that is still to come keeps its own."""
+    _executors.pop(number, None)
 
 
 @torch.library.custom_op("weft::attention", mutates_args=())
@@ -54,13 +61,18 @@ def _(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     q, k, v, ctx.executor, ctx.scale, _ = inputs
+    ctx.kept = _executors[ctx.executor]
     ctx.save_for_backward(q, k, v, *output)
 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     q, k, v, *saved = ctx.saved_tensors
     grad = grads[0] if grads[0] is not None else torch.zeros_like(saved[0])
+    gone = ctx.executor not in _executors
+    _executors[ctx.executor] = ctx.kept
     dq, dk, dv = backward_op(grad, q, k, v, saved, ctx.executor, ctx.scale)
+    if gone:
+        forget(ctx.executor)
     return dq, dk, dv, None, None, None
 
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from weft.run.arena import Arena
 from weft.run.places import Planes
 from weft.run.steps import Frame
 
@@ -41,7 +42,7 @@ class Region:
 
 @dataclass(eq=False)
 class Program:
-    """What one rank does in one direction. Buffers are reused from run to run unless they are kept."""
+    """What one rank does in one direction. Buffers are lent by an arena for a run, unless they are kept."""
 
     steps: list[Step] = field(default_factory=list)
     sizes: dict[str, int] = field(default_factory=dict)
@@ -57,8 +58,10 @@ class Program:
     """Slots of outputs and log-sum-exps, which the backward program reads too."""
     direct: dict[str, str] = field(default_factory=dict)
     """Results that are another slot itself, cast: no second copy of them is worth keeping."""
-    _own: dict[str, Tensor] = field(default_factory=dict)
+    _block: Tensor | None = None
+    _lent: dict[str, Tensor] = field(default_factory=dict)
     _slots: dict[str, Planes] = field(default_factory=dict)
+    """Views of the arena's block, made again when it has become another one."""
 
     def to(self, device: torch.device) -> None:
         """Put every index tensor on the device, so that running needs no copies from the host."""
@@ -66,12 +69,12 @@ class Program:
             moved = {f.name: _moved(getattr(step, f.name), device) for f in fields(step)}
             self.steps[at] = type(step)(**moved)
 
-    def prepare(self, frame: Frame, *, keep: bool, device: torch.device) -> dict[str, Tensor]:
+    def prepare(self, frame: Frame, arena: Arena, *, keep: bool, device: torch.device) -> dict[str, Tensor]:
         """Bind every buffer and its slots into a frame; returns the buffers to keep for the backward."""
-        if not self._own:
-            self._own = {name: self._new(name, device) for name in self.sizes}
-            self._slots = {slot: r.bind(self._own[r.buffer]) for slot, r in self.regions.items()}
-        buffers, slots = self._own, self._slots
+        if self._block is None or not arena.has(self._block):
+            self._block, self._lent = arena.lend(self.sizes, device)
+            self._slots = {slot: r.bind(self._lent[r.buffer]) for slot, r in self.regions.items()}
+        buffers, slots = self._lent, self._slots
         fresh: dict[str, Tensor] = {}
         if keep:
             # What the backward reads must survive other layers that run the same program.

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.core.errors import CommError, InputError
 from weft.core.mesh import Mesh
+from weft.run.arena import Arena
 from weft.run.comm import Comm, Message
 from weft.run.comm.group import GroupComm
 
@@ -34,7 +35,9 @@ class World:
 
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
+        self.arena = Arena()
         self.compiled: dict[Any, int] = {}
+        """Numbers of executors by what they were made for, the least recently used first."""
 
 
 _alone = World(SoloComm())
@@ -72,9 +75,20 @@ def _group_of(mesh: Any) -> dist.ProcessGroup | None:
     return group
 
 
+def is_launched() -> bool:
+    """Whether torchrun, or something that sets what it sets, started this process as one of several."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def machines() -> int:
+    """How many machines the world spans, as the launcher tells."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    return max(1, world // int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+
+
 def _join() -> bool:
     """Under torchrun, join the world that the environment describes; else we are alone."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if not is_launched():
         return False
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, timeout=timedelta(minutes=10))

@@ -16,7 +16,9 @@ from weft.core.schedule import Attend, Exchange, Piece, Schedule, Transfer
 from weft.schedule.usp import output_moves, query_moves, without_empty, without_idle
 
 
-def gather(problem: Problem, mask: BlockMask, mesh: Mesh, partition: Partition) -> Schedule:
+def gather(
+    problem: Problem, mask: BlockMask, mesh: Mesh, partition: Partition, *, name: str = "gather"
+) -> Schedule:
     """Post every fetch, attend what is held at home, then what has arrived."""
     partition = without_idle(mask, partition)
     moves: list[Transfer] = list(query_moves(problem, partition))
@@ -39,7 +41,7 @@ def gather(problem: Problem, mask: BlockMask, mesh: Mesh, partition: Partition) 
                         attends.append(Attend(rank, query, key))
     back = Exchange(output_moves(problem, partition), "return")
     ops = without_empty((Exchange(tuple(moves), "fetch"), *near, *far, back))
-    return Schedule("gather", problem, mask, mesh, ops)
+    return Schedule(name, problem, mask, mesh, ops)
 
 
 def needs(problem: Problem, mask: BlockMask, work: Work) -> list[tuple[Indices, Indices]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.core.indices import IntArray
-from weft.core.mask import BlockMask
+from weft.core.mask import BlockMask, count_ones
 from weft.core.schedule import Attend, Exchange, Piece, Schedule
 
 
@@ -44,7 +44,8 @@ class Report:
         return found
 
 
-def measure(schedule: Schedule) -> Report:
+def measure(schedule: Schedule, works: dict[int, int] | None = None) -> Report:
+    """`works` are those of `attend_works`, if they are known already."""
     link_bytes: Counter[tuple[int, int]] = Counter()
     pairs: set[tuple[int, int, int]] = set()
     for index, transfer in schedule.transfers():
@@ -53,19 +54,31 @@ def measure(schedule: Schedule) -> Report:
     messages = Counter((src, dst) for _, src, dst in pairs)
     memory = tuple(_peak_memory(schedule, rank) for rank in range(schedule.problem.ranks))
     work = [0] * schedule.problem.ranks
-    for _, op in schedule.attends():
-        work[op.rank] += attend_work(schedule.mask, op)
+    works = attend_works(schedule) if works is None else works
+    for index, op in schedule.attends():
+        work[op.rank] += works[index]
     return Report(schedule.problem.ranks, dict(link_bytes), dict(messages), memory, tuple(work))
+
+
+def attend_works(schedule: Schedule) -> dict[int, int]:
+    """By operation, the active (head, query token, key token) triples of each Attend."""
+    return {index: attend_work(schedule.mask, op) for index, op in schedule.attends()}
 
 
 def attend_work(mask: BlockMask, op: Attend) -> int:
     """Active (head, query token, key token) triples of one Attend."""
     if mask.is_dense:
         return op.q.heads.size * op.q.tokens.size * op.kv.tokens.size
-    rows, cols = op.q.tokens.blocks(mask.block_q), op.kv.tokens.blocks(mask.block_k)
+    rows, cols = op.q.tokens.blocks(mask.block_q).array, op.kv.tokens.blocks(mask.block_k).array
     chosen, repeats = np.unique([mask.pattern_of[head] for head in op.q.heads], return_counts=True)
-    tiles = mask.patterns[np.ix_(chosen, rows.array, cols.array)]
-    return int(repeats @ (tiles @ mask.col_sizes[cols.array] @ mask.row_sizes[rows.array]))
+    wanted = np.zeros(mask.kv_blocks, dtype=bool)
+    wanted[cols] = True
+    # On the packed bits, eight tiles at a time; only the last column has fewer keys than the others.
+    part = mask.bits[np.ix_(chosen, rows)] & np.packbits(wanted)
+    last = mask.kv_blocks - 1
+    ragged = part[:, :, last // 8] >> np.uint8(7 - last % 8) & np.uint8(1)
+    keys = count_ones(part) * mask.block_k - ragged.astype(np.int64) * (mask.block_k - mask.col_sizes[-1])
+    return int(repeats @ (keys @ mask.row_sizes[rows]))
 
 
 def _peak_memory(schedule: Schedule, rank: int) -> int:
@@ -124,5 +137,5 @@ def _read(lives: dict[Piece, _Life], piece: Piece, index: int) -> None:
         lives[piece].last = index
         return
     for held, life in lives.items():
-        if held.tensor == piece.tensor and held & piece:
+        if held.tensor == piece.tensor and held.meets(piece):
             life.last = index

@@ -1,12 +1,16 @@
 /* Backward. One task is one head, so that the sums over queries (dk, dv) need no atomics and have one order.
-   Scores and their gradients are kept as [key][QUERIES] for one block of rows. */
+   Scores and their gradients are kept as [key][ROWS] for one block of rows. */
 #include "lanes.h"
 
+/* Floats from one row of head dims, and of queries, to the next: an odd number of panels. Were it a power of 2,
+   all rows of a panel would share a few sets of the first-level cache and drive each other out of it. */
+INLINE long odd_panels(long n) { return (((n + PANEL - 1) / PANEL) | 1) * PANEL; }
+#define ROWS odd_panels(QUERIES)
+
 Size NAMED(backward_size, ISA)(const Args *a) {
-    long wide = (a->dim + PANEL - 1) / PANEL * PANEL;
-    long rows = QUERIES + PANEL;
-    long floats = 3 * rows * a->dim + 2 * rows * wide + 2 * rows + 2 * KEYS * rows + 2 * KEYS * a->dim;
-    return (Size){a->batch * a->heads, floats + 2 * a->kv_len * wide + rows * a->dim};
+    long wide = odd_panels(a->dim);
+    long floats = 4 * ROWS * a->dim + 2 * ROWS * wide + 2 * ROWS + 2 * RUN * ROWS + 2 * RUN * a->dim;
+    return (Size){a->batch * a->heads, floats + 2 * a->kv_len * wide};
 }
 
 /* Natural rows, padded with 0 to a multiple of PANEL columns, times `factor`. */
@@ -32,12 +36,13 @@ typedef struct {
 } Room;
 
 static Room room_of(const Args *a, float *at) {
-    long rows = QUERIES + PANEL, wide = (a->dim + PANEL - 1) / PANEL * PANEL;
+    long wide = odd_panels(a->dim);
     Room r = {.wide = wide};
     float **parts[] = {&r.qt, &r.gt, &r.dqt, &r.q_room, &r.q, &r.grad, &r.lse, &r.delta,
                        &r.p,  &r.dp, &r.k_room, &r.v_room, &r.dk, &r.dv};
-    long sizes[] = {rows * a->dim, rows * a->dim, rows * a->dim, rows * a->dim, rows * wide, rows * wide, rows, rows,
-                    KEYS * rows, KEYS * rows, KEYS * a->dim, KEYS * a->dim, a->kv_len * wide, a->kv_len * wide};
+    long turned = ROWS * a->dim, natural = ROWS * wide, keys = a->kv_len * wide;
+    long sizes[] = {turned,     turned,     turned,       turned,       natural, natural, ROWS, ROWS,
+                    RUN * ROWS, RUN * ROWS, RUN * a->dim, RUN * a->dim, keys,    keys};
     for (int i = 0; i < 14; at += sizes[i++]) *parts[i] = at;
     return r;
 }
@@ -51,32 +56,38 @@ static void load_rows(const Args *a, long batch, long head, Run rows, const Room
     turn(grad, rows.count, a->dim, 1.0f, r->gt);
     widen_rows(q, rows.count, a->dim, r->wide, a->scale, r->q);
     widen_rows(grad, rows.count, a->dim, r->wide, 1.0f, r->grad);
-    for (long i = 0; i < QUERIES + PANEL; i++) r->lse[i] = INFINITY, r->delta[i] = 0;
+    for (long i = 0; i < ROWS; i++) r->lse[i] = INFINITY, r->delta[i] = 0;
     for (long i = 0; i < rows.count; i++) {
         float delta = 0;
         for (long d = 0; d < a->dim; d++) delta += grad.data[i * grad.row + d] * out[i * a->out.row + d];
         r->lse[i] = lse[i * a->lse.row] * LOG2E, r->delta[i] = delta;
     }
-    memset(r->dqt, 0, sizeof(float) * (QUERIES + PANEL) * a->dim);
+    memset(r->dqt, 0, sizeof(float) * ROWS * a->dim);
 }
 
-/* All keys of one run against the loaded rows: adds to dq (turned), dk and dv. */
-static void run_backward(const Args *a, long batch, long head, Run run, long queries, const Room *r) {
-    long dim = a->dim, n = run.count, ld = QUERIES;
+/* All keys of one run against the loaded rows: adds to dq (turned), dk and dv. Meanwhile asks for what comes
+   next: the gradients that this run adds to, and then the keys and values of the next run. */
+static void run_backward(const Args *a, long batch, long head, Run run, Run next, long queries, const Room *r) {
+    long dim = a->dim, n = run.count, wide = r->wide, size = sizeof(float);
+    long panels = (queries + PANEL - 1) / PANEL, dim_panels = (dim + PANEL - 1) / PANEL;
+    float *dk = r->dk + run.start * wide, *dv = r->dv + run.start * wide;
     Rows k = rows_of(&a->k, batch, head, run.start, n, dim, a->bf16, r->k_room);
     Rows v = rows_of(&a->v, batch, head, run.start, n, dim, a->bf16, r->v_room);
-    memset(r->p, 0, sizeof(float) * n * ld), memset(r->dp, 0, sizeof(float) * n * ld);
-    for (long at = 0; at < queries; at += PANEL) {
-        multiply(k.data, k.row, 1, r->qt + at * dim, PANEL, dim, r->p + at, ld, n, SCORE_TERMS);
-        multiply(v.data, v.row, 1, r->gt + at * dim, PANEL, dim, r->dp + at, ld, n, SCORE_TERMS);
-        slope(r->p + at, r->dp + at, n, ld, r->lse + at, r->delta + at);
-        multiply(k.data, 1, k.row, r->dp + at, ld, n, r->dqt + at * dim, PANEL, dim, SUM_TERMS);
+    memset(r->p, 0, sizeof(float) * n * ROWS), memset(r->dp, 0, sizeof(float) * n * ROWS);
+    for (long i = 0; i < panels; i++) {
+        float *p = r->p + i * PANEL, *dp = r->dp + i * PANEL;
+        multiply(k.data, k.row, 1, r->qt + i * PANEL * dim, PANEL, dim, p, ROWS, n, SCORE_TERMS);
+        multiply(v.data, v.row, 1, r->gt + i * PANEL * dim, PANEL, dim, dp, ROWS, n, SCORE_TERMS);
+        fetch(dk, wide * size, dim * size, n, i, panels);
+        fetch(dv, wide * size, dim * size, n, i, panels);
+        slope(p, dp, n, ROWS, r->lse + i * PANEL, r->delta + i * PANEL);
+        multiply_turned(k.data, k.row, dp, ROWS, n, r->dqt + i * PANEL * dim, PANEL, dim, SUM_TERMS);
     }
-    for (long d = 0; d < r->wide; d += PANEL) {
-        multiply(r->p, ld, 1, r->grad + d, r->wide, queries, r->dv + run.start * r->wide + d, r->wide, n,
-                 SUM_TERMS);
-        multiply(r->dp, ld, 1, r->q + d, r->wide, queries, r->dk + run.start * r->wide + d, r->wide, n,
-                 SUM_TERMS);
+    for (long i = 0; i < dim_panels; i++) {
+        fetch_keys(a, &a->k, batch, head, next, i, dim_panels);
+        fetch_keys(a, &a->v, batch, head, next, i, dim_panels);
+        multiply(r->p, ROWS, 1, r->grad + i * PANEL, wide, queries, dv + i * PANEL, wide, n, SUM_TERMS);
+        multiply(r->dp, ROWS, 1, r->q + i * PANEL, wide, queries, dk + i * PANEL, wide, n, SUM_TERMS);
     }
 }
 
@@ -84,14 +95,15 @@ void NAMED(backward, ISA)(const Args *a, int64_t task, float *scratch) {
     long dim = a->dim, head = task % a->heads, batch = task / a->heads, per_head = tasks_per_head(a);
     Room r = room_of(a, scratch);
     memset(r.dk, 0, sizeof(float) * a->kv_len * r.wide), memset(r.dv, 0, sizeof(float) * a->kv_len * r.wide);
-    Run runs[KEYS];
     for (long i = 0; i < per_head; i++) {
         Run rows = rows_of_task(a, i);
         if (!rows.count) continue;
         load_rows(a, batch, head, rows, &r);
         Walk walk = walk_of(a, head, rows.start);
-        for (long found; (found = next_runs(a, &walk, runs));)
-            for (long j = 0; j < found; j++) run_backward(a, batch, head, runs[j], rows.count, &r);
+        for (Run run = next_run(a, &walk, RUN), next; run.count; run = next) {
+            next = next_run(a, &walk, RUN);
+            run_backward(a, batch, head, run, next, rows.count, &r);
+        }
         float *dq = row_at(&a->dq, batch, head, rows.start);
         for (long j = 0; j < rows.count; j++) {
             float *from = r.dqt + j / PANEL * dim * PANEL + j % PANEL;

@@ -53,10 +53,12 @@ void NAMED(forward, ISA)(const Args *a, int64_t task, float *scratch) {
         for (long r = 0; r < rows.count; r++)
             max[r] = lse[r * a->lse.row] * LOG2E, sum[r] = lse[r * a->lse.row] == -INFINITY ? 0 : 1;
     }
-    Run runs[KEYS];
+    Run runs[KEYS], next[KEYS];
     Walk walk = walk_of(a, head, rows.start);
     for (long found; (found = next_runs(a, &walk, runs));) {
         Rows k[KEYS], v[KEYS];
+        Walk ahead = walk;
+        long soon = next_runs(a, &ahead, next);
         long n = 0;
         for (long i = 0; i < found; n += runs[i++].count) {
             k[i] = rows_of(&a->k, batch, head, runs[i].start, runs[i].count, dim, a->bf16, k_room + n * dim);
@@ -65,13 +67,16 @@ void NAMED(forward, ISA)(const Args *a, int64_t task, float *scratch) {
         for (long p = 0; p < panels; p++) {
             float *at = scores, *op = ot + p * dim * PANEL;
             memset(scores, 0, sizeof(float) * n * PANEL);
-            for (long i = 0; i < found; at += runs[i++].count * PANEL)
+            for (long i = 0; i < found; at += runs[i++].count * PANEL) {
+                if (!p && !a->bf16) fetch_keys(a, &a->v, batch, head, runs[i], 0, 1);
                 multiply(k[i].data, k[i].row, 1, qt + p * dim * PANEL, PANEL, dim, at, PANEL, runs[i].count,
                          SCORE_TERMS);
+            }
+            for (long i = 0; i < soon; i++) fetch_keys(a, &a->k, batch, head, next[i], p, panels);
             soften(scores, n, max + p * PANEL, sum + p * PANEL, op, dim);
             at = scores;
             for (long i = 0; i < found; at += runs[i++].count * PANEL)
-                multiply(v[i].data, 1, v[i].row, at, PANEL, runs[i].count, op, PANEL, dim, SUM_TERMS);
+                multiply_turned(v[i].data, v[i].row, at, PANEL, runs[i].count, op, PANEL, dim, SUM_TERMS);
         }
     }
     for (long r = 0; r < rows.count; r++) {

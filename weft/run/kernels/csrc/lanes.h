@@ -19,6 +19,7 @@ typedef float vec __attribute__((vector_size(4 * W), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(4 * W), aligned(4), may_alias));
 #define PANEL (2 * W) /* queries, or head dims, that one product works on */
 #define KEYS 256      /* keys of one round of softmax: their scores stay in the first-level cache */
+#define RUN 64        /* keys of one step backward: they, their gradients and the rows stay in the second-level */
 #define QUERIES 128   /* rows that share each key and value block while it is in the second-level cache */
 #define SCORE_TERMS 32 /* an error of a score is an error of its exponential, so its sums are short */
 #define SUM_TERMS 64
@@ -56,41 +57,47 @@ INLINE vec power2(vec x) {
     return p * (vec)(((ivec)shifted << 23) + 0x3f800000);
 }
 
-#define PRODUCT(ROWS)                                                                                     \
+/* C += A B for ROWS rows of C, in sums of at most `most` terms that start from 0 and meet C at their end:
+   adding small terms one by one to a large total would double the rounding error. */
+#define PRODUCT(ROWS)                                                                                      \
     INLINE void product##ROWS(const float *a, long am, long ak, const float *b, long bk, long n, float *c, \
-                              long cm) {                                                                  \
-        vec lo[ROWS], hi[ROWS];                                                                           \
-        for (int i = 0; i < ROWS; i++) lo[i] = hi[i] = (vec){0};                                          \
-        for (long k = 0; k < n; k++) {                                                                    \
-            vec b0 = load(b + k * bk), b1 = load(b + k * bk + W);                                         \
-            _Pragma("GCC unroll 8") for (int i = 0; i < ROWS; i++) {                                      \
-                vec x = splat(a[i * am + k * ak]);                                                        \
-                lo[i] += x * b0, hi[i] += x * b1;                                                         \
-            }                                                                                             \
-        }                                                                                                 \
-        for (int i = 0; i < ROWS; i++) {                                                                  \
-            store(c + i * cm, load(c + i * cm) + lo[i]);                                                  \
-            store(c + i * cm + W, load(c + i * cm + W) + hi[i]);                                          \
-        }                                                                                                 \
+                              long cm, long most) {                                                        \
+        for (; n > 0; n -= most) {                                                                         \
+            vec lo[ROWS], hi[ROWS];                                                                        \
+            for (int i = 0; i < ROWS; i++) lo[i] = hi[i] = (vec){0};                                       \
+            for (long left = n < most ? n : most; left > 0; left--, a += ak, b += bk) {                    \
+                vec b0 = load(b), b1 = load(b + W);                                                        \
+                _Pragma("GCC unroll 8") for (int i = 0; i < ROWS; i++) {                                   \
+                    vec x = splat(a[i * am]);                                                              \
+                    lo[i] += x * b0, hi[i] += x * b1;                                                      \
+                }                                                                                          \
+            }                                                                                              \
+            for (int i = 0; i < ROWS; i++) {                                                               \
+                store(c + i * cm, load(c + i * cm) + lo[i]);                                               \
+                store(c + i * cm + W, load(c + i * cm + W) + hi[i]);                                       \
+            }                                                                                              \
+        }                                                                                                  \
     }
 PRODUCT(6) /* 12 sums, 2 operands and 1 broadcast fill the 16 registers of AVX2 */
 PRODUCT(4)
 PRODUCT(2)
 PRODUCT(1)
 
-/* C[m][PANEL] += sum over n of A[m * am + k * ak] * B[k * bk][PANEL], in sums of `most` terms that start from 0
-   and meet C at their end: adding small terms one by one to a large total would double the rounding error. */
+/* C[m][PANEL] += sum over n of A[m * am + k * ak] * B[k * bk][PANEL]. A is read row by row, once. */
 static void multiply(const float *a, long am, long ak, const float *b, long bk, long n, float *c, long cm,
                      long m, long most) {
-    for (; n > 0; n -= most, a += most * ak, b += most * bk) {
-        long terms = n < most ? n : most, left = m;
-        const float *from = a;
-        float *to = c;
-        for (; left >= 6; left -= 6, from += 6 * am, to += 6 * cm) product6(from, am, ak, b, bk, terms, to, cm);
-        for (; left >= 4; left -= 4, from += 4 * am, to += 4 * cm) product4(from, am, ak, b, bk, terms, to, cm);
-        for (; left >= 2; left -= 2, from += 2 * am, to += 2 * cm) product2(from, am, ak, b, bk, terms, to, cm);
-        for (; left >= 1; left -= 1, from += am, to += cm) product1(from, am, ak, b, bk, terms, to, cm);
-    }
+    for (; m >= 6; m -= 6, a += 6 * am, c += 6 * cm) product6(a, am, ak, b, bk, n, c, cm, most);
+    for (; m >= 4; m -= 4, a += 4 * am, c += 4 * cm) product4(a, am, ak, b, bk, n, c, cm, most);
+    for (; m >= 2; m -= 2, a += 2 * am, c += 2 * cm) product2(a, am, ak, b, bk, n, c, cm, most);
+    for (; m >= 1; m -= 1, a += am, c += cm) product1(a, am, ak, b, bk, n, c, cm, most);
+}
+
+/* The same for A that lies in memory by columns: `most` of them at a time, as their cache lines are shared
+   by the neighbouring rows of A. */
+__attribute__((unused)) static void multiply_turned(const float *a, long ak, const float *b, long bk, long n, float *c, long cm, long m,
+                            long most) {
+    for (; n > 0; n -= most, a += most * ak, b += most * bk)
+        multiply(a, 1, ak, b, bk, n < most ? n : most, c, cm, m, most);
 }
 
 /* Rows as float32: in place, or widened into `room` (rows of `dim`) where they are bfloat16. */
@@ -142,21 +149,40 @@ static Walk walk_of(const Args *a, long head, long first_row) {
     return (Walk){a->kv + start[0], start[1] - start[0], 0, 0};
 }
 
-/* Fills `runs` (neighbouring blocks are one run) and returns how many; 0 when the walk is over. */
-static long next_runs(const Args *a, Walk *w, Run *runs) {
-    long room = KEYS, found = 0;
-    while (room > 0 && w->at < w->blocks) {
+/* The next keys that lie in one piece (neighbouring blocks do), at most `most`; none when the walk is over. */
+static Run next_run(const Args *a, Walk *w, long most) {
+    Run run = {0, 0};
+    while (run.count < most && w->at < w->blocks) {
         long block = (w->list ? w->list[w->at] : w->at) * a->block_k;
         long end = block + a->block_k < a->kv_len ? block + a->block_k : a->kv_len;
-        long start = block + w->inside, count = end - start < room ? end - start : room;
-        if (found && runs[found - 1].start + runs[found - 1].count == start)
-            runs[found - 1].count += count;
-        else
-            runs[found++] = (Run){start, count};
-        room -= count, w->inside += count;
-        if (block + w->inside == end) w->at++, w->inside = 0;
+        long start = block + w->inside, room = most - run.count;
+        if (!run.count) run.start = start;
+        if (run.start + run.count != start) break;
+        long count = end - start < room ? end - start : room;
+        run.count += count, w->inside += count;
+        if (start + count == end) w->at++, w->inside = 0;
     }
+    return run;
+}
+
+/* Fills `runs` with at most KEYS keys and returns how many runs that are; 0 when the walk is over. */
+__attribute__((unused)) static long next_runs(const Args *a, Walk *w, Run *runs) {
+    long found = 0;
+    for (long room = KEYS; room > 0 && (runs[found] = next_run(a, w, room)).count;) room -= runs[found++].count;
     return found;
+}
+
+/* Ask for rows of `width` bytes ahead of their use: from one active block to the next there is a jump that
+   the processor cannot guess. One of `parts` equal shares, to spread the requests over the work that hides them. */
+static void fetch(const void *first, long stride, long width, long rows, long part, long parts) {
+    for (long r = rows * part / parts; r < rows * (part + 1) / parts; r++)
+        for (long at = 0; at < width; at += 64) __builtin_prefetch((const char *)first + r * stride + at, 0, 2);
+}
+
+/* The same for keys or values. */
+static void fetch_keys(const Args *a, const Tensor *t, long batch, long head, Run run, long part, long parts) {
+    long bytes = a->bf16 ? 2 : 4, first = batch * t->batch + head * t->head + run.start * t->row;
+    fetch((const char *)t->data + first * bytes, t->row * bytes, a->dim * bytes, run.count, part, parts);
 }
 
 /* Rows that one task takes: whole blocks of queries are cut at QUERIES. A dense mask is cut anywhere. */

@@ -1,0 +1,191 @@
+"""Balance for real: the same sparse attention unbalanced, balanced as db-SP does, and by weft's planner.
+
+    python -m bench.balance [--quick] [--json FILE]
+
+2 and 4 gloo ranks with one thread each, the compiled kernel, H = 12, D = 64, float32. Every schedule
+is checked against dense attention with the expanded mask first. Four ranks share this machine's two
+cores, where the idle time of one is taken by another and wall time shows nothing; so a time is the CPU
+time of the busiest rank: what the slowest of real devices would take. Wall time stands beside it, and
+says the same for two ranks on two quiet cores. The limit is total work / ranks: the mean CPU time of
+the ranks in the balanced run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from rich.progress import Progress
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from bench.rows import Line, Report, Row, Took, interleave, main, median_ratio, take_turns
+from weft.core.layout import Layout
+from weft.core.mask import BlockMask
+from weft.core.problem import Problem
+from weft.core.schedule import Schedule
+from weft.core.topology import Topology
+from weft.masks.grid import TokenGrid
+from weft.masks.spec import mask_from_spec
+from weft.plan.balanced import Deals
+from weft.plan.blocks import dbsp_greedy
+from weft.plan.choose import build
+from weft.plan.heads import equal_greedy
+from weft.plan.recipe import Recipe
+from weft.plan.roster import Roster, assemble, home
+from weft.plan.split import Share
+from weft.run.attention import attention
+from weft.run.pool import Pool
+from weft.schedule.measure import measure as measure_schedule
+from weft.schedule.usp import usp
+
+HEADS, DIM, BLOCK = 12, 64, 64
+GRID = TokenGrid(16, 16, 16)
+TOLERANCE = 2e-5
+TRACKS = 0.10
+MASKS = {
+    "heads of many densities": "random:density=0.25,cv=0.8",
+    "windows, some heads dense": "sta:dense=0.2",
+    "video-like": "evolving",
+}
+WAYS = {2: ("ulysses", "ring"), 4: ("ulysses", "usp:2x2", "ring")}
+
+
+@dataclass(frozen=True)
+class Case:
+    ranks: int
+    way: str
+    masks: str
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.ranks} ranks {self.way}, {self.masks}"
+
+    @property
+    def mask(self) -> BlockMask:
+        return mask_from_spec(MASKS[self.masks], heads=HEADS, grid=GRID, block=BLOCK, seed=1)
+
+    @property
+    def problem(self) -> Problem:
+        layout = Layout.even(GRID.tokens, self.ranks)
+        return Problem(batch=1, heads=HEADS, kv_heads=HEADS, head_dim=DIM, q=layout, kv=layout)
+
+
+def schedules(case: Case) -> dict[str, Schedule]:
+    return {
+        "unbalanced": build(case.way, case.problem, case.mask),
+        "db-SP": dbsp(case),
+        "weft": build(f"{case.way}+balanced", case.problem, case.mask),
+    }
+
+
+def dbsp(case: Case) -> Schedule:
+    """Equal counts of heads by greedy, then db-SP's biased greedy on blocks, reward 2."""
+    problem, mask, recipe = case.problem, case.mask, Recipe.parse(case.way, case.ranks)
+    deals = Deals(problem, mask, Topology.local(case.ranks))
+    loads = deals.tiles(tuple((Share(head),) for head in range(HEADS))).sum(axis=(1, 2))
+    shares = tuple(tuple(map(Share, group)) for group in equal_greedy(loads, recipe.ulysses))
+    tiles = deals.tiles(shares)
+    homes = home(problem.q, BLOCK, recipe.mesh), home(problem.kv, BLOCK, recipe.mesh)
+    rows, cols = dbsp_greedy(tiles, recipe.ring, *homes, reward=2)
+    roster = Roster(shares, rows, cols, BLOCK, BLOCK)
+    return usp(problem, mask, recipe.mesh, assemble(problem, mask, recipe.mesh, roster), name="db-SP")
+
+
+# On a rank.
+
+_stage: dict[str, Callable[[], object]] = {}
+
+
+def prepare(case: Case) -> dict[str, float]:
+    """Put every schedule on stage; the largest error of each against dense attention with the mask."""
+    torch.manual_seed(0)
+    whole = [torch.randn(1, HEADS, GRID.tokens, DIM) for _ in range(3)]
+    mine = case.problem.q.order(dist.get_rank())
+    rows = torch.as_tensor(mine)
+    tiles = torch.as_tensor(case.mask.tiles)
+    allowed = tiles.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)[:, rows]
+    expected = sdpa(whole[0][:, :, rows], whole[1], whole[2], attn_mask=allowed[None])
+    q, k, v = (x[:, :, rows].contiguous() for x in whole)
+    _stage.clear()
+    errors: dict[str, float] = {}
+    for name, schedule in schedules(case).items():
+        call = partial(attention, q, k, v, plan=schedule)
+        errors[name] = float((call() - expected).nan_to_num().abs().max())
+        _stage[name] = call
+    return errors
+
+
+def play(turn: int) -> dict[str, Took]:
+    with torch.no_grad():
+        return take_turns(_stage, turn, before=dist.barrier)
+
+
+# In the parent.
+
+
+def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - bench.rows calls it so
+    report = Report()
+    masks = list(MASKS)[:1] if quick else list(MASKS)
+    cases = [
+        Case(ranks, way, name, 3 if quick else 8) for ranks in WAYS for way in WAYS[ranks] for name in masks
+    ]
+    task = progress.add_task("balance", total=len(cases))
+    for ranks in WAYS:
+        with Pool(ranks, threads=1, timeout=120.0) as pool:
+            for case in (case for case in cases if case.ranks == ranks):
+                progress.update(task, description=str(case))
+                _measure(pool, case, report)
+                progress.advance(task)
+    return report
+
+
+def _measure(pool: Pool, case: Case, report: Report) -> None:
+    errors = {
+        name: max(found[name] for found in pool.run(prepare, case))
+        for name in ("unbalanced", "db-SP", "weft")
+    }
+    means: list[dict[str, float]] = []
+
+    def both(turn: int) -> list[dict[str, Took]]:
+        ranks = pool.run(play, turn)
+        means.append({name: sum(took[name].cpu for took in ranks) / len(ranks) for name in errors})
+        return ranks
+
+    rounds = list(interleave(both, case.seconds, least=5))
+    times = {name: [r.took[name].cpu for r in rounds] for name in errors}
+    mean = [m["weft"] for m in means]
+    predicted = {name: measure_schedule(schedule).imbalance for name, schedule in schedules(case).items()}
+    found = {name: median_ratio(times[name], mean) for name in times}
+    tracks = {name: found[name] / predicted[name] - 1 for name in times}
+    right = max(errors.values()) <= TOLERANCE
+    worst = max(tracks.values(), key=abs)
+    ahead = median_ratio(times["db-SP"], times["weft"])
+    report.rows.append(
+        Row(
+            case=str(case),
+            measured=median(times["weft"]) * 1e3,
+            unit="ms",
+            peer=median(times["db-SP"]) * 1e3,
+            peer_name="db-SP's greedy",
+            limit=median(mean) * 1e3,
+            bar=f"within {TRACKS:.0%} of the predicted ratio (worst {worst:+.1%}), db-SP/weft {ahead:.3f}",
+            holds=right and abs(worst) <= TRACKS and ahead >= 0.98,
+        )
+    )
+    for name in times:
+        wall = median(r.took[name].wall for r in rounds) * 1e3
+        note = (
+            f"imbalance {found[name]:.3f}, predicted {predicted[name]:.3f}, wall {wall:.0f} ms, "
+            f"error {errors[name]:.0e}"
+        )
+        middle = median(times[name]) * 1e3
+        ratio = median_ratio(times[name], times["weft"])
+        report.lines.append(Line(case=str(case), name=name, measured=middle, ratio=ratio, note=note))
+
+
+if __name__ == "__main__":
+    main(measure, __doc__ or "")

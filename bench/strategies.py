@@ -1,0 +1,158 @@
+"""The planner's order against the clock's: every U × R on four ranks, six families of masks.
+
+    python -m bench.strategies [--quick] [--json FILE]
+
+Links and kernel are calibrated once, in the same world. Then each family's masks run under every
+U × R, as it comes and balanced, interleaved, wall time until the slowest rank is done. Two questions:
+does the predicted order agree with the measured one (Kendall's tau over all pairs), and is the plan
+that would be chosen within 5 % of the best that was measured? Four ranks share this machine's cores,
+and the predictor knows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import combinations
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from rich.progress import Progress
+
+from bench.rows import Line, Report, Row, Took, interleave, main, take_turns
+from weft.core.layout import Layout
+from weft.core.mask import BlockMask
+from weft.core.problem import Problem
+from weft.core.topology import Topology
+from weft.masks.grid import TokenGrid
+from weft.masks.spec import mask_from_spec
+from weft.plan.choose import build, choose
+from weft.plan.recipe import factors
+from weft.run.attention import attention
+from weft.run.calibrate import calibrate
+from weft.run.pool import Pool
+from weft.simulate.critical import critical_path
+
+RANKS, HEADS, DIM, BLOCK = 4, 8, 64, 64
+GRID = TokenGrid(16, 16, 16)
+FAMILIES = {
+    "dense": "dense",
+    "random": "random:density=0.25,cv=0.8",
+    "sta": "sta:dense=0.2",
+    "svg": "svg",
+    "radial": "radial",
+    "evolving": "evolving",
+}
+TAU, NEAR = 0.8, 1.05
+
+
+def mask_of(family: str) -> BlockMask:
+    return mask_from_spec(FAMILIES[family], heads=HEADS, grid=GRID, block=BLOCK, seed=2)
+
+
+def problem_of(ranks: int) -> Problem:
+    layout = Layout.even(GRID.tokens, ranks)
+    return Problem(batch=1, heads=HEADS, kv_heads=HEADS, head_dim=DIM, q=layout, kv=layout)
+
+
+def names(family: str) -> list[str]:
+    plain = [f"usp:{u}x{r}" for u, r in factors(RANKS)]
+    return plain if family == "dense" else plain + [f"{name}+balanced" for name in plain]
+
+
+# On a rank.
+
+_stage: dict[str, Callable[[], object]] = {}
+
+
+def prepare(family: str, topology: Topology, plans: Sequence[str]) -> None:
+    torch.manual_seed(0)
+    mask, problem = mask_of(family), problem_of(RANKS)
+    rows = torch.as_tensor(problem.q.order(dist.get_rank()))
+    q, k, v = (torch.randn(1, HEADS, GRID.tokens, DIM)[:, :, rows].contiguous() for _ in range(3))
+    _stage.clear()
+    for name in plans:
+        schedule = build(name, problem, mask, topology)
+        _stage[name] = partial(attention, q, k, v, plan=schedule)
+        _stage[name]()
+
+
+def play(turn: int) -> dict[str, Took]:
+    with torch.no_grad():
+        return take_turns(_stage, turn, before=dist.barrier)
+
+
+# In the parent.
+
+
+def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - bench.rows calls it so
+    report = Report()
+    families = list(FAMILIES)[1:4] if quick else list(FAMILIES)
+    task = progress.add_task("calibrating", total=len(families) + 1)
+    points: list[tuple[float, float]] = []
+    with Pool(RANKS, threads=1, timeout=120.0) as pool:
+        topology = pool.run(partial(calibrate, head_dim=DIM))[0]
+        progress.advance(task)
+        for family in families:
+            progress.update(task, description=family)
+            points += _family(pool, family, topology, 4 if quick else 12, report)
+            progress.advance(task)
+    tau = kendall(points)
+    report.rows.append(
+        Row(
+            case=f"order of {len(points)} plans, {len(families)} families",
+            measured=tau,
+            unit="Kendall's tau",
+            peer=None,
+            peer_name="",
+            limit=1.0,
+            bar=f"tau ≥ {TAU}",
+            holds=tau >= TAU,
+        )
+    )
+    return report
+
+
+def _family(
+    pool: Pool, family: str, topology: Topology, seconds: float, report: Report
+) -> list[tuple[float, float]]:
+    """Time one family; returns (predicted, measured) of each plan."""
+    mask, problem = mask_of(family), problem_of(RANKS)
+    chosen = str(choose(problem, mask, topology).ranked[0].name)
+    plans = list(dict.fromkeys([*names(family), chosen]))
+    pool.run(prepare, family, topology, plans)
+    rounds = list(interleave(partial(pool.run, play), seconds, least=5))
+    measured = {name: median(played.took[name].wall for played in rounds) for name in plans}
+    predicted = {
+        name: critical_path(build(name, problem, mask, topology), topology).seconds for name in plans
+    }
+    best = min(measured, key=lambda name: measured[name])
+    behind = measured[chosen] / measured[best]
+    report.rows.append(
+        Row(
+            case=f"{family}: the chosen plan, {chosen}",
+            measured=measured[chosen] * 1e3,
+            unit="ms",
+            peer=measured[best] * 1e3,
+            peer_name=f"best measured: {best}",
+            limit=predicted[chosen] * 1e3,
+            bar=f"within {NEAR - 1:.0%} of the best (is {behind - 1:+.1%})",
+            holds=behind <= NEAR,
+        )
+    )
+    for name in plans:
+        note = f"predicted {predicted[name] * 1e3:.1f} ms, {predicted[name] / measured[name] - 1:+.0%}"
+        report.lines.append(Line(case=family, name=name, measured=measured[name] * 1e3, note=note))
+    return [(predicted[name], measured[name]) for name in plans]
+
+
+def kendall(points: Sequence[tuple[float, float]]) -> float:
+    """Pairs in the same order less pairs in the opposite one, over all pairs; ties count as neither."""
+    pairs = list(combinations(points, 2))
+    signs = [(a[0] - b[0]) * (a[1] - b[1]) for a, b in pairs]
+    return (sum(s > 0 for s in signs) - sum(s < 0 for s in signs)) / max(1, len(pairs))
+
+
+if __name__ == "__main__":
+    main(measure, __doc__ or "")

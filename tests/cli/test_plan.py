@@ -1,0 +1,75 @@
+"""`weft plan`: a ranked table for a newcomer, JSON for scripts, a file for weft.attention."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from weft.cli.main import main
+from weft.core.codec import loads
+from weft.core.schedule import Schedule
+from weft.schedule.verify import verify
+
+SHAPE = ("plan", "960x6x16", "--topology", "4xh100", "--mask", "random:density=0.3,cv=0.8", "--block", "16")
+
+
+def call(*words: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(list(words))
+    return int(ended.value.code or 0)
+
+
+def test_the_table_has_the_best_first_and_says_why(capsys):
+    assert call(*SHAPE) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "960 tokens" in lines[0] and "6 heads × 16" in lines[0] and "26% active" in lines[0]
+    first = next(line for line in lines if line.startswith("1 "))
+    assert "1.00×" in first
+    assert any(line.startswith("Why: " + first.split()[1]) for line in lines)
+
+
+def test_json_is_ranked_and_has_every_figure(capsys):
+    assert call(*SHAPE, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    plans = found["plans"]
+    assert [p["seconds"] for p in plans] == sorted(p["seconds"] for p in plans)
+    assert {"plan", "exposed", "imbalance", "bound", "intra_bytes", "inter_bytes", "memory"} <= set(plans[0])
+    assert all(p["imbalance"] >= 1 and p["bound"] >= 1 for p in plans)
+    assert found["why"]
+
+
+def test_what_is_saved_is_a_valid_schedule(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    assert call(*SHAPE, "--save", str(path)) == 0
+    schedule = loads(path.read_text())
+    assert isinstance(schedule, Schedule)
+    verify(schedule)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("wan2.1-14",), "no model 'wan2.1-14'. Did you mean wan2.1-14b"),
+        (("960x6x16", "--topology", "8xh1000"), "no cluster '8xh1000'. Write 8xh100"),
+        (("960x6x16", "--mask", "stq"), "no mask 'stq'. Did you mean 'sta'"),
+        (("wan2.1-14b", "--size", "big"), "--size 'big' is no size. Write WIDTHxHEIGHT"),
+        (("960x6x16", "--topology", "none.toml"), "none.toml cannot be read"),
+        (("960x6x16", "--dtype", "int8"), "dtype 'int8' is not supported"),
+        (("0x6x16",), "0x6x16 is empty"),
+    ],
+)
+def test_mistakes_get_a_sentence_and_exit_2(words, says, capsys):
+    assert call("plan", *words) == 2
+    assert says in " ".join(capsys.readouterr().err.split())
+
+
+def test_planning_needs_no_torch():
+    code = "import sys; sys.modules['torch'] = None; from weft.cli.main import main; main(sys.argv[1:])"
+    done = subprocess.run(  # noqa: S603
+        [sys.executable, "-c", code, *SHAPE], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Why: " in done.stdout

@@ -1,0 +1,84 @@
+"""Masks by name: options are read as their defaults are, and mistakes come with what there is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from weft.core.errors import InputError
+from weft.core.mask import BlockMask
+from weft.masks.grid import TokenGrid
+from weft.masks.random import random_mask
+from weft.masks.spec import PRODUCERS, mask_from_spec, options, show
+from weft.masks.sta import sta_mask
+from weft.masks.svg import svg_mask
+
+GRID = TokenGrid(5, 11, 13, prefix=7)
+
+
+def make(spec: str, seed: int = 0) -> BlockMask:
+    return mask_from_spec(spec, heads=6, grid=GRID, block=32, seed=seed)
+
+
+@pytest.mark.parametrize("name", [name for name in PRODUCERS if name != "trace"])
+def test_every_mask_can_be_named_alone_and_with_all_its_options(name: str) -> None:
+    written = ",".join(f"{key}={show(value)}" for key, value in options(name).items())
+    mask = make(f"{name}:{written}" if written else name, seed=4)
+    assert mask == make(name, seed=4)
+    assert mask.grid == (6, GRID.tokens, GRID.tokens, 32, 32)
+    text = GRID.text(32)
+    assert mask.tiles[:, text].all()
+    assert mask.tiles[:, :, text].all()
+
+
+def test_options_are_those_of_the_producer() -> None:
+    assert make("sta:window=1x3x3+3x1x1, dense=0.3 ,tile=2x4x4", seed=1) == sta_mask(
+        6, GRID, block=32, window=[(1, 3, 3), (3, 1, 1)], dense=0.3, tile=(2, 4, 4), seed=1
+    )
+    assert make("svg:density=0.4,spatial=1") == svg_mask(6, GRID, block=32, density=0.4, spatial=1)
+    plain = TokenGrid(5, 11, 13)
+    listed = mask_from_spec("random:density=0+0.5+1", heads=3, grid=plain, block=32, seed=2)
+    assert listed == random_mask(3, plain.tokens, plain.tokens, block=32, density=[0, 0.5, 1], seed=2)
+    assert make("dense").is_dense
+
+
+def test_a_trace_is_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "counts.npz"
+    np.savez(path, counts=np.full((2, 1, 6), 10), total=100)
+    assert make(f"trace:{path},step=1") == make(f"trace:file={path},step=1")
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("radail", r"no mask 'radail'. Did you mean 'radial'\? Masks: dense, random, sta"),
+        ("", "no mask ''. Masks: dense"),
+        ("sta:windw=3x3x3", r"no option 'windw'. Did you mean 'window'\? Options: window, tile, dense"),
+        ("dense:density=1", "no option 'density'. Options: none"),
+        ("svg:seed=3", "no option 'seed'"),
+        ("svg:block=3", "no option 'block'"),
+        ("svg:0.25", "'0.25' is no option of 'svg'. Options: density, spatial"),
+        ("svg:density=", "'density=' is no option of 'svg'"),
+        ("svg:density=0.2,", "'' is no option"),
+        ("svg:density=half", "density=half cannot be read. Write it like density=0.25"),
+        ("svg:density=nan", "density=nan cannot be read"),
+        ("radial:decay=inf", "decay=inf cannot be read"),
+        ("sta:window=3x3", "Give three sizes"),
+        ("sta:window=3xtx3", "Write it like window=3x3x3"),
+        ("evolving:step=1.5", "Write it like step=0"),
+        ("svg:density=1.2", "density=1.2 is no share"),
+        ("trace", "no file ''|trace:FILE"),
+        ("trace:nowhere.npz", "no file 'nowhere.npz'"),
+    ],
+)
+def test_a_mistake_comes_with_what_there_is(spec: str, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        make(spec)
+
+
+@pytest.mark.parametrize("sizes", [{"heads": 0}, {"heads": 2, "block": 0}, {"heads": 2, "seed": -1}])
+def test_sizes_are_checked(sizes: dict[str, int]) -> None:
+    with pytest.raises(InputError):
+        mask_from_spec("svg", grid=GRID, **sizes)

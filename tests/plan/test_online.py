@@ -1,0 +1,233 @@
+"""Plans through a denoising loop: few re-plans, better balance than the published policy, no waiting."""
+
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weft.core.errors import InputError
+from weft.plan.balance import bound, ratio
+from weft.plan.exchange import exchanged, slot_loads, to_grouping, to_slots
+from weft.plan.heads import group_loads, natural, refined
+from weft.plan.online import Background, Online, Planned, Published, forecast, ratios, replay
+
+
+def evolving(steps: int = 12, layers: int = 6, heads: int = 40, seed: int = 0) -> np.ndarray:
+    """Counts whose logarithms drift along and jitter a little, as those of real models do."""
+    rng = np.random.default_rng(seed)
+    start, drift = rng.normal(0, 0.4, (layers, heads)), rng.normal(0, 0.03, (layers, heads))
+    jitter = rng.normal(0, 0.01, (steps, layers, heads))
+    return np.rint(1e4 * np.exp(start + drift * np.arange(steps)[:, None, None] + jitter)).astype(np.int64)
+
+
+def start(counts, groups: int = 8):
+    return [natural(counts.shape[2], groups)] * counts.shape[1]
+
+
+def test_online_beats_the_published_policy_and_the_natural_order():
+    counts = evolving()
+    still = replay(Online(start(counts), threshold=np.inf), counts).mean()
+    ours, theirs = Online(start(counts)), Published(start(counts))
+    found, published = replay(ours, counts), replay(theirs, counts)
+    assert found[2:].mean() < 1.03 < published[2:].mean() < still
+    assert 0 < ours.replanned < counts.shape[0] * counts.shape[1]
+    assert (found[0] == published[0]).all()  # nothing is known before the first step
+
+
+def test_a_prior_balances_the_first_step():
+    counts = evolving()
+    prior = [refined(layer, 8, equal=True) for layer in counts[0]]
+    assert replay(Online(prior), counts)[0].max() < 1.1 < replay(Online(start(counts)), counts)[0].mean()
+
+
+@given(st.integers(0, 99), st.integers(1, 7), st.integers(1, 9))
+def test_every_plan_holds_every_head_once_and_is_no_better_than_the_bound(seed, groups, heads):
+    counts = evolving(steps=5, layers=2, heads=heads, seed=seed)
+    policy = Online(start(counts, groups))
+    found = replay(policy, counts)
+    for plan in policy.plans:
+        assert sorted(head for group in plan for head in group) == list(range(heads))
+        assert len(plan) == groups and max(len(group) for group in plan) == -(-heads // groups)
+    least = np.array([[bound(layer, groups) for layer in step] for step in counts])
+    assert (found >= least - 1e-12).all()
+    again = Online(start(counts, groups))
+    replay(again, counts)
+    assert again.plans == policy.plans
+
+
+def test_only_layers_past_the_threshold_are_planned_anew():
+    fits, drifts = [5, 5, 5, 5], [9, 9, 1, 1]
+    policy = Online([natural(4, 2)] * 2)
+    first, second = policy.observe([fits, drifts])
+    assert first == natural(4, 2) and group_loads(second, drifts).tolist() == [10, 10]
+    assert policy.replanned == 1
+    assert policy.observe([fits, drifts]) == (first, second) and policy.replanned == 1
+
+
+def test_the_published_policy_plans_all_layers_or_none():
+    fits, drifts, worse = [5, 5, 5, 5], [57, 58, 43, 42], [70, 80, 20, 30]
+    policy = Published([natural(4, 2)] * 2)
+    assert policy.observe([fits, drifts]) == (natural(4, 2),) * 2  # 1.15 in one, 1.075 in the mean
+    first, second = policy.observe([fits, worse])
+    assert first == ((0, 2), (1, 3)) and group_loads(second, worse).tolist() == [100, 100]
+    assert policy.replanned == 2
+
+
+def test_a_plan_that_cannot_be_improved_is_not_counted_as_new():
+    policy = Online([((0,), (1,))])
+    for _ in range(3):
+        assert policy.observe([[9, 1]]) == (((0,), (1,)),)
+    assert policy.replanned == 0
+
+
+def test_ratios_are_those_of_each_plan():
+    plans = (((0, 1, 2, 3), (4, 5)), ((5,), (0, 1, 2, 3, 4)))
+    counts = np.array([[1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1]])
+    expected = [ratio(group_loads(plan, row)) for plan, row in zip(plans, counts, strict=True)]
+    assert ratios(plans, counts).tolist() == expected
+
+
+@given(st.integers(0, 99), st.integers(1, 6), st.integers(0, 14))
+def test_exchanges_keep_heads_and_never_make_the_busiest_group_busier(seed, groups, heads):
+    rng = np.random.default_rng(seed)
+    loads = rng.integers(0, 10 ** rng.integers(1, 12), (3, heads))
+    dealt = rng.integers(0, groups, (3, heads))
+    plans = [tuple(tuple(np.flatnonzero(row == group).tolist()) for group in range(groups)) for row in dealt]
+    slots = to_slots(plans, heads)
+    after = exchanged(slots, loads)
+    busiest = [slot_loads(some, loads).sum(axis=2).max(axis=1) for some in (slots, after)]
+    assert (busiest[1] <= busiest[0]).all()
+    assert [to_grouping(layer, heads) for layer in slots] == plans
+    for layer in after:
+        assert sorted(head for group in to_grouping(layer, heads) for head in group) == list(range(heads))
+    alone = [exchanged(slots[i : i + 1], loads[i : i + 1])[0] for i in range(3)]
+    assert np.array_equal(after, np.stack(alone))  # layers do not know each other
+
+
+def test_exchanges_bring_skewed_heads_close_to_balance():
+    loads = np.rint(1e5 * np.random.default_rng(5).lognormal(0, 0.4, (30, 40))).astype(np.int64)
+    before = to_slots([natural(40, 8)] * 30, 40)
+    busiest = [slot_loads(s, loads).sum(axis=2).max(axis=1) for s in (before, exchanged(before, loads))]
+    least = loads.sum(axis=1) / 8
+    assert (busiest[1] / least).mean() < 1.02 < 1.2 < (busiest[0] / least).mean()
+
+
+@pytest.mark.parametrize(
+    ("loads", "groups", "busiest"),
+    [
+        ([17, 3, 11, 14, 17, 10, 8, 6], 2, 43),  # two heads at once; one at a time ends at 44
+        ([10, 8, 8, 5, 10, 2], 3, 16),  # the middle group takes part; without it, 18
+    ],
+)
+def test_exchanges_find_what_single_ones_or_the_same_partners_do_not(loads, groups, busiest):
+    table = np.array([loads])
+    after = exchanged(to_slots([natural(len(loads), groups)], len(loads)), table)
+    assert slot_loads(after, table).sum(axis=2).max() == busiest
+
+
+def test_no_work_at_all_is_balanced():
+    for heads in (0, 5):
+        counts = np.zeros((4, 2, heads), dtype=int)
+        assert (replay(Online(start(counts, 3)), counts) == 1.0).all()
+
+
+def test_counts_and_plans_of_another_model_are_refused():
+    with pytest.raises(InputError, match="2 layers × 4 heads"):
+        Online([natural(4, 2)] * 2).observe(np.ones((2, 5), dtype=int))
+    with pytest.raises(InputError, match="2 different numbers"):
+        Online([natural(4, 2), natural(4, 3)])
+    with pytest.raises(InputError, match="0 different numbers"):
+        Online([])
+
+
+def test_a_steady_change_is_carried_on_and_a_jump_is_not():
+    line = [np.array([[100, 100 + 10 * t, 1000 - 20 * t]]) for t in range(4)]
+    assert forecast(line[:3]).tolist() == line[3].tolist()
+    assert forecast(line[:2]).tolist() == line[1].tolist()
+    assert forecast([step << 40 for step in line[:3]]).tolist() == (line[3] << 40).tolist()
+    assert forecast([np.array([[90]]), np.array([[50]]), np.array([[10]])]).tolist() == [[0]]
+    there_and_back = [np.array([[10, 50]]), np.array([[50, 10]]), np.array([[10, 50]])]
+    assert forecast(there_and_back).tolist() == [[10, 50]]
+
+
+@given(st.lists(st.lists(st.integers(0, 2**50), min_size=3, max_size=3), min_size=1, max_size=3))
+def test_a_forecast_is_never_negative_nor_further_than_the_last_change(steps):
+    history = [np.array([step]) for step in steps]
+    change = history[-1] - history[-2] if len(history) > 1 else 0 * history[-1]
+    found = forecast(history)
+    assert (found >= 0).all()
+    assert (np.abs(found - history[-1]) <= np.abs(change)).all()
+
+
+def test_the_background_plans_every_step_and_never_blocks():
+    gate, seen = threading.Event(), []
+
+    def plan(counts):
+        gate.wait(10)
+        seen.append(threading.current_thread())
+        return int(counts.sum())
+
+    buffer = np.ones(3, dtype=np.int64)
+    with Background(plan) as background:
+        assert background.newest() is None
+        for step in range(3):
+            buffer[0] = step
+            background.submit(step, buffer)
+        buffer[:] = 99  # the planner has copies of its own
+        assert background.newest() is None  # still at its first step, and nobody waits
+        gate.set()
+    assert background.newest() == Planned(2, 4)
+    assert len(seen) == 3 and threading.current_thread() not in seen
+    assert not any(thread.is_alive() for thread in seen)
+
+
+def failing(counts):
+    if counts[0] < 0:
+        raise ArithmeticError("less than nothing")
+    return int(counts[0])
+
+
+def finished(background: Background) -> None:
+    """Until the thread is idle: it does one thing at a time, in order."""
+    background._thread.submit(int).result(10)
+
+
+@pytest.mark.parametrize("call", [lambda b: b.newest(), lambda b: b.submit(2, [5]), lambda b: b.close()])
+def test_an_error_of_the_thread_is_raised_by_the_next_call(call):
+    background = Background(failing)
+    background.submit(0, [7])
+    background.submit(1, [-1])
+    finished(background)
+    with pytest.raises(ArithmeticError, match="less than nothing"):
+        call(background)
+    background.close()
+    assert background.newest() == Planned(0, 7)  # what was planned is still there
+
+
+def test_leaving_with_an_error_keeps_that_error_and_ends_the_thread():
+    with pytest.raises(KeyError), Background(failing) as background:
+        background.submit(0, [-1])
+        raise KeyError
+    assert not any(thread.name.startswith("weft-plan") for thread in threading.enumerate())
+
+
+def test_an_online_policy_plans_in_the_background_as_in_front():
+    counts = evolving()
+    front = Online(start(counts))
+    replay(front, counts)
+    with Background(Online(start(counts)).observe) as background:
+        for step, table in enumerate(counts):
+            background.submit(step, table)
+    assert background.newest() == Planned(len(counts) - 1, front.plans)
+
+
+def test_a_background_that_nobody_closes_ends_with_the_interpreter():
+    code = "from weft.plan.online import Background as B; b = B(lambda c: c); b.submit(0, [1]); print('end')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
+    )
+    assert done.stdout == "end\n" and done.stderr == ""

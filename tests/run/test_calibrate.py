@@ -1,0 +1,26 @@
+"""Calibration: numbers that a Topology accepts, and a file that the planner reads back."""
+
+import torch
+
+from tests.worlds import world
+from weft.core.topology import Topology
+from weft.run.calibrate import calibrate, measure_kernel
+
+
+def test_two_ranks_measure_one_topology(tmp_path):
+    first, second = world(2).run(calibrate)
+    assert first == second
+    assert first.ranks == 2
+    assert first.cores >= 1
+    assert 1e6 < first.intra.bandwidth < 1e13
+    assert 0 < first.intra.latency < 1
+    path = tmp_path / "here.toml"
+    path.write_text(first.to_toml())
+    assert Topology.from_toml(path) == first
+
+
+def test_a_kernel_has_a_speed_and_a_cost_of_calling():
+    flops, call, tile = measure_kernel(16, "float32", torch.device("cpu"))
+    assert flops > 1e8
+    assert 0 < call < 1
+    assert tile >= 0

@@ -1,0 +1,70 @@
+"""`weft calibrate`: measure links and the attention kernel here, and write the Topology the planner reads."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from weft.core.codec import to_plain
+from weft.core.errors import InputError
+from weft.core.problem import ITEM_BYTES
+
+if TYPE_CHECKING:
+    from weft.core.topology import Topology
+
+
+def run(
+    *,
+    ranks: Annotated[
+        int, typer.Option(help="Ranks to start here; under torchrun its world is measured.")
+    ] = 2,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The TOML to write.")] = Path("topology.toml"),
+    head_dim: Annotated[int, typer.Option(help="Size of one head.")] = 64,
+    dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16.")] = "float32",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+) -> None:
+    """Measure links and the attention kernel, in under a minute; then: weft plan --topology topology.toml."""
+    if dtype not in ITEM_BYTES:
+        raise InputError(f"dtype {dtype!r} is not supported.", hint=f"Use one of {', '.join(ITEM_BYTES)}.")
+    if ranks < 1 or head_dim < 1:
+        raise InputError(f"ranks={ranks}, head_dim={head_dim}.", hint="Both are 1 or more.")
+    found = _measure(ranks, head_dim, dtype)
+    if found is None:  # another rank writes
+        return
+    try:
+        out.write_text(found.to_toml())
+    except OSError as error:
+        raise InputError(f"{out} cannot be written: {error.strerror}.", hint="Give another --out.") from None
+    typer.echo(json.dumps(to_plain(found), indent=2) if as_json else _words(found, out))
+
+
+def _measure(ranks: int, head_dim: int, dtype: str) -> Topology | None:
+    from rich.console import Console
+
+    from weft.run.calibrate import calibrate
+    from weft.run.pool import Pool
+    from weft.run.world import is_launched, machines, world_of
+
+    if is_launched():
+        rank = world_of(None, 60.0).comm.rank
+        found = calibrate(head_dim=head_dim, dtype=dtype, machines=machines())
+        return found if rank == 0 else None
+    with Console(stderr=True).status("measuring links and kernel …"), Pool(ranks) as pool:
+        return pool.run(partial(calibrate, head_dim=head_dim, dtype=dtype))[0]
+
+
+def _words(found: Topology, out: Path) -> str:
+    shared = f", {found.cores} cores shared" if found.cores else ""
+    lines = [
+        f"{found.machines} × {found.devices} devices{shared}",
+        f"attention  {found.flops / 1e9:,.1f} GFLOP/s, {found.call_seconds * 1e6:,.0f} µs a call, "
+        f"{found.tile_seconds * 1e9:,.0f} ns a tile",
+    ]
+    for name in ("intra", "inter") if found.machines > 1 else ("intra",):
+        link = getattr(found, name)
+        lines.append(f"{name:<10} {link.bandwidth / 1e9:,.2f} GB/s, {link.latency * 1e6:,.0f} µs")
+    return "\n".join([*lines, f"written to {out}: weft plan … --topology {out}"])

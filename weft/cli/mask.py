@@ -1,0 +1,196 @@
+"""`weft mask`: draws a mask and shows how dense it is and how unevenly it falls on ranks."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from math import ceil
+from statistics import median
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from weft.core.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+    from weft.core.mask import BlockMask
+    from weft.masks.grid import TokenGrid
+
+SIDE = 64
+"""The picture is at most this many dots wide and high."""
+EMPTY, FULL = (34, 34, 40), (86, 180, 233)
+"""The colours of a dot whose tiles are all left out and all kept."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One way to put heads and blocks on ranks as they come, and how unevenly that loads them."""
+
+    ulysses: int
+    ring: int
+    imbalance: float
+    """Busiest rank / mean, every ring step waiting for its slowest rank."""
+    without_barriers: float
+    bound: float
+    """No way to deal whole heads to the Ulysses groups is below."""
+
+
+def run(
+    spec: Annotated[
+        str, typer.Argument(metavar="SPEC", help="NAME or NAME:option=value,…; none lists all masks.")
+    ] = "",
+    *,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 40,
+    grid: Annotated[str, typer.Option(help="Video tokens TxHxW; Wan2.1 has 21x30x52 at 480p.")] = "21x30x52",
+    text: Annotated[int, typer.Option(help="Text tokens before the video; they are never masked.")] = 0,
+    block: Annotated[int, typer.Option(help="Tokens in a block.")] = 64,
+    head: Annotated[int, typer.Option(help="The head to draw.")] = 0,
+    ranks: Annotated[int, typer.Option(help="Ranks to share the work.")] = 8,
+    seed: Annotated[int, typer.Option(help="Another seed, another mask of the same kind.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+) -> None:
+    """Draw a mask; show how dense it is and how unevenly it falls on ranks.
+
+    Try: weft mask sta:window=3x3x3,dense=0.1 --heads 24
+    """
+    if not spec:
+        _list_masks()
+        return
+    if ranks < 1:
+        raise InputError(f"{ranks} ranks share no work.", hint="Give 1 or more.")
+    from weft.masks.spec import mask_from_spec
+
+    tokens = read_grid(grid, text)
+    mask = mask_from_spec(spec, heads=heads, grid=tokens, block=block, seed=seed)
+    if not 0 <= head < heads:
+        raise InputError(f"There is no head {head} of {heads}.", hint="Heads are counted from 0.")
+    if as_json:
+        about = {"spec": spec, "heads": heads, "grid": tokens.extent, "text": text, "block": block}
+        cuts = [asdict(cut) for cut in natural_cuts(mask, ranks)]
+        kept = {"density": mask.density, "densities": _densities(mask), "digest": mask.digest}
+        typer.echo(json.dumps({**about, "seed": seed, **kept, "ranks": ranks, "cuts": cuts}, indent=2))
+    else:
+        _show(spec, tokens, mask, head, ranks)
+
+
+def read_grid(written: str, text: int = 0) -> TokenGrid:
+    """The grid that is written as TxHxW."""
+    from weft.masks.grid import TokenGrid
+
+    match = re.fullmatch(r"(\d+)[x×](\d+)[x×](\d+)", written)
+    if not match:
+        raise InputError(f"{written!r} is no grid.", hint="Write frames x rows x columns, such as 21x30x52.")
+    t, h, w = map(int, match.groups())
+    return TokenGrid(t, h, w, prefix=text)
+
+
+def natural_cuts(mask: BlockMask, ranks: int) -> Iterator[Cut]:
+    """Every U × R: heads in U even runs, rows and columns in R even runs, in the order they come."""
+    import numpy as np
+
+    from weft.core.indices import split_evenly
+    from weft.plan.balance import bound, ratio, step_ratio
+    from weft.plan.counts import head_loads, tile_loads
+
+    loads = head_loads(mask)
+    for ulysses in (u for u in range(ranks, 0, -1) if ranks % u == 0):
+        ring = ranks // ulysses
+        if ulysses > mask.heads or ring > mask.q_blocks:
+            continue
+        starts = [start for start, _ in split_evenly(mask.q_blocks, ring)]
+        tiles = np.empty((ulysses, ring, ring), dtype=np.int64)
+        for one, run in zip(tiles, split_evenly(mask.heads, ulysses), strict=True):
+            rows = np.add.reduceat(tile_loads(mask, [range(*run)])[0], starts, axis=0)
+            one[:] = np.add.reduceat(rows, starts, axis=1)
+        yield Cut(ulysses, ring, step_ratio(tiles), ratio(tiles.sum(axis=2)), bound(loads, ulysses))
+
+
+def _densities(mask: BlockMask) -> list[float]:
+    """The active share of each head's token pairs."""
+    from weft.plan.counts import head_loads
+
+    return (head_loads(mask) / (mask.q_len * mask.kv_len)).tolist()
+
+
+def _show(spec: str, grid: TokenGrid, mask: BlockMask, head: int, ranks: int) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    densities = _densities(mask)
+    least, middle, most = min(densities), median(densities), max(densities)
+    size = "×".join(map(str, grid.extent)) + (f" + {grid.prefix} text" if grid.prefix else "")
+    console.print(f"{spec} · {mask.heads} heads · {size} tokens · {mask.q_blocks} blocks of {mask.block_q}")
+    console.print(
+        f"density {mask.density:.1%} · of heads: least {least:.1%}, median {middle:.1%}, most {most:.1%}"
+    )
+    dot = -(-mask.q_blocks // SIDE)
+    console.print(
+        f"\nhead {head}, {densities[head]:.1%} · a dot is {_tiles(dot)} · queries down, keys across"
+    )
+    for line in _draw(mask, head, console):
+        console.print(line)
+    cuts = list(natural_cuts(mask, ranks))
+    if not cuts:
+        console.print(f"\n{mask.heads} heads and {mask.q_blocks} blocks leave some of {ranks} ranks idle.")
+        return
+    console.print(f"\nOn {ranks} ranks as it comes, busiest / mean (1.000 is even):")
+    console.print("ulysses × ring   each step waits   no waiting   best with whole heads")
+    for cut in cuts:
+        shape = f"{cut.ulysses} × {cut.ring}"
+        console.print(f"{shape:>14} {cut.imbalance:17.3f} {cut.without_barriers:12.3f} {cut.bound:23.3f}")
+
+
+def _tiles(dot: int) -> str:
+    return "one tile" if dot == 1 else f"up to {dot}×{dot} tiles"
+
+
+def _draw(mask: BlockMask, head: int, console: Console) -> Iterator[Text]:
+    """Two rows of dots a line, in colour where there is one."""
+    import numpy as np
+    from rich.text import Text
+
+    from weft.core.indices import split_evenly
+
+    side = min(SIDE, mask.q_blocks)
+    starts, stops = np.transpose(split_evenly(mask.q_blocks, side))
+    tiles = mask.patterns[mask.pattern_of[head]].astype(np.float64)
+    dots = np.add.reduceat(np.add.reduceat(tiles, starts, axis=0), starts, axis=1)
+    dots /= np.outer(stops - starts, stops - starts)
+    dots = np.pad(dots, ((0, side % 2), (0, 0)))
+    if console.is_terminal and not console.no_color and console.color_system in ("256", "truecolor"):
+        for upper, lower in zip(dots[::2], dots[1::2], strict=True):
+            line = Text()
+            for above, below in zip(upper, lower, strict=True):
+                line.append("▀", style=f"{_colour(above)} on {_colour(below)}")
+            yield line
+        return
+    for upper, lower in zip(dots[::2], dots[1::2], strict=True):
+        yield Text("".join(_character(above, below) for above, below in zip(upper, lower, strict=True)))
+
+
+def _character(above: float, below: float) -> str:
+    """Two dots without colour: which of them is kept, or how much if they are alike."""
+    if abs(above - below) > 0.5:
+        return "▀" if above > below else "▄"
+    return " ░▒▓█"[ceil(2 * (above + below))]
+
+
+def _colour(share: float) -> str:
+    mixed = (round(empty + share * (full - empty)) for empty, full in zip(EMPTY, FULL, strict=True))
+    return "rgb({},{},{})".format(*mixed)
+
+
+def _list_masks() -> None:
+    from weft.masks.spec import PRODUCERS, options, show
+
+    typer.echo("Masks, with their options and defaults:\n")
+    for name, make in PRODUCERS.items():
+        written = ",".join(f"{key}={show(value)}" for key, value in options(name).items())
+        typer.echo(f"  {name}{':' if written else ''}{written.replace('file=', '')}")
+        typer.echo(f"      {(make.__doc__ or '').splitlines()[0]}")
+    typer.echo("\nTry: weft mask sta:window=3x3x3,dense=0.1 --heads 24")

@@ -1,0 +1,143 @@
+"""Masks by name: `sta:window=3x3x3,dense=0.1` for commands, files and quick experiments.
+
+The options of a mask are the keyword arguments of its producer, read as what their defaults are:
+numbers, boxes such as 3x3x3, and several of either joined with +.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from difflib import get_close_matches
+from typing import Any, cast
+
+import numpy as np
+
+from weft.core.errors import InputError
+from weft.core.mask import BlockMask
+from weft.masks.evolving import evolving_mask
+from weft.masks.grid import TokenGrid
+from weft.masks.paro import paro_mask
+from weft.masks.radial import radial_mask
+from weft.masks.random import random_mask
+from weft.masks.sparge import sparge_mask
+from weft.masks.sta import sta_mask
+from weft.masks.svg import svg_mask
+from weft.masks.trace import trace_mask
+from weft.masks.vsa import vsa_mask
+
+
+def _dense(heads: int, grid: TokenGrid, *, block: int) -> BlockMask:
+    """Everything."""
+    return BlockMask.dense(heads, grid.tokens, block=block)
+
+
+def _random(
+    heads: int,
+    grid: TokenGrid,
+    *,
+    block: int,
+    density: Sequence[float] = (0.25,),
+    cv: float = 0.0,
+    seed: int = 0,
+) -> BlockMask:
+    """Tiles by chance; densities spread over heads with a cv, or are listed head by head."""
+    mask = random_mask(heads, grid.tokens, grid.tokens, block=block, density=density, cv=cv, seed=seed)
+    text = grid.text(block)
+    return mask | grid.mask(np.stack([text[:, None] | text] * heads), block) if text.any() else mask
+
+
+PRODUCERS: dict[str, Callable[..., BlockMask]] = {
+    "dense": _dense,
+    "random": _random,
+    "sta": sta_mask,
+    "svg": svg_mask,
+    "radial": radial_mask,
+    "vsa": vsa_mask,
+    "sparge": sparge_mask,
+    "paro": paro_mask,
+    "evolving": evolving_mask,
+    "trace": trace_mask,
+}
+
+
+def mask_from_spec(text: str, *, heads: int, grid: TokenGrid, block: int = 64, seed: int = 0) -> BlockMask:
+    """The mask that `NAME` or `NAME:option=value,option=value` describes; a trace is `trace:FILE`.
+
+    >>> mask_from_spec("sta:window=1x3x3,dense=0.5", heads=4, grid=TokenGrid(8, 16, 16))
+    BlockMask(4 heads (2 patterns), 2048×2048 tokens, blocks 64×64, 64.1% active)
+    """
+    if heads < 1:
+        raise InputError(f"heads={heads} is no number of heads.", hint="Give 1 or more.")
+    if seed < 0:
+        raise InputError(f"seed={seed} is no seed.", hint="Give 0 or more.")
+    grid.blocks(block)  # checks the block
+    name, _, rest = text.partition(":")
+    if name not in PRODUCERS:
+        raise InputError(f"There is no mask {name!r}.", hint=_nearest_of(name, PRODUCERS, "Masks"))
+    known = options(name)
+    given: dict[str, Any] = {"block": block}
+    for key, written in _pairs(name, rest):
+        if key not in known:
+            raise InputError(
+                f"The mask {name!r} has no option {key!r}.", hint=_nearest_of(key, known, "Options")
+            )
+        try:
+            given[key] = _read(written, known[key])
+        except ValueError:
+            raise InputError(
+                f"{key}={written} cannot be read.", hint=f"Write it like {key}={show(known[key])}."
+            ) from None
+    make = PRODUCERS[name]
+    if "seed" in inspect.signature(make).parameters:
+        given["seed"] = seed
+    return make(heads, grid, **given)
+
+
+def options(name: str) -> dict[str, Any]:
+    """The options of a mask that can be written, with their defaults."""
+    found = inspect.signature(PRODUCERS[name]).parameters.values()
+    named = {each.name: each.default for each in found if each.kind is each.KEYWORD_ONLY}
+    return {key: value for key, value in named.items() if key not in ("block", "seed") and value is not None}
+
+
+def show(value: Any) -> str:
+    """A value as it is written in a spec."""
+    if isinstance(value, tuple):
+        items = cast("tuple[Any, ...]", value)
+        return _joint(items).join(map(show, items))
+    return f"{value:g}" if isinstance(value, float) else str(value) or "FILE"
+
+
+def _pairs(name: str, rest: str) -> Iterator[tuple[str, str]]:
+    for number, part in enumerate(rest.split(",") if rest else ()):
+        key, equals, written = (word.strip() for word in part.partition("="))
+        if name == "trace" and number == 0 and key != "file":
+            yield "file", part
+        elif equals and written:
+            yield key, written
+        else:
+            raise InputError(
+                f"{part!r} is no option of {name!r}.", hint=_nearest_of(key, options(name), "Options")
+            )
+
+
+def _read(written: str, like: Any) -> Any:
+    if isinstance(like, tuple):
+        items = cast("tuple[Any, ...]", like)
+        return tuple(_read(part, items[0]) for part in written.split(_joint(items)))
+    found = type(like)(written)
+    if isinstance(found, float) and not math.isfinite(found):
+        raise ValueError(written)
+    return found
+
+
+def _joint(items: tuple[Any, ...]) -> str:
+    return "x" if isinstance(items[0], int) else "+"
+
+
+def _nearest_of(word: str, known: dict[str, Any], what: str) -> str:
+    close = get_close_matches(word, known, n=1)
+    guess = f"Did you mean {close[0]!r}? " if close else ""
+    return f"{guess}{what}: {', '.join(known) or 'none'}."

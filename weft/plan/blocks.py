@@ -1,0 +1,199 @@
+"""Blocks to ring ranks: db-SP's biased greedy to compare with, and a joint refinement of rows and columns.
+
+An assignment gives, per Ulysses slice, the ring coordinate of every q block (`rows[U, n]`) and kv block
+(`cols[U, m]`); a permutation that all slices share repeats its row. Homes are the coordinates that hold
+the blocks now: what is not at home has to travel.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.core.codec import value
+from weft.core.errors import InputError
+from weft.core.indices import IntArray, split_evenly
+from weft.plan.refine import Side, refine
+
+
+class Dealt(NamedTuple):
+    """The ring coordinate of each block, per slice."""
+
+    rows: IntArray
+    cols: IntArray
+
+
+@value
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How far `joint` may go, and when it has gone far enough."""
+
+    budget: float = 1 / 3
+    """Largest share of the rows, and of the columns, of a slice that are away from home."""
+    cap: float = 1.05
+    """Most blocks of a rank, over the even share; what it has to begin with it may keep."""
+    target: float = 1.01
+    """A ratio with which it stops: every further swap would travel for little."""
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.budget <= 1 <= min(self.cap, self.target)):
+            raise InputError(
+                f"{self} cannot be kept.",
+                hint="Give a budget from 0 to 1, and a cap and a target of 1 or more.",
+            )
+
+
+LIMITS = Limits()
+
+
+def contiguous(blocks: int, ring: int) -> IntArray:
+    """The default home: runs of blocks whose lengths differ by at most one.
+
+    >>> contiguous(5, 2).tolist()
+    [0, 0, 0, 1, 1]
+    """
+    return np.repeat(np.arange(ring), [stop - start for start, stop in split_evenly(blocks, ring)])
+
+
+def tile_sums(tile_loads: IntArray, rows: IntArray, cols: IntArray, ring: int) -> IntArray:
+    """[U, R, R]: the loads between row groups and column groups, which `balance` judges."""
+    by_row_group = _over_rows(tile_loads, rows, ring)
+    return np.ascontiguousarray(_over_cols(by_row_group, cols, ring).swapaxes(1, 2))
+
+
+def dbsp_greedy(
+    tile_loads: IntArray,
+    ring: int,
+    home_rows: npt.ArrayLike | None = None,
+    home_cols: npt.ArrayLike | None = None,
+    *,
+    reward: int = 2,
+) -> Dealt:
+    """db-SP's, as published: rows by row sums and columns by column sums over all heads, one permutation.
+
+    Heaviest first, each to the least loaded rank with a free slot, where its home counts as lighter by
+    `reward` times its load. Slots are equal; where blocks do not divide, the first ranks have one more.
+    """
+    homes = _homes(tile_loads, ring, home_rows, home_cols)
+    loads = tile_loads.sum(axis=(0, 2)), tile_loads.sum(axis=(0, 1))
+    dealt = [_biased(*both, ring, reward) for both in zip(loads, homes, strict=True)]
+    return Dealt(*(np.tile(groups, (len(tile_loads), 1)) for groups in dealt))
+
+
+def _biased(loads: IntArray, homes: IntArray, ring: int, reward: int) -> IntArray:
+    slots = [stop - start for start, stop in split_evenly(len(loads), ring)]
+    total = [0] * ring
+    dealt = np.empty_like(homes)
+    for block in np.argsort(-loads, kind="stable").tolist():
+        load, home = int(loads[block]), int(homes[block])
+        score = {rank: total[rank] - reward * load * (rank == home) for rank in range(ring) if slots[rank]}
+        rank = min(score, key=score.__getitem__)
+        dealt[block] = rank
+        slots[rank] -= 1
+        total[rank] += load
+    return dealt
+
+
+def joint(
+    tile_loads: IntArray,
+    ring: int,
+    home_rows: npt.ArrayLike | None = None,
+    home_cols: npt.ArrayLike | None = None,
+    *,
+    limits: Limits = LIMITS,
+    per_slice: bool = True,
+    start: tuple[IntArray, IntArray] | None = None,
+) -> Dealt:
+    """Rows and columns swapped together until every ring step is even, within `limits`; see `refine`.
+
+    It begins with `start`, if that is within the budget, else with everything at home, and never ends with
+    a larger step ratio than it began with. Slices have their own permutations, or all share one.
+    """
+    homes = _homes(tile_loads, ring, home_rows, home_cols)
+    slices, n, m = tile_loads.shape
+    began = Dealt(*(np.tile(home, (slices, 1)) for home in homes))
+    if start is not None:
+        began = _begin(began, start, ring, limits.budget)
+    if not per_slice and any((groups != groups[0]).any() for groups in began):
+        raise InputError(
+            "The start has permutations that differ between slices; this plan is to share one.",
+            hint="Leave out start, or allow per_slice.",
+        )
+    if ring == 1:
+        return began
+    by_cols = _over_cols(tile_loads, began.cols, ring)
+    by_rows = _over_rows(tile_loads, began.rows, ring)
+    tiles = np.ascontiguousarray(_over_cols(by_rows, began.cols, ring).swapaxes(1, 2))
+    split = (slices, 1) if per_slice else (1, slices)
+    loads = tile_loads.reshape(*split, n, m)
+    rows, cols = (
+        Side(load, sums.reshape(*split, ring, -1), now[: split[0]], home, limits.cap, limits.budget)
+        for load, sums, now, home in zip(
+            (loads, loads.swapaxes(2, 3)), (by_cols, by_rows), began, homes, strict=True
+        )
+    )
+    # A slice whose heads weigh more than the target allows is still made even in itself.
+    mean = tiles.sum(axis=(1, 2)) / ring
+    goals = np.maximum(limits.target * mean.mean(), (limits.target + 1) / 2 * mean).astype(np.int64)
+    goals = goals if per_slice else np.full_like(goals, goals.max())
+    found = refine(rows, cols, tiles.reshape(*split, ring, ring), goals.reshape(split))
+    return Dealt(*(np.repeat(groups, split[1], axis=0) for groups in found))
+
+
+def _begin(home: Dealt, start: tuple[IntArray, IntArray], ring: int, budget: float) -> Dealt:
+    """The start, or home where the start has more away from it than the budget allows."""
+    given = Dealt(*(_checked(now, at.shape, ring) for now, at in zip(start, home, strict=True)))
+    moved = ((now != at).sum(axis=1).max() for now, at in zip(given, home, strict=True))
+    allowed = (int(budget * at.shape[1]) for at in home)
+    return given if all(map(operator.le, moved, allowed)) else home
+
+
+def _homes(
+    tile_loads: IntArray, ring: int, rows: npt.ArrayLike | None, cols: npt.ArrayLike | None
+) -> tuple[IntArray, IntArray]:
+    if tile_loads.ndim != 3 or ring < 1:
+        raise InputError(
+            f"Tile loads of shape {tile_loads.shape} for a ring of {ring} ranks.",
+            hint="Give [slices, q blocks, kv blocks], as tile_loads does, and one rank or more.",
+        )
+    _, n, m = tile_loads.shape
+    return _checked(rows, (n,), ring), _checked(cols, (m,), ring)
+
+
+def _checked(groups: npt.ArrayLike | None, shape: tuple[int, ...], ring: int) -> IntArray:
+    if groups is None:
+        return contiguous(shape[-1], ring)
+    found = np.asarray(groups, dtype=np.int64)
+    if found.shape != shape or found.min() < 0 or found.max() >= ring:
+        raise InputError(
+            f"Ring coordinates of shape {found.shape} from {found.min()} to {found.max()}.",
+            hint=f"Expected {shape}, each from 0 to {ring - 1}.",
+        )
+    return found
+
+
+def _over_cols(tiles: IntArray, groups: IntArray, ring: int) -> IntArray:
+    """[U, R, n]: tiles [U, n, m] summed over the columns of each group, groups [U, m]."""
+    found = np.zeros((len(tiles), ring, tiles.shape[1]), dtype=np.int64)
+    for load, group, sums in zip(tiles, groups, found, strict=True):
+        order = np.argsort(group, kind="stable")
+        there, starts = np.unique(group[order], return_index=True)
+        # Groups that are runs are summed where they lie.
+        load = load if (group[1:] >= group[:-1]).all() else load.take(order, axis=1)
+        sums[there] = np.add.reduceat(load, starts, axis=1).T
+    return found
+
+
+def _over_rows(tiles: IntArray, groups: IntArray, ring: int) -> IntArray:
+    """[U, R, m]: tiles [U, n, m] summed over the rows of each group, groups [U, n]."""
+    found = np.empty((len(tiles), ring, tiles.shape[2]), dtype=np.int64)
+    for load, group, sums in zip(tiles, groups, found, strict=True):
+        for number in range(ring):
+            members = np.flatnonzero(group == number)
+            run = members.size and members[-1] - members[0] == members.size - 1
+            load[slice(members[0], members[-1] + 1) if run else members].sum(axis=0, out=sums[number])
+    return found

@@ -1,0 +1,202 @@
+"""Heads to Ulysses groups: two published deals to compare with, and a refinement that closes most of the gap.
+
+Loads are integers and ties go by index, so that all ranks find the same grouping.
+"""
+
+from __future__ import annotations
+
+import heapq
+from functools import lru_cache
+from itertools import chain, combinations
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.core.errors import InputError
+from weft.core.indices import IntArray, split_evenly
+
+Grouping = tuple[tuple[int, ...], ...]
+"""The heads of each Ulysses coordinate."""
+
+NEAR = 1024  # closer than a thousandth to the mean is balanced
+PAIRS = 16  # larger groups have single heads enough to choose from
+
+
+def natural(heads: int, groups: int) -> Grouping:
+    """Heads in their order, counts differing by at most one."""
+    return tuple(tuple(range(start, stop)) for start, stop in split_evenly(heads, groups))
+
+
+def snake(loads: npt.ArrayLike, groups: int) -> Grouping:
+    """xDiT's deal: the sorted heads go round the groups forwards, then backwards, and so on.
+
+    >>> snake([9, 8, 7, 6, 5], 2)
+    ((0, 3, 4), (1, 2))
+    """
+    dealt: list[list[int]] = [[] for _ in range(groups)]
+    for place, head in enumerate(_heaviest_first(_checked(loads, groups))):
+        lap, seat = divmod(place, groups)
+        dealt[groups - 1 - seat if lap % 2 else seat].append(head)
+    return _frozen(dealt)
+
+
+def equal_greedy(loads: npt.ArrayLike, groups: int) -> Grouping:
+    """db-SP's, as published: heaviest head first, each to the least loaded group that has a free slot."""
+    weights = _checked(loads, groups)
+    if weights.size % groups:
+        raise InputError(
+            f"{weights.size} heads do not divide into {groups} groups of equal count.",
+            hint="Use refined, which takes any number of heads.",
+        )
+    return _greedy(weights, groups)
+
+
+def refined(loads: npt.ArrayLike, groups: int, *, equal: bool = False) -> Grouping:
+    """The greedy deal, improved by exchanges between pairs of groups; any number of heads on any of groups.
+
+    `equal` keeps the counts of heads within one of each other.
+
+    >>> refined([4, 3, 3, 2, 2, 2], 2)
+    ((0, 3, 4), (1, 2, 5))
+    """
+    weights = _checked(loads, groups)
+    return improve(_greedy(weights, groups), weights, equal=equal)
+
+
+def improve(grouping: Grouping, loads: npt.ArrayLike, *, equal: bool = False) -> Grouping:
+    """Exchange heads with the heaviest group until none makes it lighter; a balanced grouping stays as it is.
+
+    One exchange gives up to two heads for up to two of another group, the lightest asked first.
+    It ends when no group has more than 1/NEAR above the mean.
+    """
+    weights = _checked(loads, len(grouping))
+    if sorted(chain.from_iterable(grouping)) != list(range(weights.size)):
+        raise InputError(
+            f"The grouping does not hold each of {weights.size} heads exactly once.",
+            hint="Use a grouping that was made for as many heads as there are loads.",
+        )
+    search = _Search(grouping, weights, equal=equal)
+    while search.step():
+        pass
+    return _frozen(search.groups)
+
+
+def group_loads(grouping: Grouping, loads: npt.ArrayLike) -> IntArray:
+    # A group is a handful of heads: plain integers add up faster than an array is made.
+    costs: list[int] = np.asarray(loads, dtype=np.int64).tolist()
+    return np.array([sum([costs[head] for head in group]) for group in grouping], dtype=np.int64)
+
+
+class _Search:
+    """Groups under exchange, with the loads of all subsets that each could give."""
+
+    def __init__(self, grouping: Grouping, weights: IntArray, *, equal: bool) -> None:
+        self.groups = [list(group) for group in grouping]
+        self.sums: list[int] = group_loads(grouping, weights).tolist()
+        self.enough = sum(self.sums) * (NEAR + 1) // (NEAR * len(grouping))
+        # Twice each load, to be compared with a gap of which half should move.
+        self.doubled = 2 * weights
+        self.offers: dict[int, IntArray] = {}
+        sizes = [len(group) for group in grouping]
+        self.counts = (min(sizes), max(*sizes, min(sizes) + 1)) if equal else (0, weights.size)
+
+    def step(self) -> bool:
+        """Whether the heaviest group could be made lighter; the lightest partner is asked first."""
+        *others, top = sorted(range(len(self.groups)), key=self.sums.__getitem__)
+        return self.sums[top] > self.enough and any(self.exchange(top, other) for other in others)
+
+    def exchange(self, heavy: int, light: int) -> bool:
+        """Make the one exchange that brings two groups closest together, if there is any."""
+        mine, theirs = self.groups[heavy], self.groups[light]
+        gap = self.sums[heavy] - self.sums[light]
+        offered, asked = self.offer(heavy), self.offer(light)
+        apart = offered[:, None] - (asked + gap)
+        np.abs(apart, out=apart)
+        if (forbidden := _forbidden(len(mine), len(theirs), *self.counts)) is not None:
+            np.putmask(apart, forbidden, gap)
+        best = int(apart.argmin())
+        if apart.item(best) >= gap:
+            return False
+        given, taken = divmod(best, asked.size)
+        keep, give = _parted(mine, given)
+        leave, take = _parted(theirs, taken)
+        self.groups[heavy], self.groups[light] = keep + take, leave + give
+        moved = int(offered[given] - asked[taken]) // 2
+        self.sums[heavy] -= moved
+        self.sums[light] += moved
+        del self.offers[heavy], self.offers[light]
+        return True
+
+    def offer(self, place: int) -> IntArray:
+        """Twice the load of every pick of a group; made when first asked for, as most never are."""
+        if place not in self.offers:
+            group = self.groups[place]
+            self.offers[place] = _subsets(len(group)) @ self.doubled[group]
+        return self.offers[place]
+
+
+def _parted(group: list[int], subset: int) -> tuple[list[int], list[int]]:
+    chosen = _picks(len(group))[subset]
+    return [head for i, head in enumerate(group) if i not in chosen], [group[i] for i in chosen]
+
+
+@lru_cache(maxsize=256)
+def _picks(size: int) -> tuple[tuple[int, ...], ...]:
+    """Places in a group: none, each one, and each two where that is not too many."""
+    most = min(size, 2 if size <= PAIRS else 1)
+    return tuple(pick for count in range(most + 1) for pick in combinations(range(size), count))
+
+
+@lru_cache(maxsize=256)
+def _subsets(size: int) -> IntArray:
+    """[picks, size] of 0 and 1."""
+    members = np.zeros((len(_picks(size)), size), dtype=np.int64)
+    for row, pick in zip(members, _picks(size), strict=True):
+        row[list(pick)] = 1
+    return members
+
+
+@lru_cache(maxsize=1024)
+def _forbidden(mine: int, theirs: int, low: int, high: int) -> npt.NDArray[np.bool_] | None:
+    """[my picks, their picks]: exchanges after which a group has too few or too many heads."""
+    lost = np.subtract.outer(_subsets(mine).sum(axis=1), _subsets(theirs).sum(axis=1))
+    # I may lose what leaves me my count and gives them theirs.
+    found = (lost < max(mine - high, low - theirs)) | (lost > min(mine - low, high - theirs))
+    return found if found.any() else None
+
+
+def _greedy(weights: IntArray, groups: int) -> Grouping:
+    """Heaviest first to the least loaded with a free slot; the first to fill theirs may hold one more."""
+    count, extra = divmod(weights.size, groups)
+    costs: list[int] = weights.tolist()
+    heap = [(0, group) for group in range(groups)]
+    dealt: list[list[int]] = [[] for _ in range(groups)]
+    for head in _heaviest_first(weights):
+        load, group = heapq.heappop(heap)
+        while len(dealt[group]) == count and not extra:
+            load, group = heapq.heappop(heap)
+        extra -= len(dealt[group]) == count
+        dealt[group].append(head)
+        if len(dealt[group]) <= count:
+            heapq.heappush(heap, (load + costs[head], group))
+    return _frozen(dealt)
+
+
+def _heaviest_first(weights: IntArray) -> list[int]:
+    return np.argsort(-weights, kind="stable").tolist()
+
+
+def _frozen(groups: list[list[int]]) -> Grouping:
+    return tuple(tuple(sorted(group)) for group in groups)
+
+
+def _checked(loads: npt.ArrayLike, groups: int) -> IntArray:
+    array = np.asarray(loads)
+    if array.ndim != 1 or (array.size and (array.dtype.kind not in "iu" or int(array.min()) < 0)):
+        raise InputError(
+            f"Loads are one non-negative integer per head; got {array.dtype} of shape {array.shape}.",
+            hint="Use counts of tiles, or costs as integers.",
+        )
+    if groups < 1:
+        raise InputError(f"Heads go to at least one group; got {groups}.", hint="Use the Ulysses size.")
+    return array.astype(np.int64)

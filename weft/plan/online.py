@@ -1,0 +1,196 @@
+"""Head plans through a denoising loop: the counts of one step plan the next, where the old plan drifted."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.core.errors import InputError
+from weft.core.indices import IntArray
+from weft.plan.exchange import exchanged, slot_loads, to_grouping, to_slots
+from weft.plan.heads import Grouping, equal_greedy
+
+Plans = tuple[Grouping, ...]
+"""One grouping per layer."""
+Result = TypeVar("Result")
+
+
+class Policy(Protocol):
+    """What runs a loop: the plans in force, and the counts [layers, heads] that each step reports."""
+
+    plans: Plans
+
+    def observe(self, counts: npt.ArrayLike) -> Plans: ...
+
+
+class Online:
+    """Re-plans a layer from a forecast of its counts, when its plan's ratio on them is past `threshold`.
+
+    Plans are exchanged upon, not made anew, all that drifted at once; they have one number of groups.
+    No group gets more heads than the largest had to start with. Start from equal counts: that costs
+    balance where loads are known, and saves some where they are a forecast, since what all heads gain or
+    lose alike then cancels.
+    """
+
+    def __init__(self, plans: Sequence[Grouping], *, threshold: float = 1.015) -> None:
+        self.plans: Plans = tuple(plans)
+        self.threshold = threshold
+        self.replanned = 0
+        self._shape = _shape(self.plans)
+        self._slots = to_slots(self.plans, self._shape[1])
+        self._history: deque[IntArray] = deque(maxlen=3)
+
+    def observe(self, counts: npt.ArrayLike) -> Plans:
+        self._history.append(_checked(counts, self._shape))
+        expected = forecast(self._history)
+        drifted = np.flatnonzero(_ratios(slot_loads(self._slots, expected).sum(axis=2)) > self.threshold)
+        if drifted.size:
+            self._slots[drifted] = exchanged(self._slots[drifted], expected[drifted])
+            plans = list(self.plans)
+            for layer in drifted.tolist():
+                plans[layer] = to_grouping(self._slots[layer], self._shape[1])
+            self.replanned += sum(new != old for new, old in zip(plans, self.plans, strict=True))
+            self.plans = tuple(plans)
+        return self.plans
+
+
+class Published:
+    """db-SP's policy, the one to compare with: all layers anew once their mean ratio is past 1.10."""
+
+    def __init__(self, plans: Sequence[Grouping], *, threshold: float = 1.10) -> None:
+        self.plans: Plans = tuple(plans)
+        self.threshold = threshold
+        self.replanned = 0
+
+    def observe(self, counts: npt.ArrayLike) -> Plans:
+        table = _checked(counts, _shape(self.plans))
+        if ratios(self.plans, table).mean() > self.threshold:
+            pairs = zip(self.plans, table, strict=True)
+            self.plans = tuple(equal_greedy(row, len(plan)) for plan, row in pairs)
+            self.replanned += len(self.plans)
+        return self.plans
+
+
+def replay(policy: Policy, counts: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    """[steps, layers]: the ratio of each layer in each step of a recorded run, under plans made before it."""
+    found: list[npt.NDArray[np.float64]] = []
+    for step in np.asarray(counts):
+        found.append(ratios(policy.plans, step))
+        policy.observe(step)
+    return np.stack(found)
+
+
+def forecast(history: Sequence[IntArray]) -> IntArray:
+    """The next counts: the last, and as much of their last change as the change before it foretold of that.
+
+    The share is the least-squares one over all layers and heads, in 256ths, between nothing and all.
+    """
+    last = history[-1]
+    if len(history) < 3:
+        return last
+    change, before = last - history[-2], history[-2] - history[-3]
+    # Integers, so that all ranks forecast the same; small enough that their squares add up.
+    spare = max(0, int(np.abs((change, before)).max(initial=0)).bit_length() - 20)
+    small, earlier = change >> spare, before >> spare
+    along, size = int((small * earlier).sum()), int((earlier * earlier).sum())
+    share = min(256, max(0, 256 * along // size)) if size else 0
+    return np.maximum(0, last + (share * change >> 8))
+
+
+def ratios(plans: Plans, counts: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    """[layers]: max / mean over the groups of each plan."""
+    table = _checked(counts, _shape(plans))
+    return _ratios(slot_loads(to_slots(plans, table.shape[1]), table).sum(axis=2))
+
+
+def _ratios(loads: IntArray) -> npt.NDArray[np.float64]:
+    total = loads.sum(axis=1)
+    return np.where(total > 0, loads.max(axis=1) * loads.shape[1] / np.maximum(total, 1), 1.0)
+
+
+def _shape(plans: Plans) -> tuple[int, int]:
+    """Layers and heads."""
+    shapes = {(len(plan), sum(len(group) for group in plan)) for plan in plans}
+    if len(shapes) != 1:
+        raise InputError(
+            f"Plans with {len(shapes)} different numbers of groups or heads.",
+            hint="Give at least one layer; keep a policy for each number of groups.",
+        )
+    return len(plans), shapes.pop()[1]
+
+
+def _checked(counts: npt.ArrayLike, shape: tuple[int, int]) -> IntArray:
+    table = np.array(counts, dtype=np.int64)
+    if table.shape != shape:
+        raise InputError(
+            f"Counts of shape {table.shape} for plans of {shape[0]} layers × {shape[1]} heads.",
+            hint="Give one row per layer and one column per head.",
+        )
+    return table
+
+
+@dataclass(frozen=True)
+class Planned(Generic[Result]):
+    """A plan, and the step whose counts it is made from."""
+
+    step: int
+    plan: Result
+
+
+class Background(Generic[Result]):
+    """Calls `plan(counts)` in a thread of its own, step after step; nobody ever waits for it.
+
+    Every submitted step is planned, in order, so a plan depends on counts and never on timing. Which
+    plan is the newest does depend on it: ranks agree on a step, or one rank plans for all.
+
+    >>> with Background(lambda counts: int(counts.sum())) as background:
+    ...     background.submit(0, [1, 2])
+    >>> background.newest()
+    Planned(step=0, plan=3)
+    """
+
+    def __init__(self, plan: Callable[[IntArray], Result]) -> None:
+        self._plan = plan
+        # Its thread is no daemon, and ends with the interpreter even if nobody closes it.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weft-plan")
+        self._pending: deque[tuple[int, Future[Result]]] = deque()
+        self._newest: Planned[Result] | None = None
+
+    def submit(self, step: int, counts: npt.ArrayLike) -> None:
+        """Plan from the counts of `step`; the error of an earlier step is raised here or by `newest`."""
+        self._collect()
+        copy = np.array(counts, dtype=np.int64)  # the caller may fill its buffer anew
+        self._pending.append((step, self._thread.submit(self._plan, copy)))
+
+    def newest(self) -> Planned[Result] | None:
+        """The last finished plan; None before the first."""
+        self._collect()
+        return self._newest
+
+    def close(self) -> None:
+        """End the thread after what was submitted is planned."""
+        self._thread.shutdown(wait=True)
+        self._collect()
+
+    def _collect(self) -> None:
+        while self._pending and self._pending[0][1].done():
+            step, future = self._pending.popleft()
+            self._newest = Planned(step, future.result())
+
+    def __enter__(self) -> Background[Result]:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._thread.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,278 @@
+"""Swaps of rows and columns between the ranks of a ring that even out each of its steps.
+
+The potential is Σ (load - mean of its step)² over ranks and steps. With C_i an item's loads (a row's with
+each column group, or a column's with each row group) and X_a the loads of group a less their means, times
+R, swapping i of group a with k of group b lowers it by at least 2/R · (d · (X_a - X_b) - R·|d|²), where
+d = C_i - C_k. Groups meet as in a tournament, so that all pairs of a round, in all slices, choose at once:
+in the first tournament many swaps each along X_a - X_b, and then single ones, the best of many pairs.
+A group's free places hold items without load: a swap with one is a move, and the places are the cap.
+
+Legend: V deciders (the slices, or 1 where all share a permutation), W slices of a decider, R ring,
+B pairs, F = W·R loads of an item, K candidates, P places of a group. Most calls are on small arrays, so
+that their number is what takes the time.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.core.indices import IntArray
+
+Bools = npt.NDArray[np.bool_]
+Floats = npt.NDArray[np.float64]
+
+EVERY = 2**62, 2**62
+SOME = 24, 96  # places of the two groups of a pair that are tried against each other
+STRIDE = 17  # between the candidates of one turn and of the next
+BULK = 8  # an eighth of a group may be swapped at once
+AT_ONCE = 8  # swaps of a pair before the loads are looked at again
+TURNS = 80
+PATIENCE = 3  # tournaments without progress before it gives up
+EXACT = 52  # bits: scores are integers that a float64 holds, so every machine chooses the same
+NEVER = -(2.0**60)
+
+
+class Side:
+    """The rows, or the columns, while they are dealt anew."""
+
+    def __init__(
+        self,
+        tiles_VWio: IntArray,
+        sums_VWRi: IntArray,
+        now_Vi: IntArray,
+        home: IntArray,
+        cap: float,
+        budget: float,
+    ) -> None:
+        self.tiles = tiles_VWio
+        self.ring, self.items = int(sums_VWRi.shape[2]), len(home)
+        # Past the items come two without load: one fills a free place, one a place that must stay empty.
+        self.free, self.closed = self.items, self.items + 1
+        self.sums = np.zeros((*sums_VWRi.shape[:3], self.items + 2), dtype=np.int64)
+        self.sums[..., : self.items] = sums_VWRi
+        self.home = np.append(home, (-1, -1))
+        self.away_left = int(budget * self.items) - (now_Vi != home).sum(axis=1)
+        self.places = self._places(now_Vi, cap)
+        self.shift = 0
+
+    def _places(self, now_Vi: IntArray, cap: float) -> IntArray:
+        """[V, R, P]: what lies in each place of each group."""
+        held = np.stack([np.bincount(now, minlength=self.ring) for now in now_Vi])
+        limit = np.maximum(held, max(int(cap * self.items / self.ring), -(-self.items // self.ring)))
+        place = np.arange(int(limit.max()))
+        found = np.full((*limit.shape, place.size), self.closed)
+        found[place < limit[:, :, None]] = self.free
+        for decider, now in enumerate(now_Vi):
+            found[decider][place < held[decider][:, None]] = np.argsort(now, kind="stable")
+        return found
+
+    def loads(self, v: IntArray, items: IntArray) -> Floats:
+        """[B, F, items], cut by `shift` bits."""
+        flat = self.sums.reshape(len(self.sums), -1, self.items + 2)
+        found = flat[v[:, None, None], np.arange(flat.shape[1])[:, None], items[:, None]]
+        return (found >> self.shift).astype(np.float64)
+
+    def tiles_of(self, v: IntArray, items: IntArray) -> IntArray:
+        """[swaps, W, items of the other side]; a free place has none."""
+        found = self.tiles[v, :, np.minimum(items, self.items - 1)]
+        found[items >= self.items] = 0
+        return found
+
+    def groups(self, places: IntArray) -> IntArray:
+        """[V, items]: the group of each item."""
+        found = np.empty((len(places), self.items + 2), dtype=np.int64)
+        group = np.arange(self.ring)[:, None]
+        for row, place in zip(found, places, strict=True):
+            row[place] = group
+        return found[:, : self.items]
+
+
+class Pairs(NamedTuple):
+    """The pairs of groups of one round, [B] each."""
+
+    decider: IntArray
+    a: IntArray
+    b: IntArray
+
+
+class Swaps(NamedTuple):
+    """Swaps of one turn, sorted by pair: the item and its place in a, and the item and its place in b."""
+
+    pair: IntArray
+    i: IntArray
+    at_i: IntArray
+    k: IntArray
+    at_k: IntArray
+
+
+NONE = Swaps(*np.empty((5, 0), dtype=np.int64))
+
+
+def refine(rows: Side, cols: Side, tiles_VWRR: IntArray, goals_VW: IntArray) -> tuple[IntArray, IntArray]:
+    """The best groups found of rows and of columns, [V, items] each.
+
+    A slice whose Σ_steps max_ranks is at its goal is left alone.
+    """
+    tiles, deciders, ring = tiles_VWRR, len(tiles_VWRR), rows.ring
+    rounds = [_pairs(meeting, deciders) for meeting in _tournament(ring)]
+    # As flat indices: what rank a meets in step t; and the step in which a meets group b.
+    rank, other = np.arange(ring)[:, None], np.arange(ring)
+    met, step = rank * ring + (rank - other) % ring, (rank - other) % ring
+    rows.shift = cols.shift = shift = _shift(rows, cols)
+    best = np.full(deciders, np.iinfo(np.int64).max)
+    found = rows.places.copy(), cols.places.copy()
+    idle = 0
+    for turn in range(TURNS):
+        loads: IntArray = tiles.reshape(*goals_VW.shape, -1).take(met, axis=2)
+        over: IntArray = (loads.max(axis=2).sum(axis=2) - goals_VW).max(axis=1)
+        better = over < best
+        idle = 0 if better.any() else idle + 1
+        best[better] = over[better]
+        for side, places in zip((rows, cols), found, strict=True):
+            places[better] = side.places[better]
+        if idle > PATIENCE * len(rounds) or best.max() <= 0:
+            break
+        pairs = rounds[turn // 2 % len(rounds)]
+        if best.min() <= 0:
+            pairs = Pairs(*(part[best[pairs.decider] > 0] for part in pairs))
+        excess = ring * tiles - loads.sum(axis=2).take(step, axis=2)
+        side, other, turned = (rows, cols, (2, 3)) if turn % 2 == 0 else (cols, rows, (3, 2))
+        excess = excess.transpose(0, 1, *turned)
+        if turn < 2 * len(rounds):
+            swaps = _bulk(side, _meet(side, pairs, excess >> shift, EVERY, turn))
+        else:
+            swaps = _fine(side, _meet(side, pairs, excess >> shift, SOME, turn))
+        if swaps.pair.size:
+            _apply(side, other, tiles.transpose(0, 1, *turned), pairs, swaps)
+    return rows.groups(found[0]), cols.groups(found[1])
+
+
+def _shift(rows: Side, cols: Side) -> int:
+    """By how many bits loads are cut so that every score is exact."""
+    peak = max(int(side.sums.sum(axis=(1, 2)).max()) for side in (rows, cols))
+    bits = (8 * rows.ring * max(rows.items, cols.items) * peak**2).bit_length()
+    return max(0, -(-(bits - EXACT) // 2))
+
+
+def _tournament(ring: int) -> list[IntArray]:
+    """Rounds of pairs of groups: everyone meets everyone once, and nobody two in one round."""
+    seats = list(range(ring + ring % 2))
+    rounds: list[IntArray] = []
+    for _ in seats[1:]:
+        met = zip(seats[: len(seats) // 2], reversed(seats), strict=False)
+        rounds.append(np.array([pair for pair in met if max(pair) < ring], dtype=np.int64))
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return rounds
+
+
+def _pairs(meeting: IntArray, deciders: int) -> Pairs:
+    a, b = np.tile(meeting, (deciders, 1)).T
+    return Pairs(np.repeat(np.arange(deciders), len(meeting)), a, b)
+
+
+class Meeting(NamedTuple):
+    """What the pairs of a round look at: `some` candidates of group a, then those of group b."""
+
+    some: int
+    place: IntArray
+    items: IntArray
+    loads: Floats
+    """[B, F, candidates]; those of b are negative, so that loads of a swap add up."""
+    apart: Floats
+    """[B, F, 1]: X_a - X_b."""
+    closed: Bools
+    swaps: int
+    """How often a pair may swap."""
+
+
+def _meet(side: Side, pairs: Pairs, excess: IntArray, most: tuple[int, int], turn: int) -> Meeting:
+    v, a, b = pairs
+    places = [_spread(side.places.shape[2], limit, turn) for limit in most]
+    some, place = places[0].size, np.concatenate(places)
+    group = np.where(np.arange(place.size) < some, a[:, None], b[:, None])
+    items = side.places[v[:, None], group, place]
+    loads = side.loads(v, items)
+    loads[:, :, some:] *= -1
+    apart = (excess[v, :, a] - excess[v, :, b]).reshape(len(v), -1, 1).astype(np.float64)
+    # Closed are places that are none and, where the budget is spent, leaving home.
+    quota = (side.away_left // (side.ring // 2) // 2)[v]
+    spent = quota < 1
+    closed = items == side.closed
+    if spent.any():
+        closed |= (side.home[items] == group) & spent[:, None]
+    return Meeting(some, place, items, loads, apart, closed, int(quota[~spent].min(initial=side.items)))
+
+
+def _bulk(side: Side, meeting: Meeting) -> Swaps:
+    """As many swaps as help at once: a's items that are most like its excess, for those that are least."""
+    some, _, _, loads, apart, closed, swaps = meeting
+    along = (loads * apart).sum(axis=1)
+    along[closed] = NEVER
+    most = min(-(-some // BULK), swaps)
+    x = np.argsort(-along[:, :some], axis=1, kind="stable")[:, :most]
+    y = np.argsort(-along[:, some:], axis=1, kind="stable")[:, :most] + some
+    pair = np.arange(len(x))[:, None]
+    moved = (loads[pair, :, x] + loads[pair, :, y]).cumsum(axis=1)
+    gain = (moved * (apart.swapaxes(1, 2) - side.ring * moved)).sum(axis=2)
+    gain[closed[pair, x] | closed[pair, y]] = NEVER
+    enough = np.where(gain.max(axis=1) > 0, gain.argmax(axis=1) + 1, 0)
+    return _swaps(meeting, x, y, np.arange(most) < enough[:, None])
+
+
+def _fine(side: Side, meeting: Meeting) -> Swaps:
+    """The swaps that lower the potential most, one after the other."""
+    some, place, _, loads, apart, closed, swaps = meeting
+    ring = side.ring
+    alone = (loads * (apart - ring * loads)).sum(axis=1)
+    alone[closed] = NEVER
+    together = loads[:, :, :some].swapaxes(1, 2) @ (-2 * ring * loads[:, :, some:])
+    pair = np.arange(len(loads))
+    found: list[tuple[IntArray, IntArray, Bools]] = []
+    for _ in range(min(AT_ONCE, swaps)):
+        score = together + alone[:, :some, None]
+        score += alone[:, None, some:]
+        score = score.reshape(len(loads), -1)
+        best = score.argmax(axis=1)
+        real = score[pair, best] > 0
+        if not real.any():
+            break
+        x, y = np.divmod(best, place.size - some)
+        y += some
+        found.append((x, y, real))
+        moved = (loads[pair, :, x] + loads[pair, :, y]) * (2 * ring * real)[:, None]
+        alone -= (moved[:, None] @ loads)[:, 0]
+        alone[pair, x] = alone[pair, y] = NEVER
+    return _swaps(meeting, *(np.array(part).T for part in zip(*found, strict=True))) if found else NONE
+
+
+def _swaps(meeting: Meeting, xs: IntArray, ys: IntArray, reals: Bools) -> Swaps:
+    who, x, y = reals.nonzero()[0], xs[reals], ys[reals]
+    place, items = meeting.place, meeting.items
+    return Swaps(who, items[who, x], place[x], items[who, y], place[y])
+
+
+def _spread(count: int, most: int, turn: int) -> IntArray:
+    """At most so many of the places, spread out, and others in the next turn."""
+    some = min(most, count)
+    return (turn // 2 * STRIDE + np.arange(some) * count // some) % count
+
+
+def _apply(side: Side, other: Side, tiles: IntArray, pairs: Pairs, swaps: Swaps) -> None:
+    """Swap, and bring the budget, the tiles and the sums of the other side up to date."""
+    v, a, b = (part[swaps.pair] for part in pairs)
+    side.places[v, a, swaps.at_i] = swaps.k
+    side.places[v, b, swaps.at_k] = swaps.i
+    from_i, from_k = side.home[swaps.i], side.home[swaps.k]
+    away = (from_i == a) * 1 - (from_i == b) + (from_k == b) - (from_k == a)
+    np.subtract.at(side.away_left, v, away)
+    starts = np.concatenate(([0], np.flatnonzero(swaps.pair[1:] != swaps.pair[:-1]) + 1))
+    change = np.add.reduceat(side.sums[v, :, :, swaps.k] - side.sums[v, :, :, swaps.i], starts)
+    load = np.add.reduceat(side.tiles_of(v, swaps.k) - side.tiles_of(v, swaps.i), starts)
+    v, a, b = v[starts], a[starts], b[starts]
+    tiles[v, :, a] += change
+    tiles[v, :, b] -= change
+    other.sums[v, :, a, :-2] += load
+    other.sums[v, :, b, :-2] -= load

@@ -1,0 +1,122 @@
+"""Heads cut by rows: where one dense head has more than a rank's share, several ranks compute its rows."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.core.codec import value
+from weft.core.errors import InputError
+from weft.core.indices import Indices, IntArray
+from weft.plan.heads import Grouping, group_loads, refined
+
+Piece = tuple[int, int, int]
+"""A head, and the run of its q blocks."""
+
+
+@value
+@dataclass(frozen=True)
+class Share:
+    """A head of a group, and the q blocks of it; None for all."""
+
+    head: int
+    rows: Indices | None = None
+
+
+Shares = tuple[tuple[Share, ...], ...]
+"""The shares of each Ulysses coordinate."""
+
+
+def whole(grouping: Grouping) -> Shares:
+    """A grouping of uncut heads as shares."""
+    return tuple(tuple(Share(head) for head in group) for group in grouping)
+
+
+def split(loads: npt.ArrayLike, groups: int, *, enough: float = 1.03) -> Shares:
+    """Loads [heads, q blocks] to groups, with no more cuts than it takes to come within `enough` of the mean.
+
+    A cut costs a head's keys and values on one more rank. So heads are dealt whole first; while a group
+    has too much, its largest piece gives the excess away, as one run of rows, and all pieces are dealt
+    anew. Pieces of a head that meet in a group are one share again.
+
+    >>> split([[4, 4, 4, 4], [1, 2, 1, 4]], 2)
+    ((Share(head=0, rows=Indices(0-2)),), (Share(head=0, rows=Indices(3)), Share(head=1, rows=None)))
+    """
+    table = _checked(loads)
+    sums = np.zeros((table.shape[0], table.shape[1] + 1), dtype=np.int64)
+    np.cumsum(table, axis=1, out=sums[:, 1:])
+    pieces: list[Piece] = [(head, 0, table.shape[1]) for head in range(table.shape[0])]
+    best: tuple[int, list[Piece], Grouping] | None = None
+    most = len(pieces) + 2 * groups  # filling one group after the other would take fewer cuts than groups
+    while True:
+        sizes = _sizes(pieces, sums)
+        grouping = refined(sizes, groups)
+        busy = group_loads(grouping, sizes)
+        top, share = int(busy.max()), -(-int(sizes.sum()) // groups)
+        if best is None or top < best[0]:
+            best = top, pieces, grouping
+        if top <= enough * share or len(pieces) > most:
+            break
+        cut = _cut([pieces[i] for i in grouping[int(busy.argmax())]], top - share, sums)
+        if cut is None:
+            break
+        (head, start, stop), at = cut
+        pieces = sorted({*pieces, (head, start, at), (head, at, stop)} - {(head, start, stop)})
+    _, pieces, grouping = best
+    return tuple(_shares([pieces[i] for i in group], table.shape[1]) for group in grouping)
+
+
+def share_loads(shares: Shares, loads: npt.ArrayLike) -> IntArray:
+    table = np.asarray(loads, dtype=np.int64)
+    return np.array(
+        [sum(int(table[s.head] @ _chosen(s, table.shape[1])) for s in group) for group in shares],
+        dtype=np.int64,
+    )
+
+
+def _cut(pieces: list[Piece], excess: int, sums: IntArray) -> tuple[Piece, int] | None:
+    """The largest piece that has two rows with work, and where it gives `excess` away, or a little more."""
+    sizes: list[int] = _sizes(pieces, sums).tolist()
+    for _, piece in sorted(zip(sizes, pieces, strict=True), reverse=True):
+        head, start, stop = piece
+        run: list[int] = sums[head, start : stop + 1].tolist()
+        # Both sides keep some work.
+        first, last = bisect_right(run, run[0]), bisect_left(run, run[-1]) - 1
+        if first <= last:
+            at = bisect_right(run, run[-1] - excess) - 1
+            return piece, start + min(max(at, first), last)
+    return None
+
+
+def _sizes(pieces: list[Piece], sums: IntArray) -> IntArray:
+    head, start, stop = np.array(pieces, dtype=np.int64).reshape(-1, 3).T
+    return sums[head, stop] - sums[head, start]
+
+
+def _shares(pieces: list[Piece], rows: int) -> tuple[Share, ...]:
+    found: list[Share] = []
+    for head, same in groupby(sorted(pieces), key=itemgetter(0)):
+        taken = Indices.from_runs((start, stop) for _, start, stop in same)
+        found.append(Share(head, None if taken.size == rows else taken))
+    return tuple(found)
+
+
+def _chosen(share: Share, rows: int) -> IntArray:
+    chosen = np.zeros(rows, dtype=np.int64)
+    chosen[slice(None) if share.rows is None else share.rows.array] = 1
+    return chosen
+
+
+def _checked(loads: npt.ArrayLike) -> IntArray:
+    table = np.asarray(loads)
+    if table.ndim != 2 or (table.size and (table.dtype.kind not in "iu" or int(table.min()) < 0)):
+        raise InputError(
+            f"Loads are one non-negative integer per (head, q block); got {table.dtype} {table.shape}.",
+            hint="Use counts of tiles, or costs as integers.",
+        )
+    return table.astype(np.int64)

@@ -1,0 +1,122 @@
+"""Calibrate: measure the links and the attention kernel of this world, as a Topology for the planner.
+
+Every rank calls `calibrate` at the same time; all return the same Topology, the one rank 0 measured.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from weft.core.mask import BlockMask
+from weft.core.topology import LOOPBACK, Link, Topology
+from weft.masks.random import random_mask
+from weft.run.kernels import choose
+from weft.run.kernels.tiles import Tiles
+
+SMALL, LARGE = 64, 8 << 20  # bytes
+HEADS, TOKENS, BLOCK = 4, 2048, 64
+
+
+def calibrate(*, head_dim: int = 64, dtype: str = "float32", machines: int = 1) -> Topology:
+    """Links inside and between machines, and what attention costs on one device of each."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    devices = ranks // machines
+    device = _device()
+    intra = measure_link(0, 1, device) if devices > 1 else LOOPBACK
+    inter = measure_link(0, devices, device) if machines > 1 else intra
+    flops, call, tile = measure_kernel(head_dim, dtype, device) if _first() else (1.0, 0.0, 0.0)
+    found = Topology(
+        name="calibrated",
+        machines=machines,
+        devices=devices,
+        intra=intra,
+        inter=inter,
+        flops=flops,
+        cores=_cores() if device.type == "cpu" else 0,
+        call_seconds=call,
+        tile_seconds=tile,
+    )
+    return _from_first(found)
+
+
+def measure_link(a: int, b: int, device: torch.device) -> Link:
+    """Two ranks send to each other at the same time, as they do in a schedule; the others wait."""
+    small, large = (_exchange_seconds(a, b, size, device) for size in (SMALL, LARGE))
+    seconds = max(large - small, 1e-9)
+    return _from_first(Link(latency=small, bandwidth=(LARGE - SMALL) / seconds))
+
+
+def _exchange_seconds(a: int, b: int, size: int, device: torch.device) -> float:
+    dist.barrier()
+    rank = dist.get_rank()
+    if rank not in (a, b):
+        return 1.0
+    peer = b if rank == a else a
+    out, back = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+
+    def exchange() -> None:
+        both = [dist.P2POp(dist.irecv, back, peer), dist.P2POp(dist.isend, out, peer)]
+        for work in dist.batch_isend_irecv(both):
+            work.wait()
+
+    return _seconds(exchange, device, repeats=20)
+
+
+def measure_kernel(head_dim: int, dtype: str, device: torch.device) -> tuple[float, float, float]:
+    """(FLOP/s on dense tiles, seconds of the smallest call, seconds of a tile beyond its FLOPs)."""
+    kernel = choose("auto", dtype, str(device))
+    draw = [torch.randn(1, HEADS, TOKENS, head_dim, device=device) for _ in range(3)]
+    q, k, v = (x.to(getattr(torch, dtype)) for x in draw)
+    sparse = random_mask(HEADS, TOKENS, TOKENS, block=BLOCK, density=0.25)
+
+    def attend(mask: BlockMask, tokens: int) -> float:
+        active = None if mask.is_dense else mask.tiles
+        tiles = Tiles(active, mask.block_q, mask.block_k, tokens, tokens)
+        q_few, k_few, v_few = (x[:, : mask.heads, :tokens] for x in (q, k, v))
+        return _seconds(lambda: kernel.attend(q_few, k_few, v_few, tiles, head_dim**-0.5), device)
+
+    call = attend(BlockMask.dense(1, BLOCK), BLOCK)
+    dense, some = attend(BlockMask.dense(HEADS, TOKENS), TOKENS), attend(sparse, TOKENS)
+    flops = 4 * head_dim * HEADS * TOKENS**2 / max(dense - call, 1e-9)
+    tiles = int(sparse.tiles.sum())
+    extra = some - call - tiles * 4 * head_dim * BLOCK**2 / flops
+    return flops, call, max(0.0, extra) / tiles
+
+
+def _seconds(what: Callable[[], object], device: torch.device, repeats: int = 9) -> float:
+    taken: list[float] = []
+    for _ in range(repeats + 2):
+        began = time.perf_counter()
+        what()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - began)
+    # The first ones pay for fresh pages and connections; the slow half has met other processes.
+    return statistics.quantiles(taken[2:], n=4)[0]
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _from_first(mine: Any) -> Any:
+    if not dist.is_initialized():
+        return mine
+    box = [mine]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
