@@ -2,9 +2,9 @@
 
     python -m bench.planner [--quick] [--json FILE]
 
-Heads: real counts of Wan2.1-14B with SpargeAttn (`--counts FILE` or $WEFT_COUNTS; without them rows on
-synthetic counts stand alone). Blocks: evolving synthetic masks, 592 blocks × 40 heads. Nothing runs on
-ranks here; bench.balance does that.
+Heads: real counts of Wan2.1-14B with SpargeAttn, one run, from ../shared/data beside the checkout.
+Blocks: evolving synthetic masks, 592 blocks × 40 heads. Nothing runs on ranks here; bench.balance does
+that.
 """
 
 from __future__ import annotations

@@ -8,12 +8,12 @@ in the first tournament many swaps each along X_a - X_b, and then single ones, t
 A group's free places hold items without load: a swap with one is a move, and the places are the cap.
 
 Legend: V deciders (the slices, or 1 where all share a permutation), W slices of a decider, R ring,
-B pairs, F = W·R loads of an item, K candidates, P places of a group. Most calls are on small arrays, so
-that their number is what takes the time.
+B pairs, F = W·R loads of an item. Most calls are on small arrays: their number is what takes the time.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -77,9 +77,10 @@ class Side:
 
     def tiles_of(self, v: IntArray, items: IntArray) -> IntArray:
         """[swaps, W, items of the other side]; a free place has none."""
-        found = self.tiles[v, :, np.minimum(items, self.items - 1)]
-        found[items >= self.items] = 0
-        return found
+        loaded = items < self.items
+        if loaded.all():
+            return self.tiles[v, :, items]
+        return self.tiles[v, :, items * loaded] * loaded[:, None, None]
 
     def groups(self, places: IntArray) -> IntArray:
         """[V, items]: the group of each item."""
@@ -117,7 +118,7 @@ def refine(rows: Side, cols: Side, tiles_VWRR: IntArray, goals_VW: IntArray) -> 
     A slice whose Σ_steps max_ranks is at its goal is left alone.
     """
     tiles, deciders, ring = tiles_VWRR, len(tiles_VWRR), rows.ring
-    rounds = [_pairs(meeting, deciders) for meeting in _tournament(ring)]
+    rounds = _tournament(ring, deciders)
     # As flat indices: what rank a meets in step t; and the step in which a meets group b.
     rank, other = np.arange(ring)[:, None], np.arange(ring)
     met, step = rank * ring + (rank - other) % ring, (rank - other) % ring
@@ -131,8 +132,8 @@ def refine(rows: Side, cols: Side, tiles_VWRR: IntArray, goals_VW: IntArray) -> 
         better = over < best
         idle = 0 if better.any() else idle + 1
         best[better] = over[better]
-        for side, places in zip((rows, cols), found, strict=True):
-            places[better] = side.places[better]
+        if not idle:
+            found[0][better], found[1][better] = rows.places[better], cols.places[better]
         if idle > PATIENCE * len(rounds) or best.max() <= 0:
             break
         pairs = rounds[turn // 2 % len(rounds)]
@@ -153,24 +154,22 @@ def refine(rows: Side, cols: Side, tiles_VWRR: IntArray, goals_VW: IntArray) -> 
 def _shift(rows: Side, cols: Side) -> int:
     """By how many bits loads are cut so that every score is exact."""
     peak = max(int(side.sums.sum(axis=(1, 2)).max()) for side in (rows, cols))
-    bits = (8 * rows.ring * max(rows.items, cols.items) * peak**2).bit_length()
+    bits = (8 * rows.ring * (max(rows.items, cols.items) * peak) ** 2).bit_length()
     return max(0, -(-(bits - EXACT) // 2))
 
 
-def _tournament(ring: int) -> list[IntArray]:
+@lru_cache
+def _tournament(ring: int, deciders: int) -> tuple[Pairs, ...]:
     """Rounds of pairs of groups: everyone meets everyone once, and nobody two in one round."""
     seats = list(range(ring + ring % 2))
-    rounds: list[IntArray] = []
+    rounds: list[Pairs] = []
     for _ in seats[1:]:
         met = zip(seats[: len(seats) // 2], reversed(seats), strict=False)
-        rounds.append(np.array([pair for pair in met if max(pair) < ring], dtype=np.int64))
+        pairs = np.array([pair for pair in met if max(pair) < ring], dtype=np.int64)
+        a, b = np.tile(pairs, (deciders, 1)).T
+        rounds.append(Pairs(np.repeat(np.arange(deciders), len(pairs)), a, b))
         seats = [seats[0], seats[-1], *seats[1:-1]]
-    return rounds
-
-
-def _pairs(meeting: IntArray, deciders: int) -> Pairs:
-    a, b = np.tile(meeting, (deciders, 1)).T
-    return Pairs(np.repeat(np.arange(deciders), len(meeting)), a, b)
+    return tuple(rounds)
 
 
 class Meeting(NamedTuple):
@@ -190,8 +189,7 @@ class Meeting(NamedTuple):
 
 def _meet(side: Side, pairs: Pairs, excess: IntArray, most: tuple[int, int], turn: int) -> Meeting:
     v, a, b = pairs
-    places = [_spread(side.places.shape[2], limit, turn) for limit in most]
-    some, place = places[0].size, np.concatenate(places)
+    some, place = _tried(side.places.shape[2], most, turn // 2)
     group = np.where(np.arange(place.size) < some, a[:, None], b[:, None])
     items = side.places[v[:, None], group, place]
     loads = side.loads(v, items)
@@ -254,10 +252,11 @@ def _swaps(meeting: Meeting, xs: IntArray, ys: IntArray, reals: Bools) -> Swaps:
     return Swaps(who, items[who, x], place[x], items[who, y], place[y])
 
 
-def _spread(count: int, most: int, turn: int) -> IntArray:
-    """At most so many of the places, spread out, and others in the next turn."""
-    some = min(most, count)
-    return (turn // 2 * STRIDE + np.arange(some) * count // some) % count
+@lru_cache(maxsize=256)
+def _tried(count: int, most: tuple[int, int], turn: int) -> tuple[int, IntArray]:
+    """At most so many places of both groups, spread out, and others in the next turn; how many are a's."""
+    found = [(turn * STRIDE + np.arange(n) * count // n) % count for n in (min(m, count) for m in most)]
+    return found[0].size, np.concatenate(found)
 
 
 def _apply(side: Side, other: Side, tiles: IntArray, pairs: Pairs, swaps: Swaps) -> None:
@@ -268,7 +267,9 @@ def _apply(side: Side, other: Side, tiles: IntArray, pairs: Pairs, swaps: Swaps)
     from_i, from_k = side.home[swaps.i], side.home[swaps.k]
     away = (from_i == a) * 1 - (from_i == b) + (from_k == b) - (from_k == a)
     np.subtract.at(side.away_left, v, away)
-    starts = np.concatenate(([0], np.flatnonzero(swaps.pair[1:] != swaps.pair[:-1]) + 1))
+    first = np.ones(v.size, dtype=np.bool_)
+    np.not_equal(swaps.pair[1:], swaps.pair[:-1], out=first[1:])
+    starts = first.nonzero()[0]
     change = np.add.reduceat(side.sums[v, :, :, swaps.k] - side.sums[v, :, :, swaps.i], starts)
     load = np.add.reduceat(side.tiles_of(v, swaps.k) - side.tiles_of(v, swaps.i), starts)
     v, a, b = v[starts], a[starts], b[starts]

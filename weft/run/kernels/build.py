@@ -86,7 +86,7 @@ def _build(target: Path) -> None:
         calls = [[found, *flags, "-fPIC", "-c", str(source), "-o", output] for flags, source, output in jobs]
         _run_all(calls, folder)
         objects = [output for _, _, output in jobs]
-        _run_all([[found, "-shared", *objects, "-o", "attend.so", "-lm", "-lpthread"]], folder)
+        _run_all([[found, "-shared", *objects, "-o", "attend.so", "-lm", "-lpthread", "-ldl"]], folder)
         # Renamed when it is whole: a build that is cut off leaves nothing that could be loaded.
         Path(folder, "attend.so").replace(target)
 

@@ -1,12 +1,14 @@
 /* Choose the instruction set of this machine and share the tasks among threads. */
-#define _DEFAULT_SOURCE /* madvise */
+#define _GNU_SOURCE /* madvise, RTLD_DEFAULT */
 #include "attend.h"
 
+#include <dlfcn.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 typedef struct {
     const char *name;
@@ -62,16 +64,40 @@ static float *room_for(int64_t floats) {
     return room;
 }
 
-static void *work(void *given) {
+static void work(void *given) {
     Job *job = given;
     float *scratch = room_for(job->scratch);
     if (!scratch) {
         atomic_store(&job->failed, 1);
-        return 0;
+        return;
     }
     for (int64_t task; (task = atomic_fetch_add(&job->next, 1)) < job->tasks;) job->run(job->args, task, scratch);
     free(scratch);
+}
+
+static void *work_thread(void *given) {
+    work(given);
     return 0;
+}
+
+static pid_t loader;
+__attribute__((constructor)) static void loaded(void) { loader = getpid(); }
+
+/* On torch's own threads: after each of its calls they spin for milliseconds, waiting for the next, and threads
+   of ours would have to share the cores with them. In a forked process that pool is dead, so threads are started
+   there, as where torch has no OpenMP. */
+static void run_on(int threads, Job *job) {
+    void (*torch_pool)(void (*)(void *), void *, unsigned, unsigned) = 0;
+    if (getpid() == loader) *(void **)&torch_pool = dlsym(RTLD_DEFAULT, "GOMP_parallel");
+    if (torch_pool && threads > 1) {
+        torch_pool(work, job, (unsigned)threads, 0);
+        return;
+    }
+    pthread_t others[256];
+    int started = 0;
+    while (started + 1 < threads && started < 256 && !pthread_create(&others[started], 0, work_thread, job)) started++;
+    work(job);
+    for (int i = 0; i < started; i++) pthread_join(others[i], 0);
 }
 
 /* 0 if all went well, 1 without memory, 2 if the instruction set is not there. */
@@ -83,11 +109,6 @@ int weft_attend(const Args *args, int backward, const char *isa, int threads) {
     Size size = backward ? found->backward_size(args) : found->forward_size(args);
     Job job = {args, backward ? found->backward : found->forward, size.tasks, size.scratch, 0, 0};
     if (threads > size.tasks) threads = (int)size.tasks;
-    pthread_t others[256];
-    int started = 0;
-    /* A thread costs some 20 µs to start, and unlike a pool it survives fork and needs no owner. */
-    while (started + 1 < threads && started < 256 && !pthread_create(&others[started], 0, work, &job)) started++;
-    work(&job);
-    for (int i = 0; i < started; i++) pthread_join(others[i], 0);
+    run_on(threads, &job);
     return atomic_load(&job.failed);
 }

@@ -1,0 +1,172 @@
+"""Timeline: what every rank did when, simulated or measured; both say it in the same words.
+
+A rank has two lanes: it computes, and it sends. A send is one span on the lane of the sender, from the
+moment its first byte leaves until its last byte is there; who receives is its peer. Waiting for data
+that is not there yet is a span of its own, on the lane that waits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.core.codec import value
+from weft.core.errors import InputError
+from weft.core.indices import IntArray
+
+LANES = ("compute", "comm")
+KINDS = ("attend", "copy", "send", "wait", "barrier")
+
+
+@value
+@dataclass(frozen=True)
+class Span:
+    """One thing on one lane of one rank; times are seconds since the timeline's zero."""
+
+    rank: int
+    lane: str
+    kind: str
+    name: str
+    start: float
+    end: float
+    op: int = -1
+    """The operation of the schedule it belongs to."""
+    peer: int = -1
+    """The rank that a send goes to, or that a wait waits for."""
+    num_bytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@value
+@dataclass(frozen=True)
+class Timeline:
+    """All spans of all ranks of one run."""
+
+    name: str
+    ranks: int
+    spans: tuple[Span, ...]
+    measured: bool = False
+    topology: str = ""
+    machines: int = 1
+    memory: tuple[int, ...] = ()
+    """Peak bytes of each rank, if known."""
+
+    @cached_property
+    def seconds(self) -> float:
+        """From zero until the last span ends."""
+        return max((span.end for span in self.spans), default=0.0)
+
+    @cached_property
+    def computing(self) -> npt.NDArray[np.float64]:
+        """Seconds that each rank attends or copies."""
+        return self._sums(("attend", "copy"))
+
+    @cached_property
+    def waiting(self) -> npt.NDArray[np.float64]:
+        """Seconds that each rank's compute lane waits for data or at a barrier: exposed communication."""
+        return self._sums(("wait", "barrier"))
+
+    @property
+    def idle(self) -> npt.NDArray[np.float64]:
+        """Seconds in which a rank has nothing left, or nothing yet, to do."""
+        return np.maximum(0.0, self.seconds - self.computing - self.waiting)
+
+    @cached_property
+    def overlap(self) -> float:
+        """The share of all sending time during which the sender computes."""
+        sent = hidden = 0.0
+        for rank in range(self.ranks):
+            busy = _merged((s.start, s.end) for s in self.of(rank) if s.kind in ("attend", "copy"))
+            going = _merged((s.start, s.end) for s in self.of(rank) if s.kind == "send")
+            sent += sum(end - start for start, end in going)
+            hidden += _common(busy, going)
+        return hidden / sent if sent else 1.0
+
+    @cached_property
+    def imbalance(self) -> float:
+        mean = float(self.computing.mean()) if self.ranks else 0.0
+        return float(self.computing.max()) / mean if mean else 1.0
+
+    @property
+    def slowest(self) -> int:
+        """The rank whose last span ends last."""
+        ends = np.zeros(self.ranks)
+        for span in self.spans:
+            ends[span.rank] = max(ends[span.rank], span.end)
+        return int(ends.argmax())
+
+    @cached_property
+    def traffic(self) -> IntArray:
+        """Bytes from row to column."""
+        found = np.zeros((self.ranks, self.ranks), dtype=np.int64)
+        for span in self.spans:
+            if span.kind == "send":
+                found[span.rank, span.peer] += span.num_bytes
+        return found
+
+    @cached_property
+    def _by_rank(self) -> tuple[tuple[Span, ...], ...]:
+        found: list[list[Span]] = [[] for _ in range(self.ranks)]
+        for span in self.spans:
+            found[span.rank].append(span)
+        return tuple(tuple(sorted(spans, key=lambda s: (s.start, s.end))) for spans in found)
+
+    def of(self, rank: int) -> tuple[Span, ...]:
+        """A rank's spans in the order of their starts."""
+        return self._by_rank[rank]
+
+    def _sums(self, kinds: tuple[str, ...]) -> npt.NDArray[np.float64]:
+        found = np.zeros(self.ranks)
+        for span in self.spans:
+            if span.kind in kinds and span.lane == "compute":
+                found[span.rank] += span.seconds
+        return found
+
+    def to_jsonl(self) -> str:
+        """A line for the timeline, then one for each span: what runs write, rank by rank."""
+        head = {name: field for name, field in asdict(self).items() if name != "spans"}
+        return "\n".join([json.dumps(head), *(json.dumps(asdict(span)) for span in self.spans)]) + "\n"
+
+    @staticmethod
+    def from_jsonl(text: str) -> Timeline:
+        try:
+            head, *spans = (json.loads(line) for line in text.splitlines() if line.strip())
+            head["memory"] = tuple(head.get("memory", ()))
+            return Timeline(spans=tuple(Span(**span) for span in spans), **head)
+        except (ValueError, TypeError) as error:
+            raise InputError(
+                f"This is no timeline: {error}.", hint="Give a .jsonl that weft wrote."
+            ) from None
+
+
+Intervals = list[tuple[float, float]]
+
+
+def _merged(intervals: Iterable[tuple[float, float]]) -> Intervals:
+    found: Intervals = []
+    for start, end in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((start, end))
+    return found
+
+
+def _common(first: Intervals, second: Intervals) -> float:
+    total, i, j = 0.0, 0, 0
+    while i < len(first) and j < len(second):
+        start, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
+        total += max(0.0, end - start)
+        if first[i][1] < second[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total
