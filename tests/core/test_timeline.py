@@ -2,7 +2,6 @@
 
 import pytest
 
-from weft.core.codec import dumps, loads
 from weft.core.errors import InputError
 from weft.core.timeline import Span, Timeline
 
@@ -38,7 +37,6 @@ def test_traffic_goes_from_row_to_column():
 
 def test_text_reads_back():
     assert Timeline.from_jsonl(LINE.to_jsonl()) == LINE
-    assert loads(dumps(LINE)) == LINE
 
 
 def test_what_is_no_timeline_says_so():

@@ -15,7 +15,6 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from weft.core.codec import value
 from weft.core.errors import InputError
 from weft.core.indices import IntArray
 
@@ -23,7 +22,6 @@ LANES = ("compute", "comm")
 KINDS = ("attend", "copy", "send", "wait", "barrier")
 
 
-@value
 @dataclass(frozen=True)
 class Span:
     """One thing on one lane of one rank; times are seconds since the timeline's zero."""
@@ -45,7 +43,6 @@ class Span:
         return self.end - self.start
 
 
-@value
 @dataclass(frozen=True)
 class Timeline:
     """All spans of all ranks of one run."""
