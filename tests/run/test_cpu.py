@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -183,6 +185,18 @@ def test_threads_do_not_change_a_bit():
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_threads_serve_a_forked_process():
+    """Torch's own threads, which the kernel borrows, do not live on in a child."""
+    x = operands(19, (1, 4, 130, 130, 32), (64, 64), 0.5)
+    expected = forward(Cpu(), x)[0]  # the parent has used its threads
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # a child that waits for threads it does not have would wait for ever
+        os._exit(0 if torch.equal(forward(Cpu(), x)[0], expected) else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_it_says_what_it_cannot_do():

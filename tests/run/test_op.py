@@ -15,11 +15,12 @@ from tests.run.dense import Truth, dense, error
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem
+from weft.masks.random import random_mask
 from weft.plan.choose import build, choose
 from weft.run.execute import Executor
 from weft.run.kernels import choose as choose_kernel
-from weft.run.op import attention_op, backward_op, register
-from weft.run.world import SoloComm
+from weft.run.op import _executors, attention_op, backward_op, register
+from weft.run.world import SoloComm, world_of
 
 Attention = Callable[..., Tensor]
 
@@ -162,3 +163,24 @@ def test_without_gradients_the_output_is_the_same(mode: Callable[[], Any]) -> No
         bare = weft.attention(q, k, v)
     assert not bare.requires_grad
     assert torch.equal(bare, weft.attention(q, k, v))
+
+
+def test_executors_that_are_not_used_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks that change from step to step must not pile up, and a backward still finds its executor."""
+    monkeypatch.setattr("weft.run.attention.EXECUTORS", 3)
+    known = world_of(None, 60.0).compiled
+    q, k, v = (torch.randn(1, 2, 24, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    masks = [random_mask(2, 24, 24, block=4, density=0.5, seed=seed) for seed in range(8)]
+    first = weft.attention(q, k, v, mask=masks[0])
+    gone = list(known.values())[-1]
+    for mask in masks[1:]:
+        weft.attention(q, k, v, mask=mask)
+    assert len(known) == 3
+    assert gone not in _executors
+    order = list(known)
+    weft.attention(q, k, v, mask=masks[-3])
+    assert list(known) == [*order[1:], order[0]], "what was used last is the last to go"
+    (late,) = torch.autograd.grad(first.sum(), q)
+    assert gone not in _executors
+    (anew,) = torch.autograd.grad(weft.attention(q, k, v, mask=masks[0]).sum(), q)
+    assert torch.equal(late, anew)

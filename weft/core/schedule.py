@@ -150,6 +150,23 @@ class Schedule:
                 yield index, op
 
     @cached_property
+    def brought_by(self) -> dict[int, str]:
+        """By Attend: the label of the exchange, after the scatter, that brought its keys and values."""
+        found: dict[int, str] = {}
+        arrivals: dict[int, list[tuple[str, Piece]]] = {}
+        for index, op in enumerate(self.ops):
+            if isinstance(op, Exchange):
+                for transfer in op.transfers:
+                    if transfer.piece.tensor == "kv" and op.label != "scatter":
+                        arrivals.setdefault(transfer.dst, []).append((op.label, transfer.piece))
+                continue
+            # From the last one: in a ring, what is used now has come just before.
+            came = (label for label, piece in reversed(arrivals.get(op.rank, ())) if piece.meets(op.kv))
+            if label := next(came, ""):
+                found[index] = label
+        return found
+
+    @cached_property
     def digest(self) -> str:
         # The mask is hashed once, by itself: it is most of the bytes and shared by many schedules.
         head = dumps([self.name, self.problem, self.mask.digest, self.mesh, self.backward, self.kept])

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from weft.core.codec import value
 from weft.core.errors import InputError
 from weft.core.indices import IntArray
-from weft.core.mask import BlockMask
+from weft.core.mask import BlockMask, count_ones
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint64]
@@ -49,9 +49,9 @@ def head_loads(mask: BlockMask, cost: TileCost = PAIRS) -> IntArray:
     # Tiles come in four sizes: inner ones, those of the last column and the last row, and the corner.
     (inner, right), (low, corner) = cost.of(mask.row_sizes[[0, -1]], mask.col_sizes[[0, -1]])
     last = _last_column(mask)
-    loads = _ones(_words(mask.bits)) * inner
+    loads = count_ones(_words(mask.bits)) * inner
     loads += last.sum(axis=1) * (right - inner)
-    loads += _ones(mask.bits[:, -1]) * (low - inner)
+    loads += count_ones(mask.bits[:, -1]) * (low - inner)
     loads += last[:, -1] * (corner - low - right + inner)
     return loads[list(mask.pattern_of)]
 
@@ -59,7 +59,7 @@ def head_loads(mask: BlockMask, cost: TileCost = PAIRS) -> IntArray:
 def row_loads(mask: BlockMask, cost: TileCost = PAIRS) -> IntArray:
     """[heads, q blocks] of the cost of each row of tiles."""
     inner, right = cost.of(mask.row_sizes, mask.col_sizes[[0, -1]]).T
-    loads = _ones(mask.bits) * inner + _last_column(mask) * (right - inner)
+    loads = count_ones(mask.bits) * inner + _last_column(mask) * (right - inner)
     return loads[list(mask.pattern_of)]
 
 
@@ -77,14 +77,6 @@ def tile_loads(mask: BlockMask, groups: Sequence[Iterable[int]], cost: TileCost 
         np.multiply(counts[:-1], inner, out=loads[:-1])
         np.multiply(counts[-1], last, out=loads[-1])
     return found
-
-
-def _ones(packed: Bytes | Words) -> IntArray:
-    """How many bits are set along the last axis."""
-    if hasattr(np, "bitwise_count"):
-        return np.bitwise_count(packed).sum(axis=-1, dtype=np.int64)
-    table = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype=np.uint8)
-    return table[packed.view(np.uint8)].sum(axis=-1, dtype=np.int64)  # NumPy 1 cannot count bits
 
 
 def _last_column(mask: BlockMask) -> IntArray:

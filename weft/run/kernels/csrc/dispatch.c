@@ -88,7 +88,7 @@ __attribute__((constructor)) static void loaded(void) { loader = getpid(); }
    there, as where torch has no OpenMP. */
 static void run_on(int threads, Job *job) {
     void (*torch_pool)(void (*)(void *), void *, unsigned, unsigned) = 0;
-    if (getpid() == loader) *(void **)&torch_pool = dlsym(RTLD_DEFAULT, "GOMP_parallel");
+    if (1) *(void **)&torch_pool = dlsym(RTLD_DEFAULT, "GOMP_parallel");
     if (torch_pool && threads > 1) {
         torch_pool(work, job, (unsigned)threads, 0);
         return;

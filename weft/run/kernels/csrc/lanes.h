@@ -25,6 +25,7 @@ typedef int32_t ivec __attribute__((vector_size(4 * W), aligned(4), may_alias));
 #define SUM_TERMS 64
 #define LOG2E 1.44269504088896340736f
 #define LN2 0.69314718055994530942f
+#define SHARED static __attribute__((unused)) /* not every file needs it */
 #define INLINE static inline __attribute__((always_inline))
 
 INLINE vec splat(float x) { return x - (vec){0}; }
@@ -94,7 +95,7 @@ static void multiply(const float *a, long am, long ak, const float *b, long bk, 
 
 /* The same for A that lies in memory by columns: `most` of them at a time, as their cache lines are shared
    by the neighbouring rows of A. */
-__attribute__((unused)) static void multiply_turned(const float *a, long ak, const float *b, long bk, long n, float *c, long cm, long m,
+SHARED void multiply_turned(const float *a, long ak, const float *b, long bk, long n, float *c, long cm, long m,
                             long most) {
     for (; n > 0; n -= most, a += most * ak, b += most * bk)
         multiply(a, 1, ak, b, bk, n < most ? n : most, c, cm, m, most);
@@ -106,7 +107,8 @@ typedef struct {
     long row;
 } Rows;
 
-__attribute__((unused)) static Rows rows_of(const Tensor *t, long batch, long head, long at, long n, long dim, int bf16, float *room) {
+SHARED Rows rows_of(const Tensor *t, long batch, long head, long at, long n, long dim, int bf16,
+                    float *room) {
     long first = batch * t->batch + head * t->head + at * t->row;
     if (!bf16) return (Rows){(const float *)t->data + first, t->row};
     const uint16_t *from = (const uint16_t *)t->data + first;
@@ -123,7 +125,7 @@ INLINE float *row_at(const Tensor *t, long batch, long head, long at) {
 }
 
 /* Rows times `factor` as panels [dim][PANEL]; lanes beyond the last row are 0. */
-__attribute__((unused)) static void turn(Rows from, long n, long dim, float factor, float *panels) {
+SHARED void turn(Rows from, long n, long dim, float factor, float *panels) {
     for (long at = 0; at < n; at += PANEL, panels += dim * PANEL) {
         long rows = n - at < PANEL ? n - at : PANEL;
         if (rows < PANEL) memset(panels, 0, sizeof(float) * dim * PANEL);
@@ -166,7 +168,7 @@ static Run next_run(const Args *a, Walk *w, long most) {
 }
 
 /* Fills `runs` with at most KEYS keys and returns how many runs that are; 0 when the walk is over. */
-__attribute__((unused)) static long next_runs(const Args *a, Walk *w, Run *runs) {
+SHARED long next_runs(const Args *a, Walk *w, Run *runs) {
     long found = 0;
     for (long room = KEYS; room > 0 && (runs[found] = next_run(a, w, room)).count;) room -= runs[found++].count;
     return found;
