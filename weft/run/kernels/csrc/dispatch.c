@@ -88,14 +88,15 @@ __attribute__((constructor)) static void loaded(void) { loader = getpid(); }
    there, as where torch has no OpenMP. */
 static void run_on(int threads, Job *job) {
     void (*torch_pool)(void (*)(void *), void *, unsigned, unsigned) = 0;
-    if (1) *(void **)&torch_pool = dlsym(RTLD_DEFAULT, "GOMP_parallel");
+    if (getpid() == loader) *(void **)&torch_pool = dlsym(RTLD_DEFAULT, "GOMP_parallel");
     if (torch_pool && threads > 1) {
         torch_pool(work, job, (unsigned)threads, 0);
         return;
     }
     pthread_t others[256];
     int started = 0;
-    while (started + 1 < threads && started < 256 && !pthread_create(&others[started], 0, work_thread, job)) started++;
+    while (started + 1 < threads && started < 256 && !pthread_create(others + started, 0, work_thread, job))
+        started++;
     work(job);
     for (int i = 0; i < started; i++) pthread_join(others[i], 0);
 }

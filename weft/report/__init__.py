@@ -1,0 +1,1 @@
+"""Report: what a run did or would do, as a page, as figures and in the terminal."""

@@ -1,0 +1,60 @@
+"""Colours by name, light and dark: Okabe and Ito's eight for ranks, and a few for paper and ink."""
+
+from __future__ import annotations
+
+LIGHT = {
+    "paper": "#ffffff",
+    "panel": "#f4f4f2",
+    "ink": "#1c1c1a",
+    "muted": "#6a6a64",
+    "rule": "#d9d9d4",
+    "alarm": "#b3261e",
+    "c0": "#e69f00",
+    "c1": "#56b4e9",
+    "c2": "#009e73",
+    "c3": "#f0e442",
+    "c4": "#0072b2",
+    "c5": "#d55e00",
+    "c6": "#cc79a7",
+    "c7": "#000000",
+}
+# The eight stay as they are, except black, which no one sees on black.
+DARK = LIGHT | {
+    "paper": "#161615",
+    "panel": "#232321",
+    "ink": "#ecebe6",
+    "muted": "#a3a29b",
+    "rule": "#3d3d39",
+    "alarm": "#ff8a80",
+    "c7": "#d0d0d0",
+}
+EIGHT = 8
+
+
+def rank_colour(rank: int, ranks: int, machines: int = 1) -> tuple[str, float]:
+    """A colour's name and its strength: one colour each up to eight ranks, then one a machine, shaded."""
+    if ranks <= EIGHT:
+        return f"c{rank}", 1.0
+    devices = max(1, ranks // max(1, machines))
+    place = rank % devices
+    return f"c{rank // devices % EIGHT}", round(1.0 - 0.6 * place / max(1, devices - 1), 3)
+
+
+def rgb(name: str, strength: float = 1.0) -> tuple[int, int, int]:
+    """On light paper, for pictures that have no style sheet."""
+    red, green, blue = (int(LIGHT[name][i : i + 2], 16) for i in (1, 3, 5))
+    return (
+        round(255 + (red - 255) * strength),
+        round(255 + (green - 255) * strength),
+        round(255 + (blue - 255) * strength),
+    )
+
+
+def style_sheet(selector: str = ":root") -> str:
+    """The names as CSS variables that follow the reader's preference."""
+
+    def block(table: dict[str, str]) -> str:
+        return selector + "{" + "".join(f"--{name}:{value};" for name, value in table.items()) + "}"
+
+    changed = {name: value for name, value in DARK.items() if LIGHT[name] != value}
+    return f"{block(LIGHT)}@media(prefers-color-scheme:dark){{{block(changed)}}}"

@@ -1,0 +1,102 @@
+"""PNG: bytes from pixels with zlib alone, and whole figures where matplotlib is installed."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.report.palette import LIGHT
+
+if TYPE_CHECKING:
+    from weft.report.draw import Figure, Line, Rect, Words
+
+SCALE = 2
+"""Pixels of the PNG for each of the figure."""
+INCH = 100
+
+
+def encode(pixels: npt.NDArray[np.uint8]) -> bytes:
+    """[rows, columns, red green blue alpha] as a PNG."""
+    rows, columns, _ = pixels.shape
+    lines = np.zeros((rows, 1 + 4 * columns), dtype=np.uint8)  # every line begins with its filter: none
+    lines[:, 1:] = pixels.reshape(rows, -1)
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    head = struct.pack(">IIBBBBB", columns, rows, 8, 6, 0, 0, 0)
+    body = chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(lines.tobytes(), 9)) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + body
+
+
+def render(figure: Figure, path: str) -> None:
+    """Draw a figure's shapes, in the light colours, with matplotlib."""
+    import matplotlib as mpl
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure as Sheet
+
+    from weft.report.draw import Dot, Line, Picture, Rect, Words
+
+    with mpl.rc_context({"hatch.color": LIGHT["alarm"], "hatch.linewidth": 1.2}):
+        sheet = Sheet(figsize=(figure.width / INCH, figure.height / INCH), facecolor=LIGHT["paper"])
+        FigureCanvasAgg(sheet)
+        axes = sheet.add_axes((0, 0, 1, 1), xlim=(0, figure.width), ylim=(figure.height, 0))
+        axes.axis("off")
+        for order, shape in enumerate(figure.shapes):
+            if isinstance(shape, Rect):
+                _rect(axes, shape, order)
+            elif isinstance(shape, Line):
+                _line(axes, shape, order)
+            elif isinstance(shape, Dot):
+                axes.plot(
+                    shape.x, shape.y, "o", ms=1.44 * shape.radius, color=LIGHT[shape.colour], zorder=order
+                )
+            elif isinstance(shape, Words):
+                _words(axes, shape, order)
+            elif isinstance(shape, Picture):
+                box = (shape.x, shape.x + shape.width, shape.y + shape.height, shape.y)
+                axes.imshow(shape.pixels, extent=box, interpolation="nearest", zorder=order, aspect="auto")
+                axes.set(xlim=(0, figure.width), ylim=(figure.height, 0))
+        sheet.savefig(path, dpi=SCALE * INCH, metadata={"Software": None})
+
+
+def _rect(axes: Any, shape: Rect, order: int) -> None:
+    from matplotlib.patches import Rectangle
+
+    axes.add_patch(
+        Rectangle(
+            (shape.x, shape.y),
+            shape.width,
+            shape.height,
+            facecolor=LIGHT["paper"] if shape.hatched else LIGHT[shape.fill] if shape.fill else "none",
+            edgecolor=LIGHT[shape.outline] if shape.outline else "none",
+            alpha=None if shape.strength == 1 else shape.strength,
+            hatch="//////" if shape.hatched else None,
+            linewidth=1.08 if shape.outline else 0,
+            zorder=order,
+        )
+    )
+
+
+def _line(axes: Any, shape: Line, order: int) -> None:
+    across, down = zip(*shape.points, strict=True)
+    style = (0, (5, 4)) if shape.dashed else "-"
+    axes.plot(across, down, color=LIGHT[shape.colour], lw=0.72 * shape.width, ls=style, zorder=order)
+
+
+def _words(axes: Any, shape: Words, order: int) -> None:
+    axes.text(
+        shape.x,
+        shape.y,
+        shape.text.replace("$", r"\$"),
+        fontsize=0.72 * shape.size,
+        color=LIGHT[shape.colour],
+        ha={"start": "left", "middle": "center", "end": "right"}[shape.anchor],
+        va="baseline",
+        weight="bold" if shape.bold else "normal",
+        zorder=order,
+    )
