@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from weft.core.codec import digest
 from weft.core.errors import AgreementError
+from weft.core.indices import IntArray
 from weft.plan.online import Plans, Policy
 from weft.run.world import world_of
 
@@ -34,6 +35,8 @@ class Loop:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weft-plan")
         self._planned: Future[Plans] | None = None
         self._plans = policy.plans
+        self.counts: IntArray = np.zeros(0, dtype=np.int64)
+        """What all ranks together counted in the last step, [layers, heads]."""
 
     @property
     def plans(self) -> Plans:
@@ -51,8 +54,8 @@ class Loop:
                 f"Ranks {odd} run by other plans than rank 0.",
                 hint="Start every rank's policy from the same plans: one store, or one broadcast.",
             )
-        total = np.sum([row[1:] for row in rows], axis=0).reshape(mine.shape)
-        self._planned = self._thread.submit(self.policy.observe, total)
+        self.counts = np.sum([row[1:] for row in rows], axis=0).reshape(mine.shape)
+        self._planned = self._thread.submit(self.policy.observe, self.counts)
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)

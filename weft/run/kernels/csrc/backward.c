@@ -1,15 +1,15 @@
 /* Backward. One task is one head, so that the sums over queries (dk, dv) need no atomics and have one order.
-   Scores and their gradients are kept as [key][ROWS] for one block of rows. */
+   Scores and their gradients are kept as [key][PITCH] for one block of rows. */
 #include "lanes.h"
 
 /* Floats from one row of head dims, and of queries, to the next: an odd number of panels. Were it a power of 2,
    all rows of a panel would share a few sets of the first-level cache and drive each other out of it. */
 INLINE long odd_panels(long n) { return (((n + PANEL - 1) / PANEL) | 1) * PANEL; }
-#define ROWS odd_panels(QUERIES)
+#define PITCH odd_panels(QUERIES)
 
 Size NAMED(backward_size, ISA)(const Args *a) {
     long wide = odd_panels(a->dim);
-    long floats = 4 * ROWS * a->dim + 2 * ROWS * wide + 2 * ROWS + 2 * RUN * ROWS + 2 * RUN * a->dim;
+    long floats = 4 * PITCH * a->dim + 2 * PITCH * wide + 2 * PITCH + 2 * RUN * PITCH + 2 * RUN * a->dim;
     return (Size){a->batch * a->heads, floats + 2 * a->kv_len * wide};
 }
 
@@ -40,9 +40,9 @@ static Room room_of(const Args *a, float *at) {
     Room r = {.wide = wide};
     float **parts[] = {&r.qt, &r.gt, &r.dqt, &r.q_room, &r.q, &r.grad, &r.lse, &r.delta,
                        &r.p,  &r.dp, &r.k_room, &r.v_room, &r.dk, &r.dv};
-    long turned = ROWS * a->dim, natural = ROWS * wide, keys = a->kv_len * wide;
-    long sizes[] = {turned,     turned,     turned,       turned,       natural, natural, ROWS, ROWS,
-                    RUN * ROWS, RUN * ROWS, RUN * a->dim, RUN * a->dim, keys,    keys};
+    long turned = PITCH * a->dim, natural = PITCH * wide, keys = a->kv_len * wide;
+    long sizes[] = {turned,     turned,     turned,       turned,       natural, natural, PITCH, PITCH,
+                    RUN * PITCH, RUN * PITCH, RUN * a->dim, RUN * a->dim, keys,    keys};
     for (int i = 0; i < 14; at += sizes[i++]) *parts[i] = at;
     return r;
 }
@@ -56,13 +56,13 @@ static void load_rows(const Args *a, long batch, long head, Run rows, const Room
     turn(grad, rows.count, a->dim, 1.0f, r->gt);
     widen_rows(q, rows.count, a->dim, r->wide, a->scale, r->q);
     widen_rows(grad, rows.count, a->dim, r->wide, 1.0f, r->grad);
-    for (long i = 0; i < ROWS; i++) r->lse[i] = INFINITY, r->delta[i] = 0;
+    for (long i = 0; i < PITCH; i++) r->lse[i] = INFINITY, r->delta[i] = 0;
     for (long i = 0; i < rows.count; i++) {
         float delta = 0;
         for (long d = 0; d < a->dim; d++) delta += grad.data[i * grad.row + d] * out[i * a->out.row + d];
         r->lse[i] = lse[i * a->lse.row] * LOG2E, r->delta[i] = delta;
     }
-    memset(r->dqt, 0, sizeof(float) * ROWS * a->dim);
+    memset(r->dqt, 0, sizeof(float) * PITCH * a->dim);
 }
 
 /* All keys of one run against the loaded rows: adds to dq (turned), dk and dv. Meanwhile asks for what comes
@@ -73,21 +73,21 @@ static void run_backward(const Args *a, long batch, long head, Run run, Run next
     float *dk = r->dk + run.start * wide, *dv = r->dv + run.start * wide;
     Rows k = rows_of(&a->k, batch, head, run.start, n, dim, a->bf16, r->k_room);
     Rows v = rows_of(&a->v, batch, head, run.start, n, dim, a->bf16, r->v_room);
-    memset(r->p, 0, sizeof(float) * n * ROWS), memset(r->dp, 0, sizeof(float) * n * ROWS);
+    memset(r->p, 0, sizeof(float) * n * PITCH), memset(r->dp, 0, sizeof(float) * n * PITCH);
     for (long i = 0; i < panels; i++) {
         float *p = r->p + i * PANEL, *dp = r->dp + i * PANEL;
-        multiply(k.data, k.row, 1, r->qt + i * PANEL * dim, PANEL, dim, p, ROWS, n, SCORE_TERMS);
-        multiply(v.data, v.row, 1, r->gt + i * PANEL * dim, PANEL, dim, dp, ROWS, n, SCORE_TERMS);
+        multiply(k.data, k.row, 1, r->qt + i * PANEL * dim, PANEL, dim, p, PITCH, n, SCORE_TERMS);
+        multiply(v.data, v.row, 1, r->gt + i * PANEL * dim, PANEL, dim, dp, PITCH, n, SCORE_TERMS);
         fetch(dk, wide * size, dim * size, n, i, panels);
         fetch(dv, wide * size, dim * size, n, i, panels);
-        slope(p, dp, n, ROWS, r->lse + i * PANEL, r->delta + i * PANEL);
-        multiply_turned(k.data, k.row, dp, ROWS, n, r->dqt + i * PANEL * dim, PANEL, dim, SUM_TERMS);
+        slope(p, dp, n, PITCH, r->lse + i * PANEL, r->delta + i * PANEL);
+        multiply_turned(k.data, k.row, dp, PITCH, n, r->dqt + i * PANEL * dim, PANEL, dim, SUM_TERMS);
     }
     for (long i = 0; i < dim_panels; i++) {
         fetch_keys(a, &a->k, batch, head, next, i, dim_panels);
         fetch_keys(a, &a->v, batch, head, next, i, dim_panels);
-        multiply(r->p, ROWS, 1, r->grad + i * PANEL, wide, queries, dv + i * PANEL, wide, n, SUM_TERMS);
-        multiply(r->dp, ROWS, 1, r->q + i * PANEL, wide, queries, dk + i * PANEL, wide, n, SUM_TERMS);
+        multiply(r->p, PITCH, 1, r->grad + i * PANEL, wide, queries, dv + i * PANEL, wide, n, SUM_TERMS);
+        multiply(r->dp, PITCH, 1, r->q + i * PANEL, wide, queries, dk + i * PANEL, wide, n, SUM_TERMS);
     }
 }
 
