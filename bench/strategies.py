@@ -28,7 +28,7 @@ from weft.core.topology import Topology
 from weft.masks.grid import TokenGrid
 from weft.masks.spec import mask_from_spec
 from weft.plan.choose import build, choose
-from weft.plan.recipe import factors
+from weft.plan.recipe import Recipe, factors
 from weft.run.attention import attention
 from weft.run.calibrate import calibrate
 from weft.run.pool import Pool
@@ -57,7 +57,7 @@ def problem_of(ranks: int) -> Problem:
 
 
 def names(family: str) -> list[str]:
-    plain = [f"usp:{u}x{r}" for u, r in factors(RANKS)]
+    plain = [str(Recipe(u, r)) for u, r in factors(RANKS)]
     return plain if family == "dense" else plain + [f"{name}+balanced" for name in plain]
 
 

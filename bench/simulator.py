@@ -1,0 +1,200 @@
+"""The simulator against the clock: strategies, sizes, dense and sparse, on two and on four ranks.
+
+    python -m bench.simulator [--quick] [--json FILE]
+
+Links, copies and kernel are calibrated once, in the same world; then every case runs for real and in
+the simulator. Ranks are processes that share this machine's cores, and the simulator knows it; nothing
+is fitted to a case. Two more rows ask how long simulating takes: 8 ranks, and 1024 in one ring.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median, quantiles
+
+import torch
+import torch.distributed as dist
+from rich.progress import Progress
+
+from bench.rows import Line, Report, Row, Took, interleave, main, take_turns, undisturbed
+from bench.strategies import kendall
+from weft.core.layout import Layout
+from weft.core.mask import BlockMask
+from weft.core.problem import Problem
+from weft.core.schedule import Schedule
+from weft.core.topology import Topology
+from weft.masks.random import random_mask
+from weft.plan.choose import build
+from weft.run.attention import attention
+from weft.run.calibrate import calibrate
+from weft.run.pool import Pool
+from weft.schedule.measure import attend_works
+from weft.simulate.clusters import cluster
+from weft.simulate.events import simulate
+
+HEADS, DIM, BLOCK, DENSITY = 8, 64, 64, 0.25
+PLANS = {2: ("ulysses", "ring", "gather"), 4: ("ulysses", "ring", "usp:2x2", "gather")}
+SIZES = {"dense": (1024, 2048), "sparse": (2048, 4096)}
+MEDIAN, TAIL, TAU = 0.12, 0.25, 0.85
+SMALL_SECONDS, LARGE_SECONDS, LARGE_BYTES = 5e-3, 10.0, 2e9
+
+
+@dataclass(frozen=True)
+class Case:
+    ranks: int
+    kind: str
+    tokens: int
+    plan: str
+
+    def __str__(self) -> str:
+        return f"{self.plan}, {self.tokens} {self.kind}"
+
+    def schedule(self) -> Schedule:
+        shape = (HEADS, self.tokens, self.tokens)
+        sparse = self.kind == "sparse"
+        mask = (
+            random_mask(*shape, block=BLOCK, density=DENSITY, seed=1) if sparse else BlockMask.dense(*shape)
+        )
+        layout = Layout.even(self.tokens, self.ranks)
+        problem = Problem(batch=1, heads=HEADS, kv_heads=HEADS, head_dim=DIM, q=layout, kv=layout)
+        return build(self.plan, problem, mask)
+
+
+def cases(ranks: int) -> list[Case]:
+    sizes = [(kind, size) for kind, sizes in SIZES.items() for size in sizes]
+    return [Case(ranks, kind, size, plan) for kind, size in sizes for plan in PLANS[ranks]]
+
+
+# On a rank.
+
+_stage: dict[str, Callable[[], object]] = {}
+
+
+def prepare(wanted: Sequence[Case]) -> None:
+    torch.manual_seed(0)
+    _stage.clear()
+    for case in wanted:
+        schedule = case.schedule()
+        rows = schedule.problem.q.rows(dist.get_rank())
+        q, k, v = (torch.randn(1, HEADS, rows, DIM) for _ in range(3))
+        _stage[str(case)] = partial(attention, q, k, v, plan=schedule)
+        _stage[str(case)]()
+
+
+def play(turn: int) -> dict[str, Took]:
+    with torch.no_grad():
+        return take_turns(_stage, turn, before=dist.barrier)
+
+
+# In the parent.
+
+
+def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - bench.rows calls it so
+    report = Report()
+    task = progress.add_task("calibrating", total=len(PLANS) + 2)
+    topology = Topology()
+    points: list[tuple[float, float]] = []
+    for ranks in sorted(PLANS, reverse=True):
+        with Pool(ranks, threads=1, timeout=120.0) as pool:
+            if not points:
+                topology = pool.run(partial(calibrate, head_dim=DIM))[0]
+                progress.advance(task)
+            progress.update(task, description=f"{ranks} ranks")
+            here = replace(topology, devices=ranks)
+            points += _compare(pool, cases(ranks), here, 11 if quick else 60, report)
+            progress.advance(task)
+    report.rows.extend(_agreement(points))
+    progress.update(task, description="simulating many ranks")
+    report.rows.extend([_few_ranks(), _many_ranks(quick=quick)])
+    report.lines.append(Line(case="calibrated", name="topology", note=_told(topology)))
+    return report
+
+
+def _compare(
+    pool: Pool, wanted: list[Case], topology: Topology, seconds: float, report: Report
+) -> list[tuple[float, float]]:
+    """Time some cases; returns (predicted, measured) of each."""
+    pool.run(prepare, wanted)
+    rounds = undisturbed(list(interleave(partial(pool.run, play), seconds, least=5)))
+    found: list[tuple[float, float]] = []
+    for case in wanted:
+        measured = median(played.took[str(case)].wall for played in rounds)
+        predicted = simulate(case.schedule(), topology).seconds
+        found.append((predicted, measured))
+        note = f"predicted {predicted * 1e3:.1f} ms, {predicted / measured - 1:+.0%}"
+        name = f"{case.ranks} ranks"
+        report.lines.append(Line(case=name, name=str(case), measured=measured * 1e3, note=note))
+    return found
+
+
+def _agreement(points: list[tuple[float, float]]) -> list[Row]:
+    errors = [abs(predicted / measured - 1) for predicted, measured in points]
+    middle, tail, tau = median(errors), quantiles(errors, n=10)[-1], kendall(points)
+    return [
+        _row(f"error of {len(points)} cases, median", middle * 100, "%", MEDIAN * 100, below=True),
+        _row(f"error of {len(points)} cases, 90th percentile", tail * 100, "%", TAIL * 100, below=True),
+        _row(f"order of {len(points)} cases", tau, "Kendall's tau", TAU, below=False),
+    ]
+
+
+def _few_ranks() -> Row:
+    schedule, topology = _model("usp:4x2", 8, tokens=32768), cluster("8xh100")
+    works = attend_works(schedule)
+    taken = [_seconds(lambda: simulate(schedule, topology, works)) for _ in range(25)]
+    return _row("simulate usp:4x2, 40 heads", median(taken) * 1e3, "ms", SMALL_SECONDS * 1e3, below=True)
+
+
+def _many_ranks(*, quick: bool) -> Row:
+    ring = 32 if quick else 128
+    schedule, topology = _model(f"usp:8x{ring}", 8 * ring, tokens=256 * 8 * ring), cluster(f"{ring}x8xh100")
+    works = attend_works(schedule)
+    taken = _seconds(lambda: simulate(schedule, topology, works))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    name = f"simulate {8 * ring} ranks, {len(schedule.ops)} operations ({peak / 1e9:.1f} GB)"
+    row = _row(name, taken, "s", LARGE_SECONDS, below=True)
+    return replace(
+        row, bar=f"{row.bar}, ≤ {LARGE_BYTES / 1e9:.0f} GB", holds=row.holds and peak <= LARGE_BYTES
+    )
+
+
+def _model(name: str, ranks: int, *, tokens: int) -> Schedule:
+    layout = Layout.even(tokens, ranks)
+    problem = Problem(batch=1, heads=40, kv_heads=40, head_dim=128, q=layout, kv=layout, dtype="bfloat16")
+    return build(name, problem, random_mask(40, tokens, tokens, block=128, density=DENSITY))
+
+
+def _seconds(what: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    what()
+    return time.perf_counter() - began
+
+
+def _row(case: str, measured: float, unit: str, bar: float, *, below: bool) -> Row:
+    holds = measured <= bar if below else measured >= bar
+    return Row(
+        case=case,
+        measured=measured,
+        unit=unit,
+        peer=None,
+        peer_name="",
+        limit=None,
+        bar=f"{'≤' if below else '≥'} {bar:g}",
+        holds=holds,
+    )
+
+
+def _told(topology: Topology) -> str:
+    return (
+        f"{topology.intra.bandwidth / 1e9:.2f} GB/s, {topology.intra.latency * 1e6:.0f} µs, "
+        f"{topology.post_seconds * 1e6:.0f} µs a post; {topology.flops / 1e9:.0f} GFLOP/s, "
+        f"{topology.call_seconds * 1e6:.0f} µs a call, {topology.tile_seconds * 1e9:.0f} ns a tile; "
+        f"memory {topology.memory_bandwidth / 1e9:.1f} GB/s; {topology.cores} cores"
+    )
+
+
+if __name__ == "__main__":
+    main(measure, __doc__ or "")
