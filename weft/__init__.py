@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from weft.core.schedule import Schedule
     from weft.core.topology import Topology
     from weft.run.attention import attention
+    from weft.run.trace import trace
 
 __version__ = "0.1.0"
 
@@ -29,6 +30,7 @@ __all__ = [
     "Topology",
     "WeftError",
     "attention",
+    "trace",
 ]
 
 _HOMES = {
@@ -40,6 +42,7 @@ _HOMES = {
     "Topology": "weft.core.topology",
     "WeftError": "weft.core.errors",
     "attention": "weft.run.attention",
+    "trace": "weft.run.trace",
 }
 
 

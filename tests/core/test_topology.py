@@ -5,7 +5,7 @@ import math
 import pytest
 
 from weft.core.errors import InputError
-from weft.core.topology import LOOPBACK, Link, Topology
+from weft.core.topology import LOOPBACK, Link, Speed, Topology
 
 FAST, SLOW = Link(latency=1e-6, bandwidth=1e11), Link(latency=1e-5, bandwidth=1e10)
 
@@ -45,6 +45,28 @@ def test_toml_gives_what_python_gives(read):
     )
     assert read(CLUSTER) == expected
     assert read("") == Topology()
+
+
+MEASURED = """
+two_sided = true
+comm_slowdown = 0.1
+nic_bandwidth = 5e10
+[[attention]]
+tokens = 2048
+density = 0.25
+block = 64
+head_dim = 128
+flops = 1e14
+"""
+
+
+def test_every_field_is_written_and_read_again(read):
+    speed = Speed(tokens=2048, density=0.25, block=64, head_dim=128, flops=1e14)
+    assert read(MEASURED) == Topology(
+        two_sided=True, comm_slowdown=0.1, nic_bandwidth=5e10, attention=(speed,)
+    )
+    for text in (CLUSTER, MEASURED):
+        assert read(read(text).to_toml()) == read(text)
 
 
 def test_ranks_fill_a_machine_before_the_next(read):
@@ -91,6 +113,18 @@ def test_seconds_are_latency_and_then_bytes():
         ("devices = 2\n[[links]]\nfrom = 'a'\nto = 1\nlatency = 0\nbandwidth = 1", "cluster.toml"),
         ("devices = 2\n[[links]]\nfrom = 0\nto = 1\nlatensy = 0\nbandwidth = 1", "Did you mean 'latency'"),
         ("machines = ", "is not TOML"),
+        ("two_sided = 1", "two_sided = 1 is not true or false"),
+        ("barriers = 'no'", "barriers = 'no' is not true or false"),
+        ("comm_slowdown = 1.0", "comm_slowdown=1.0 leaves nothing. Give a share below 1"),
+        ("pair_bandwidth = -1", "pair_bandwidth=-1. Give a number, 0 or more"),
+        ("memory_bandwidth = nan", "memory_bandwidth=nan"),
+        (
+            "attention = 3",
+            "attention must be tables with block and density",
+        ),
+        ("[[attention]]\ntokens = 8", r"Write \[\[attention\]\] with tokens, density, block"),
+        (f"{MEASURED}colour = 3", "no 'colour'. Known names: tokens, density"),
+        (MEASURED.replace("64", "0"), "A measured attention has block=0"),
     ],
 )
 def test_bad_toml_names_the_file_and_the_rule(read, text, words):

@@ -12,10 +12,11 @@ from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem
 from weft.core.schedule import Attend, Exchange, Schedule
-from weft.core.topology import Link, Topology
+from weft.core.topology import Link, Speed, Topology
 from weft.plan.choose import build
+from weft.schedule.measure import attend_works
 from weft.schedule.reverse import reverse
-from weft.simulate.critical import critical_path
+from weft.simulate.critical import attend_seconds, critical_path
 
 FREE = Link(latency=0.0, bandwidth=1e30)
 
@@ -122,3 +123,70 @@ def test_nothing_takes_no_time():
     empty = BlockMask.from_tiles(np.zeros((12, 1, 1)), q_len=840, kv_len=840, block_q=840)
     timing = critical_path(build("ring", of(3), empty), Topology.local(3))
     assert (timing.seconds, timing.exposed) == (0.0, 0.0)
+
+
+def test_the_network_of_a_machine_is_shared():
+    schedule, link = dense("ring", 4), Link(latency=0.0, bandwidth=1e6)
+    wide = Topology(machines=2, devices=2, intra=FREE, inter=link, flops=1e12)
+    shared = replace(wide, nic_bandwidth=1e6)
+    ratio = critical_path(schedule, shared).seconds / critical_path(schedule, wide).seconds
+    assert ratio == pytest.approx(2, rel=0.01)
+
+
+def test_a_pair_has_its_cap_but_pairs_run_side_by_side():
+    wide = cluster(4, Link(latency=0.0, bandwidth=6e6), flops=1e30)
+    capped = replace(wide, pair_bandwidth=2e6)
+    ring, ulysses = (
+        critical_path(dense(name, 4), capped).seconds / critical_path(dense(name, 4), wide).seconds
+        for name in ("ring", "ulysses")
+    )
+    assert ring == pytest.approx(3, rel=0.01)
+    assert ulysses < 1.7
+
+
+ROW = Speed(tokens=420, density=1.0, block=64, head_dim=8, flops=1e9)
+
+
+@pytest.mark.parametrize(
+    ("row", "speed"),
+    [
+        (ROW, 1e9),
+        (replace(ROW, tokens=800), 1e9),
+        (replace(ROW, tokens=900), 1e10),
+        (replace(ROW, tokens=200), 1e10),
+        (replace(ROW, head_dim=17), 1e10),
+        (replace(ROW, density=0.4), 1e10),
+    ],
+)
+def test_a_measured_call_tells_more_than_flops_if_it_is_near(row, speed):
+    mask, schedule = BlockMask.dense(12, 840), dense("ring", 2)
+    topology = replace(cluster(2, FREE), attention=(row,), call_seconds=0.5)
+    for index, op in schedule.attends():
+        pairs = attend_works(schedule)[index]
+        found = attend_seconds(topology, schedule.problem, mask, pairs, op)
+        assert found == pytest.approx(0.5 + 4 * 8 * pairs / speed)
+
+
+def test_the_nearest_measured_call_counts():
+    schedule = dense("ring", 2)
+    rows = tuple(replace(ROW, tokens=tokens, flops=tokens * 1e6) for tokens in (300, 430, 700))
+    timing = critical_path(schedule, replace(cluster(2, FREE), attention=rows, call_seconds=0.0))
+    assert timing.compute[0] == pytest.approx(4 * 8 * 12 * 840**2 / 2 / 430e6)
+
+
+def test_a_block_matters_where_the_mask_is_sparse():
+    tiles = np.arange(14 * 14).reshape(1, 14, 14).repeat(12, axis=0) % 2
+    mask = BlockMask.from_tiles(tiles, q_len=840, kv_len=840, block_q=60)
+    schedule = build("ring", of(1), mask)
+    row = replace(ROW, tokens=840, density=0.5, block=50)
+    near, far = (
+        critical_path(schedule, replace(cluster(1, FREE), attention=(given,), call_seconds=0.0)).seconds
+        for given in (row, replace(row, block=16))
+    )
+    assert near == pytest.approx(10 * far)
+
+
+def test_no_call_is_faster_than_its_operands_come():
+    schedule = dense("ring", 1)
+    topology = replace(cluster(1, FREE, flops=1e30), call_seconds=0.0, memory_bandwidth=1e6)
+    assert critical_path(schedule, topology).seconds == pytest.approx(4 * 12 * 840 * 8 * 4 / 1e6)

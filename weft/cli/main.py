@@ -23,6 +23,8 @@ VERBS = {
     "doctor": ("weft.cli.doctor", "Show what this machine can do and how to add what it cannot."),
     "mask": ("weft.cli.mask", "Draw a mask; show how dense and how uneven it is."),
     "plan": ("weft.cli.plan", "Rank the ways to run a model's attention on a cluster."),
+    "report": ("weft.cli.report", "Write a page with figures of a run, a schedule or a plan."),
+    "simulate": ("weft.cli.simulate", "Time plans on clusters of several sizes."),
     "verify": ("weft.cli.verify", "Prove that N ranks compute what one rank computes."),
 }
 """Verb: its module and its line in `weft --help`."""

@@ -137,10 +137,29 @@ class Layout:
             common = common & self.held(rank)
         return common
 
+    @cached_property
+    def _runs_by_start(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+        """(starts, stops, furthest stop so far, rank) of all runs, by their starts."""
+        runs = [(start, stop, rank) for rank, held in enumerate(self._held) for start, stop in held.runs]
+        starts, stops, ranks = np.array(sorted(runs), dtype=np.int64).reshape(-1, 3).T
+        return starts, stops, np.maximum.accumulate(stops), ranks
+
+    def holders(self, wanted: Indices) -> list[int]:
+        """The ranks that hold any of some indices, in ascending order."""
+        if not wanted:
+            return []
+        starts, stops, furthest, ranks = self._runs_by_start
+        found: list[IntArray] = []
+        for start, stop in wanted.runs:
+            # What begins too late or has ended before it is skipped, so a thousand ranks cost no loop.
+            first, last = furthest.searchsorted(start, "right"), starts.searchsorted(stop, "left")
+            found.append(ranks[first:last][stops[first:last] > start])
+        return np.unique(np.concatenate(found)).tolist()
+
     def sources(self, rank: int, wanted: Indices) -> list[tuple[int, Indices]]:
         """Who gives `rank` the indices it wants: itself where it can, else the first rank that holds them."""
         found: list[tuple[int, Indices]] = []
-        for source in (rank, *(r for r in range(self.ranks) if r != rank)):
+        for source in (rank, *(r for r in self.holders(wanted) if r != rank)):
             if not wanted:
                 break
             if part := wanted & self.held(source):

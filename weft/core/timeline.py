@@ -37,6 +37,8 @@ class Span:
     peer: int = -1
     """The rank that a send goes to, or that a wait waits for."""
     num_bytes: int = 0
+    call: int = 0
+    """Which run it belongs to, where a rank runs several attentions one after another."""
 
     @property
     def seconds(self) -> float:
@@ -55,6 +57,8 @@ class Timeline:
     machines: int = 1
     memory: tuple[int, ...] = ()
     """Peak bytes of each rank, if known."""
+    clocks: tuple[tuple[float, float], ...] = ()
+    """By rank, seconds that its clock was ahead of rank 0's and how far that may be off, if measured."""
 
     @cached_property
     def seconds(self) -> float:
@@ -137,6 +141,7 @@ class Timeline:
         try:
             head, *spans = (json.loads(line) for line in text.splitlines() if line.strip())
             head["memory"] = tuple(head.get("memory", ()))
+            head["clocks"] = tuple((ahead, unsure) for ahead, unsure in head.get("clocks", ()))
             return Timeline(spans=tuple(Span(**span) for span in spans), **head)
         except (ValueError, TypeError) as error:
             raise InputError(

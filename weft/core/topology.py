@@ -39,8 +39,32 @@ class Link:
         return self.latency + num_bytes / self.bandwidth
 
 
+@value
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """One measured attention call. `tokens` is the geometric mean of its queries and keys."""
+
+    tokens: float
+    density: float
+    block: int
+    head_dim: int
+    flops: float
+    """FLOP/s over active tiles, without the cost of the call."""
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "density", "block", "head_dim", "flops"):
+            given = getattr(self, name)
+            if not (math.isfinite(given) and given > 0):
+                raise InputError(f"A measured attention has {name}={given}.", hint="Give a number above 0.")
+
+
 # A laptop until `weft calibrate` says better: gloo over loopback.
 LOOPBACK = Link(latency=1e-4, bandwidth=1e9)
+LINK_HINT = "Write latency = seconds, bandwidth = bytes/s."
+COSTS = (
+    "cores", "call_seconds", "tile_seconds", "memory_bandwidth", "post_seconds", "pair_bandwidth",
+    "nic_bandwidth", "half_bytes", "comm_slowdown",
+)  # fmt: skip
 
 
 @value
@@ -61,6 +85,24 @@ class Topology:
     """What every attention call costs, however small; on GPUs a launch and a merge."""
     tile_seconds: float = 0.0
     """What every tile of a sparse mask costs beyond its FLOPs."""
+    memory_bandwidth: float = 0.0
+    """Bytes/s that one device reads and writes; a copy does both. 0: memory costs nothing."""
+    post_seconds: float = 0.0
+    """What starting one message, or waiting to receive one, costs the device that computes."""
+    pair_bandwidth: float = 0.0
+    """What one pair of devices may have of `intra`; 0: all of it."""
+    nic_bandwidth: float = 0.0
+    """What all devices of a machine share, each way, to other machines; 0: each has its `inter`."""
+    half_bytes: float = 0.0
+    """The size of a message that gets half of the bandwidth; smaller ones get less."""
+    two_sided: bool = False
+    """A message starts only when its receiver is there too (NCCL, gloo); else as soon as it is sent."""
+    comm_slowdown: float = 0.0
+    """The share of its compute speed that a device loses while two-sided messages come or go."""
+    barriers: bool = False
+    """All ranks meet before every exchange."""
+    attention: tuple[Speed, ...] = ()
+    """Measured calls; where none is near, `flops` and `tile_seconds` tell."""
     links: tuple[tuple[int, int, Link], ...] = ()
     """Links that differ from the two above, as (source rank, destination rank, link)."""
 
@@ -72,9 +114,13 @@ class Topology:
             )
         if not (math.isfinite(self.flops) and self.flops > 0):
             raise InputError(f"flops={self.flops} is no speed.", hint="Give FLOP/s of one device, above 0.")
-        for name in ("cores", "call_seconds", "tile_seconds"):
+        for name in COSTS:
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
                 raise InputError(f"{name}={getattr(self, name)}.", hint="Give a number, 0 or more.")
+        if self.comm_slowdown >= 1:
+            raise InputError(
+                f"comm_slowdown={self.comm_slowdown} leaves nothing.", hint="Give a share below 1."
+            )
         for source, target, _ in self.links:
             if not (0 <= source < self.ranks and 0 <= target < self.ranks):
                 raise InputError(
@@ -111,46 +157,52 @@ class Topology:
         _check_names(table, Topology, str(path))
         for name in ("intra", "inter"):
             if name in table:
-                table[name] = _read_link(table[name], f"{path} [{name}]")
+                table[name] = _read(Link, table[name], f"{path} [{name}]", LINK_HINT)
         if "links" in table:
+            hint = "Write [[links]] from = 0, to = 1, latency = 1e-5, bandwidth = 2e10."
+            rows = _read_rows(table["links"], {"from", "to"}, f"{path}: links", hint)
             table["links"] = tuple(
-                (row.pop("from"), row.pop("to"), _read_link(row, f"{path} [[links]]"))
-                for row in _read_rows(table["links"], str(path))
+                (row.pop("from"), row.pop("to"), _read(Link, row, f"{path} [[links]]", LINK_HINT))
+                for row in rows
             )
+        if "attention" in table:
+            names = [f.name for f in fields(Speed)]
+            hint = f"Write [[attention]] with {', '.join(names)}."
+            rows = _read_rows(table["attention"], set(names), f"{path}: attention", hint)
+            table["attention"] = tuple(_read(Speed, row, f"{path} [[attention]]", hint) for row in rows)
         return _build(Topology, table, str(path))
 
     def to_toml(self) -> str:
         """What `from_toml` reads."""
-        plain = [f for f in fields(self) if f.name not in ("intra", "inter", "links")]
+        plain = [f for f in fields(self) if f.name not in ("intra", "inter", "links", "attention")]
         lines = [f"{f.name} = {json.dumps(getattr(self, f.name))}" for f in plain]
         for name in ("intra", "inter"):
-            lines += ["", f"[{name}]", *_link_lines(getattr(self, name))]
+            lines += ["", f"[{name}]", *_lines(getattr(self, name))]
         for source, target, link in self.links:
-            lines += ["", "[[links]]", f"from = {source}", f"to = {target}", *_link_lines(link)]
+            lines += ["", "[[links]]", f"from = {source}", f"to = {target}", *_lines(link)]
+        for speed in self.attention:
+            lines += ["", "[[attention]]", *_lines(speed)]
         return "\n".join(lines) + "\n"
 
 
-def _link_lines(link: Link) -> list[str]:
-    return [f"latency = {link.latency!r}", f"bandwidth = {link.bandwidth!r}"]
+def _lines(thing: Link | Speed) -> list[str]:
+    return [f"{f.name} = {getattr(thing, f.name)!r}" for f in fields(thing)]
 
 
-def _read_rows(rows: Any, where: str) -> list[dict[str, Any]]:
+def _read_rows(rows: Any, needed: set[str], where: str, hint: str) -> list[dict[str, Any]]:
     tables = [_table(row) for row in cast("list[Any]", rows)] if isinstance(rows, list) else [None]
-    found = [table for table in tables if table and {"from", "to"} <= set(table)]
+    found = [table for table in tables if table and needed <= set(table)]
     if len(found) < len(tables):
-        raise InputError(
-            f"{where}: links must be tables with from and to.",
-            hint="Write [[links]] from = 0, to = 1, latency = 1e-5, bandwidth = 2e10.",
-        )
+        raise InputError(f"{where} must be tables with {' and '.join(sorted(needed))}.", hint=hint)
     return found
 
 
-def _read_link(given: Any, where: str) -> Link:
+def _read(kind: type[Any], given: Any, where: str, hint: str) -> Any:
     table = _table(given)
     if table is None:
-        raise InputError(f"{where} is {given!r}.", hint="Write latency = seconds, bandwidth = bytes/s.")
-    _check_names(table, Link, where)
-    return _build(Link, table, where)
+        raise InputError(f"{where} is {given!r}.", hint=hint)
+    _check_names(table, kind, where)
+    return _build(kind, table, where)
 
 
 def _table(given: Any) -> dict[str, Any] | None:
@@ -158,11 +210,18 @@ def _table(given: Any) -> dict[str, Any] | None:
 
 
 def _build(kind: type[Any], table: dict[str, Any], where: str) -> Any:
-    words = {"int": (int, "a whole number"), "float": (int | float, "a number"), "str": (str, "a text")}
+    words = {
+        "int": (int, "a whole number"),
+        "float": (int | float, "a number"),
+        "str": (str, "a text"),
+        "bool": (bool, "true or false"),
+    }
     for field in fields(kind):
         given = table.get(field.name)
         wanted, word = words.get(str(field.type), (object, ""))
-        if given is not None and (isinstance(given, bool) or not isinstance(given, wanted)):
+        # To Python a truth value is a whole number too; to a reader it is a slip of the pen.
+        slipped = isinstance(given, bool) and wanted is not bool
+        if given is not None and (slipped or not isinstance(given, wanted)):
             raise InputError(f"{where}: {field.name} = {given!r} is not {word}.")
     try:
         return kind(**table)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 
 import numpy as np
@@ -100,8 +100,10 @@ class Figure:
     height: float
     shapes: tuple[Shape, ...]
     caption: str = ""
-    wide: bool = field(default=False)
+    wide: bool = False
     """Takes the whole width of the page."""
+    group: str = ""
+    """Figures of one group share a place; a slider chooses among them."""
 
     def svg(self, *, alone: bool = True) -> str:
         """As a file of its own, or for a page that has the colours already."""
@@ -187,5 +189,5 @@ def rules(x: tuple[float, float], ticks: Iterable[tuple[float, str]]) -> list[Sh
     found: list[Shape] = []
     for y, text in ticks:
         found.append(Line(((x[0], y), (x[1], y)), "rule"))
-        found.append(Words(x[0] - 6, y + 4, text, 11, anchor="end"))
+        found.append(Words(x[0] - 6, y + 4, text, 12.5, anchor="end"))
     return found

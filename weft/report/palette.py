@@ -1,4 +1,7 @@
-"""Colours by name, light and dark: Okabe and Ito's eight for ranks, and a few for paper and ink."""
+"""Colours by name, light and dark: Okabe and Ito's for ranks, and a few for paper and ink.
+
+Their black is grey here, which is seen on white and on black.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ LIGHT = {
     "muted": "#6a6a64",
     "rule": "#d9d9d4",
     "alarm": "#b3261e",
+    "black": "#000000",
+    "white": "#ffffff",
     "c0": "#e69f00",
     "c1": "#56b4e9",
     "c2": "#009e73",
@@ -16,9 +21,8 @@ LIGHT = {
     "c4": "#0072b2",
     "c5": "#d55e00",
     "c6": "#cc79a7",
-    "c7": "#000000",
+    "c7": "#808080",
 }
-# The eight stay as they are, except black, which no one sees on black.
 DARK = LIGHT | {
     "paper": "#161615",
     "panel": "#232321",
@@ -26,7 +30,6 @@ DARK = LIGHT | {
     "muted": "#a3a29b",
     "rule": "#3d3d39",
     "alarm": "#ff8a80",
-    "c7": "#d0d0d0",
 }
 EIGHT = 8
 
@@ -38,6 +41,13 @@ def rank_colour(rank: int, ranks: int, machines: int = 1) -> tuple[str, float]:
     devices = max(1, ranks // max(1, machines))
     place = rank % devices
     return f"c{rank // devices % EIGHT}", round(1.0 - 0.6 * place / max(1, devices - 1), 3)
+
+
+def on_colour(name: str, strength: float) -> str:
+    """The colour of words on a rank's colour."""
+    if strength < 0.7:
+        return "ink"
+    return {"c2": "white", "c4": "white", "c5": "white", "c7": "white"}.get(name, "black")
 
 
 def rgb(name: str, strength: float = 1.0) -> tuple[int, int, int]:

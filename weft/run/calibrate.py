@@ -21,6 +21,7 @@ from weft.run.kernels import choose
 from weft.run.kernels.tiles import Tiles
 
 SMALL, LARGE = 64, 8 << 20  # bytes
+MANY = 9
 HEADS, TOKENS, BLOCK = 4, 2048, 64
 
 
@@ -31,7 +32,12 @@ def calibrate(*, head_dim: int = 64, dtype: str = "float32", machines: int = 1) 
     device = _device()
     intra = measure_link(0, 1, device) if devices > 1 else LOOPBACK
     inter = measure_link(0, devices, device) if machines > 1 else intra
-    flops, call, tile = measure_kernel(head_dim, dtype, device) if _first() else (1.0, 0.0, 0.0)
+    cores = _cores() if device.type == "cpu" else 0
+    # Cores that are all busy share caches and memory, and a schedule keeps them all busy.
+    flops, call, tile, memory = 1.0, 0.0, 0.0, 0.0
+    if ranks == 1 or dist.get_rank() < min(devices, cores or 1):
+        flops, call, tile = measure_kernel(head_dim, dtype, device)
+        memory = measure_memory(device)
     found = Topology(
         name="calibrated",
         machines=machines,
@@ -39,9 +45,12 @@ def calibrate(*, head_dim: int = 64, dtype: str = "float32", machines: int = 1) 
         intra=intra,
         inter=inter,
         flops=flops,
-        cores=_cores() if device.type == "cpu" else 0,
+        cores=cores,
         call_seconds=call,
         tile_seconds=tile,
+        memory_bandwidth=memory,
+        post_seconds=measure_post(0, 1, device) if devices > 1 else 0.0,
+        two_sided=True,
     )
     return _from_first(found)
 
@@ -53,20 +62,34 @@ def measure_link(a: int, b: int, device: torch.device) -> Link:
     return _from_first(Link(latency=small, bandwidth=(LARGE - SMALL) / seconds))
 
 
-def _exchange_seconds(a: int, b: int, size: int, device: torch.device) -> float:
+def _exchange_seconds(a: int, b: int, size: int, device: torch.device, messages: int = 1) -> float:
     dist.barrier()
     rank = dist.get_rank()
     if rank not in (a, b):
         return 1.0
     peer = b if rank == a else a
     out, back = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+    both = [dist.P2POp(dist.irecv, back, peer), dist.P2POp(dist.isend, out, peer)] * messages
 
     def exchange() -> None:
-        both = [dist.P2POp(dist.irecv, back, peer), dist.P2POp(dist.isend, out, peer)]
         for work in dist.batch_isend_irecv(both):
             work.wait()
 
     return _seconds(exchange, device, repeats=20)
+
+
+def measure_post(a: int, b: int, device: torch.device) -> float:
+    """What one call costs that starts a message or waits for it, besides the message itself."""
+    few, many = (_exchange_seconds(a, b, SMALL, device, messages=n) for n in (1, MANY))
+    return max(0.0, many - few) / (2 * (MANY - 1))
+
+
+def measure_memory(device: torch.device) -> float:
+    """Bytes/s read and written by copying some heads into a message, as packing does."""
+    source = torch.zeros(2 * HEADS, LARGE // HEADS // 256, 64, device=device)
+    target = torch.empty_like(source[::2])
+    seconds = _seconds(lambda: target.copy_(source[::2]), device, repeats=20)
+    return 2 * target.numel() * target.element_size() / seconds
 
 
 def measure_kernel(head_dim: int, dtype: str, device: torch.device) -> tuple[float, float, float]:

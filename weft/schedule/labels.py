@@ -24,6 +24,16 @@ def wait_name(schedule: Schedule, index: int, src: int) -> str:
     return f"wait {_label(schedule, index)} ← {src}"
 
 
+def post_name(schedule: Schedule, index: int) -> str:
+    """Of handing the messages of an exchange to the transport."""
+    return f"post {_label(schedule, index)}"
+
+
+def finish_name(schedule: Schedule, index: int) -> str:
+    """Of the wait, at the end of a run, until all that a rank sent in an exchange has left."""
+    return f"finish {_label(schedule, index)}"
+
+
 def _label(schedule: Schedule, index: int) -> str:
     op = schedule.ops[index]
     assert isinstance(op, Exchange), f"operation {index} moves nothing"

@@ -11,6 +11,7 @@ One scatter does both the head exchange and any permutation of blocks that the p
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,26 +29,25 @@ def usp(
     """Ulysses × ring on any mesh and any partition; each alone is the special case of one axis."""
     partition = without_idle(mask, partition)
     chunks = _chunks(problem, mesh, partition)
+    wants = [_wants(problem, mask, works) for works in partition.work]
+    reach = _reach(mask, mesh, chunks, wants)
     ops: list[Op] = [Exchange((*query_moves(problem, partition), *_scatter_kv(problem, chunks)), "scatter")]
     for hop in range(mesh.size("ring")):
         shift: list[Transfer] = []
         attends: list[Attend] = []
         for ring in mesh.groups("ring"):
-            needs = [needed_columns(mask, partition.work[rank]) for rank in ring]
             for position, rank in enumerate(ring):
                 origin = ring[position - hop]
-                chunk = chunks[origin]
-                later = range(hop + 1, len(ring))
-                if any(_meets(needs[(position - hop + k) % len(ring)], chunk, mask) for k in later):
-                    shift += _pass_on(problem, chunk, rank, ring[(position + 1) % len(ring)])
+                if reach[origin] > hop:
+                    shift += _pass_on(problem, chunks[origin], rank, ring[(position + 1) % len(ring)])
                 # The rank's own copy of replicated keys joins its own columns, so it costs no extra call.
-                extra = partition.shared if hop == 0 else EMPTY
-                kv = Piece("kv", chunk.heads, chunk.tokens | extra)
-                if _meets(needs[position], kv, mask):
+                tokens = chunks[origin].tokens | (partition.shared if hop == 0 else EMPTY)
+                if tokens and chunks[origin].heads:
+                    blocks = tokens.blocks(mask.block_k)
                     attends += [
-                        Attend(rank, Piece("q", w.heads, w.rows), _kv_for(problem, w, kv))
-                        for w in partition.work[rank]
-                        if mask.any_active(w.heads, w.rows, kv.tokens)
+                        Attend(rank, want.q, Piece("kv", want.kv_heads, tokens))
+                        for want in wants[rank]
+                        if _meets(want.columns, blocks)
                     ]
         ops += [Exchange(tuple(shift), f"hop {hop + 1}"), *attends]
     ops.append(Exchange(output_moves(problem, partition), "return"))
@@ -84,7 +84,7 @@ def output_moves(problem: Problem, partition: Partition) -> tuple[Transfer, ...]
         Transfer(Piece("o", work.heads, tokens), rank, home)
         for rank, works in enumerate(partition.work)
         for work in works
-        for home in range(problem.ranks)
+        for home in problem.q.holders(work.rows)
         if home != rank and (tokens := work.rows & problem.q.held(home))
     )
 
@@ -120,14 +120,45 @@ def _scatter_kv(problem: Problem, chunks: dict[int, Piece]) -> list[Transfer]:
 
 def _pass_on(problem: Problem, chunk: Piece, rank: int, following: int) -> list[Transfer]:
     """What the next rank of the ring does not hold at home already."""
-    piece = Piece("kv", chunk.heads, chunk.tokens - problem.kv.held(following))
+    held = problem.kv.held(following)
+    # Mostly the whole chunk: the same piece again, so that a long ring is no more objects than it must be.
+    piece = Piece("kv", chunk.heads, chunk.tokens - held) if chunk.tokens.meets(held) else chunk
     return [Transfer(piece, rank, following)] if piece else []
 
 
-def _kv_for(problem: Problem, work: Work, kv: Piece) -> Piece:
-    return Piece("kv", problem.kv_heads_of(work.heads), kv.tokens)
+class _Want(NamedTuple):
+    """One work of a rank, and which kv blocks it touches."""
+
+    q: Piece
+    kv_heads: Indices
+    columns: BoolArray
 
 
-def _meets(needed: BoolArray, kv: Piece, mask: BlockMask) -> bool:
-    blocks: Indices = kv.tokens.blocks(mask.block_k)
-    return bool(kv) and any(needed[start:stop].any() for start, stop in blocks.runs)
+def _wants(problem: Problem, mask: BlockMask, works: tuple[Work, ...]) -> list[_Want]:
+    return [
+        _Want(
+            Piece("q", work.heads, work.rows),
+            problem.kv_heads_of(work.heads),
+            needed_columns(mask, (work,)),
+        )
+        for work in works
+    ]
+
+
+def _reach(mask: BlockMask, mesh: Mesh, chunks: dict[int, Piece], wants: list[list[_Want]]) -> dict[int, int]:
+    """The last hop at which anybody needs what each rank brings: it travels no further."""
+    found: dict[int, int] = {}
+    for ring in mesh.groups("ring"):
+        for position, origin in enumerate(ring):
+            blocks = chunks[origin].tokens.blocks(mask.block_k) if chunks[origin] else EMPTY
+            needed = (
+                hop
+                for hop in range(len(ring) - 1, 0, -1)
+                if any(_meets(w.columns, blocks) for w in wants[ring[(position + hop) % len(ring)]])
+            )
+            found[origin] = next(needed, 0)
+    return found
+
+
+def _meets(columns: BoolArray, blocks: Indices) -> bool:
+    return any(columns[start:stop].any() for start, stop in blocks.runs)

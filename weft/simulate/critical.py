@@ -10,6 +10,7 @@ cores have done all that its ranks compute and send.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -45,28 +46,77 @@ def critical_path(schedule: Schedule, topology: Topology, works: dict[int, int] 
     for index, op in enumerate(schedule.ops):
         if isinstance(op, Attend):
             ready = [_ready(arrivals[op.rank], piece) for piece in (op.q, op.kv)]
-            seconds = attend_seconds(topology, schedule.problem, schedule.mask, works[index])
+            seconds = attend_seconds(topology, schedule.problem, schedule.mask, works[index], op)
             clock[op.rank] = max(clock[op.rank], *ready) + seconds
             compute[op.rank] += seconds
             continue
         for (src, dst), pieces in _messages(op).items():
             start = max(clock[src], wire[src], *(_ready(arrivals[src], piece) for piece in pieces))
             size = sum(piece.num_bytes(schedule.problem) for piece in pieces)
-            took = topology.link(src, dst).seconds(size)
+            took = send_seconds(topology, src, dst, size)
             wire[src] = start + took
             sending[src] += took
-            arrivals[dst] += [(piece, wire[src]) for piece in pieces]
+            there = max(
+                wire[src], start + size / topology.pair_bandwidth if capped(topology, src, dst) else 0.0
+            )
+            arrivals[dst] += [(piece, there) for piece in pieces]
     for rank in ranks:
         clock[rank] = max([clock[rank], *(time for _, time in arrivals[rank])])
     seconds = max(max(clock), shared_seconds(topology, compute, sending))
     return Timing(seconds, tuple(compute), tuple(sending))
 
 
-def attend_seconds(topology: Topology, problem: Problem, mask: BlockMask, pairs: float) -> float:
-    """One call over so many active (head, query token, key token) triples."""
+def send_seconds(topology: Topology, src: int, dst: int, num_bytes: int) -> float:
+    """One message, while the other devices of its machine send theirs."""
+    link = topology.link(src, dst)
+    bandwidth = link.bandwidth
+    if topology.nic_bandwidth and topology.machine(src) != topology.machine(dst):
+        bandwidth = min(bandwidth, topology.nic_bandwidth / topology.devices)
+    return link.latency + (num_bytes + topology.half_bytes) / bandwidth
+
+
+def capped(topology: Topology, src: int, dst: int) -> bool:
+    """Whether a pair has less than a device; its messages to others go on meanwhile."""
+    return topology.pair_bandwidth > 0 and topology.link(src, dst) is topology.intra
+
+
+def attend_seconds(
+    topology: Topology, problem: Problem, mask: BlockMask, pairs: float, op: Attend | None = None
+) -> float:
+    """One call over so many active (head, query token, key token) triples.
+
+    With `op`, its sizes are looked up among the topology's measured calls, and no call is faster than
+    memory gives it its operands.
+    """
     flops = 4 * problem.head_dim * problem.batch * pairs
+    if op is not None and (speed := measured_speed(topology, problem, mask, pairs, op)):
+        return topology.call_seconds + flops / speed
     tiles = 0.0 if mask.is_dense else problem.batch * pairs / (mask.block_q * mask.block_k)
-    return topology.call_seconds + flops / topology.flops + tiles * topology.tile_seconds
+    busy = flops / topology.flops + tiles * topology.tile_seconds
+    if op is not None and topology.memory_bandwidth:
+        moved = 2 * op.q.num_bytes(problem) + op.kv.num_bytes(problem)
+        busy = max(busy, moved / topology.memory_bandwidth)
+    return topology.call_seconds + busy
+
+
+def measured_speed(
+    topology: Topology, problem: Problem, mask: BlockMask, pairs: float, op: Attend
+) -> float | None:
+    """FLOP/s of the nearest measured call, if one is within a factor of two in each of its sizes."""
+    if not topology.attention or not pairs:
+        return None
+    rows, cols = op.q.tokens.size, op.kv.tokens.size
+    density = pairs / (op.q.heads.size * rows * cols)
+    block = math.sqrt(rows * cols if mask.is_dense else mask.block_q * mask.block_k)
+    sizes = (math.sqrt(rows * cols), density, block, problem.head_dim)
+    found: list[tuple[float, float]] = []
+    for row in topology.attention:
+        # A dense call is one tile, so its block says nothing that its tokens have not said.
+        given = (row.tokens, row.density, block if density == row.density == 1 else row.block, row.head_dim)
+        apart = [abs(math.log2(a / b)) for a, b in zip(sizes, given, strict=True)]
+        if max(apart) <= 1:
+            found.append((sum(apart), row.flops))
+    return min(found, key=lambda item: item[0])[1] if found else None
 
 
 def shared_seconds(topology: Topology, compute: list[float], sending: list[float]) -> float:

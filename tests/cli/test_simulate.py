@@ -1,0 +1,73 @@
+"""`weft simulate`: sizes and plans in one table, JSON for scripts, a report on the last."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from weft.cli.main import main
+
+SWEEP = ("960x6x16", "--topology", "2x2xh100", "--mask", "random:density=0.3,cv=0.8", "--block", "16")
+
+
+def call(*words: object) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", *map(str, words)])
+    return int(ended.value.code or 0)
+
+
+def test_the_table_has_a_row_for_each_size_and_a_timeline(capsys):
+    assert call(*SWEEP, "--gpus", "1,2,4,8") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[2:6]] == ["1", "2", "4", "8"]
+    assert "1.00×" in lines[2] and "100%" in lines[2]
+    assert any(line.startswith("rank 7") for line in lines)
+    assert max(map(len, lines)) <= 100
+
+
+def test_json_has_every_plan_and_its_numbers(capsys):
+    assert call(*SWEEP, "--gpus", "2,4", "--plan", "all", "--json") == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {"gpus", "plan", "seconds", "step_seconds", "speedup", "efficiency", "exposed"} <= set(rows[0])
+    for gpus in (2, 4):
+        times = [row["seconds"] for row in rows if row["gpus"] == gpus]
+        assert len(times) > 4 and times == sorted(times)
+    assert rows[0]["speedup"] == rows[0]["efficiency"] == 1.0
+    for row in rows:
+        assert row["efficiency"] == pytest.approx(row["speedup"] * 2 / row["gpus"])
+        assert row["inter_bytes"] == 0 or row["gpus"] == 4
+
+
+def test_a_long_table_says_what_it_leaves_out(capsys):
+    assert call(*SWEEP, "--gpus", "4", "--plan", "all") == 0
+    assert "slower plans are left out" in capsys.readouterr().out
+
+
+def test_named_plans_are_taken(capsys):
+    assert call(*SWEEP, "--plan", "ring, ulysses", "--json") == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {row["plan"] for row in rows} == {"ring", "ulysses"} and {row["gpus"] for row in rows} == {4}
+
+
+def test_a_report_has_the_curve_of_the_sweep(tmp_path, capsys):
+    assert call(*SWEEP, "--gpus", "1,2,4", "--report", tmp_path / "out") == 0
+    found = json.loads((tmp_path / "out" / "report.json").read_text())
+    [case] = found["cases"]
+    assert [p["gpus"] for p in case["scaling"]] == [1, 2, 4]
+    assert case["ranks"] == 4 and "scaling" in found["figures"]
+    assert "index.html" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--gpus", "3"), "3 GPUs are no whole machines of 2x2xh100, which have 2 each. Try 2 or 4"),
+        (("--gpus", "two"), "gpus='two' is not a list of counts"),
+        (("--plan", "usp:4x4"), "usp:4x4 needs 16 ranks; there are 4"),
+        (("--plan", "rign"), "no strategy 'rign'"),
+    ],
+)
+def test_mistakes_get_a_sentence_and_exit_2(words, says, capsys):
+    assert call(*SWEEP, *words) == 2
+    assert says in " ".join(capsys.readouterr().err.split())

@@ -1,0 +1,46 @@
+"""Clusters by name: what the sources say is what a schedule meets."""
+
+import pytest
+
+from weft.core.errors import InputError
+from weft.core.layout import Layout
+from weft.core.mask import BlockMask
+from weft.core.problem import Problem
+from weft.plan.choose import build
+from weft.simulate.clusters import DEVICES, cluster
+from weft.simulate.events import simulate
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_device_makes_machines(device):
+    one, four = cluster(f"8x{device}"), cluster(f"4x8x{device}")
+    assert (one.machines, one.devices, four.machines, four.ranks) == (1, 8, 4, 32)
+    assert four.nic_bandwidth <= 8 * four.inter.bandwidth, "a NIC is not wider than what hangs on it"
+    assert four.inter.bandwidth < four.intra.bandwidth
+    assert 0 < four.flops < DEVICES[device].tflops * 1e12
+
+
+def test_an_a800_is_an_a100_with_less_nvlink():
+    a100, a800 = cluster("8xa100"), cluster("8xa800")
+    assert a800.flops == a100.flops
+    assert a800.intra.bandwidth == pytest.approx(a100.intra.bandwidth * 2 / 3)
+
+
+def test_a_ring_on_mi300x_has_one_of_seven_links():
+    layout = Layout.even(1 << 16, 8)
+    problem = Problem(batch=1, heads=64, kv_heads=64, head_dim=128, q=layout, kv=layout, dtype="bfloat16")
+    topology = cluster("8xmi300x")
+    hop = 2 * 64 * 128 * 2 * (1 << 13)
+    for name, bandwidth in (("ring", 64e9), ("ulysses", 448e9)):
+        timeline = simulate(build(name, problem, BlockMask.dense(64, 1 << 16)), topology)
+        first = [s for s in timeline.spans if s.kind == "send" and s.op == 0 and s.rank == 0]
+        size = sum(s.num_bytes for s in first)
+        assert size == (hop if name == "ring" else hop * 3 // 2 * 7 // 8)
+        took = max(s.end for s in first) - min(s.start for s in first) - topology.intra.latency
+        assert size / took == pytest.approx(bandwidth * 0.88, rel=0.05), name
+
+
+@pytest.mark.parametrize("name", ["8xh1000", "h100", "0xh100", "8x", "axbxh100", "2x0xh100"])
+def test_what_is_no_cluster_says_what_is(name):
+    with pytest.raises(InputError, match="There is no cluster.*Write 8xh100"):
+        cluster(name)

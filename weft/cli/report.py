@@ -1,0 +1,148 @@
+"""`weft report`: a folder with a page, figures, a trace and numbers, of a run, a schedule or a plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from weft.cli.plan import make_mask, make_problem, read_topology, shape
+from weft.core.errors import InputError
+
+if TYPE_CHECKING:
+    from weft.core.schedule import Schedule
+    from weft.core.timeline import Timeline
+    from weft.core.topology import Topology
+    from weft.report.case import Case
+
+
+def run(
+    what: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="WHAT [WHAT]",
+            help="A trace's folder, a schedule of weft plan --save, or a model; two are compared.",
+        ),
+    ],
+    *,
+    topology: Annotated[
+        str, typer.Option(help="What a schedule or model is simulated on; 8xh100 if left out.")
+    ] = "",
+    plan: Annotated[str, typer.Option(help="For a model: auto, or a strategy such as usp:4x2.")] = "auto",
+    mask: Annotated[
+        str, typer.Option(help="For a model: dense, svg:density=0.25 …; see weft mask.")
+    ] = "dense",
+    size: Annotated[str, typer.Option(help="For a model: pixels, such as 1280x720.")] = "",
+    frames: Annotated[int, typer.Option(help="For a model: frames of the video.")] = 0,
+    block: Annotated[int, typer.Option(help="For a model: tokens in a block of the mask.")] = 64,
+    dtype: Annotated[str, typer.Option(help="For a model: float32, bfloat16 …")] = "bfloat16",
+    out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write.")] = Path("report"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print report.json too.")] = False,
+) -> None:
+    """Write a page with tables and figures, a Perfetto trace and all numbers as JSON.
+
+    Try: weft report wan2.1-14b --topology 8xh100 --mask svg:density=0.25
+    """
+    if len(what) > 2:
+        raise InputError(f"{len(what)} things are too many to compare.", hint="Give one or two.")
+    from rich.console import Console
+
+    from weft.report.write import has_png, write_report
+
+    with Console(stderr=True).status("reading and simulating …") as status:
+        cases = [
+            _read_case(one, topology, alone=len(what) == 1)
+            if Path(one).exists() or one.endswith((".json", ".jsonl"))
+            else _plan_case(one, topology, plan, mask, size, frames, block, dtype)
+            for one in what
+        ]
+        status.update("drawing …")
+        page = write_report(cases, out)
+    if as_json:
+        typer.echo(json.dumps(json.loads((out / "report.json").read_text()), indent=2))
+        return
+    _show(cases)
+    typer.echo(f"\n{page}" + ("" if has_png() else "  (SVG only; PNG too with: pip install 'weft[report]')"))
+
+
+def _read_case(name: str, topology: str, *, alone: bool) -> Case:
+    """A trace, with the schedule that lies beside it; or a schedule, simulated."""
+    from weft.report.sources import measured, read_schedule, simulated
+
+    path = Path(name)
+    if path.is_dir() or path.suffix == ".jsonl":
+        saved = (path if path.is_dir() else path.parent) / "schedule.json"
+        schedule = read_schedule(saved) if saved.is_file() else None
+        timeline, cluster = _timeline(path), read_topology(topology) if topology else None
+        # Beside a model, --topology is what the model is simulated on.
+        fits = cluster and (alone or cluster.ranks == timeline.ranks)
+        return measured(timeline, schedule, cluster if fits else None)
+    schedule = read_schedule(path)
+    return simulated(schedule, _cluster(topology, schedule))
+
+
+def _timeline(path: Path) -> Timeline:
+    from weft.core.timeline import Timeline
+    from weft.run.trace import read_trace
+
+    if path.is_dir() and any(path.glob("rank*.jsonl")):
+        return read_trace(path)
+    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    if len(files) != 1:
+        raise InputError(
+            f"{path} holds {len(files)} timelines and no rank0.jsonl.",
+            hint="Give the folder of one traced run, or one .jsonl.",
+        )
+    try:
+        return Timeline.from_jsonl(files[0].read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{files[0]} cannot be read: {error.strerror}.") from None
+
+
+def _cluster(topology: str, schedule: Schedule) -> Topology:
+    """The one that is asked for, or machines of 8 H100 for as many ranks as there are."""
+    ranks = schedule.problem.ranks
+    whole = ranks > 8 and ranks % 8 == 0
+    return read_topology(topology or (f"{ranks // 8}x8xh100" if whole else f"{ranks}xh100"))
+
+
+def _plan_case(
+    name: str, topology: str, plan: str, mask: str, size: str, frames: int, block: int, dtype: str
+) -> Case:
+    from weft.plan.choose import build, choose
+    from weft.report.sources import simulated
+
+    sizes, cluster = shape(name, size, frames), read_topology(topology or "8xh100")
+    active, problem = make_mask(mask, sizes, block), make_problem(sizes, cluster.ranks, dtype)
+    chosen = choose(problem, active, cluster)
+    schedule = chosen.schedule if plan == "auto" else build(plan, problem, active, cluster)
+    return simulated(schedule, cluster, [option.name for option in chosen.ranked])
+
+
+def _show(cases: list[Case]) -> None:
+    """The first table and the timelines, in the terminal."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from weft.report.case import summary
+    from weft.report.page import MEANINGS, difference, show, verdict
+    from weft.report.terminal import text_gantt
+
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    found = [summary(case) for case in cases]
+    table = Table(box=None, pad_edge=False, padding=(0, 1), show_header=len(cases) > 1)
+    for head in ("", *(case.name for case in cases), *(["difference"] if len(cases) > 1 else [])):
+        table.add_column(head, justify="right" if head else "left", no_wrap=True)
+    for name, (label, _) in MEANINGS.items():
+        cells = [show(name, one[name]) for one in found]
+        if len(cases) > 1:
+            cells.append(difference(name, found[0][name], found[1][name]))
+        table.add_row(label, *cells)
+    console.print(table)
+    console.print(verdict(cases))
+    for case in cases:
+        console.print(f"\n{case.name}, {'measured' if case.timeline.measured else 'simulated'}")
+        for line in text_gantt(case.timeline):
+            console.print(line)

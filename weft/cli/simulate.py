@@ -1,0 +1,169 @@
+"""`weft simulate`: how plans do on clusters of several sizes, without having one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from weft.cli.numbers import counts
+from weft.cli.plan import make_mask, make_problem, read_topology, shape
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from weft.report.sweep import Found
+    from weft.simulate.models import Model
+
+MOST_PLANS = 5
+"""Rows of the table for one size; --json has all."""
+
+
+def run(
+    model: Annotated[str, typer.Argument(help="A model (wan2.1-14b …), or a shape TOKENSxHEADSxDIM.")],
+    *,
+    topology: Annotated[
+        str, typer.Option(help="8xh100, 4x8xa100, or a TOML of weft calibrate.")
+    ] = "4x8xh100",
+    gpus: Annotated[
+        str, typer.Option(help="Sizes such as 8,16,32, in machines of the topology; its own if left out.")
+    ] = "",
+    plan: Annotated[
+        str, typer.Option(help="auto takes the planner's choice; all; or names such as ulysses,ring.")
+    ] = "auto",
+    mask: Annotated[str, typer.Option(help="dense, svg:density=0.25, …; see weft mask.")] = "dense",
+    size: Annotated[str, typer.Option(help="Pixels, such as 1280x720; the model's own if left out.")] = "",
+    frames: Annotated[int, typer.Option(help="Frames of the video; the model's own if 0.")] = 0,
+    block: Annotated[int, typer.Option(help="Tokens in a block of the mask.")] = 64,
+    dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16.")] = "bfloat16",
+    report: Annotated[
+        Path | None, typer.Option(help="Write a report on the fastest of the largest size here.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+) -> None:
+    """Simulate one attention of a model by several plans on clusters of several sizes.
+
+    Try: weft simulate wan2.1-14b --topology 4x8xh100 --gpus 8,16,32 --mask svg:density=0.25
+    """
+    from weft.report.sweep import resized, sweep, wanted
+
+    sizes, cluster = shape(model, size, frames), read_topology(topology)
+    clusters = [resized(cluster, n) for n in counts(gpus, "gpus")] if gpus else [cluster]
+    active = make_mask(mask, sizes, block)
+    problem_on = partial(make_problem, sizes, dtype=dtype)
+    names = tuple(name.strip() for name in plan.split(","))
+    total = sum(len(wanted(problem_on(c.ranks), active, c, names)) for c in clusters)
+    with _progress(total) as step:
+        found = list(sweep(problem_on, active, clusters, names, on_plan=step))
+    rows = _rows(found, sizes[0])
+    if report:
+        _report(found, report)
+    if as_json:
+        about = {"model": model, "mask": mask, "density": active.density, "topology": cluster.name}
+        typer.echo(json.dumps({**about, "layers": sizes[0].layers, "rows": rows}, indent=2))
+    else:
+        typer.echo(f"{model} · {mask}, {active.density:.0%} active · machines of {cluster.name}")
+        _show(rows, found, sizes[0])
+        if report:
+            typer.echo(f"\n{report / 'index.html'}")
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[str], None]]:
+    """A bar on the error stream, where the eye is and no pipe reads; it names what is under way."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=total)
+        begun = False
+
+        def step(what: str) -> None:
+            nonlocal begun
+            progress.update(task, description=what, advance=1 if begun else 0)
+            begun = True
+
+        yield step
+
+
+def _rows(found: Sequence[Found], model: Model) -> list[dict[str, Any]]:
+    """By size, the fastest first; speed-up and efficiency are against the fastest of the smallest size."""
+    points = [one.point for one in found]
+    least = min(point.gpus for point in points)
+    base = min(point.seconds for point in points if point.gpus == least)
+    return [
+        {
+            **point.plain(),
+            "step_seconds": point.seconds * model.layers,
+            "speedup": base / point.seconds,
+            "efficiency": base * least / (point.seconds * point.gpus),
+        }
+        for point in sorted(points, key=lambda p: (p.gpus, p.seconds))
+    ]
+
+
+def _show(rows: list[dict[str, Any]], found: Sequence[Found], model: Model) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from weft.report import units
+    from weft.report.terminal import text_gantt
+
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))  # 80 columns with the longest name
+    for head in ("GPUs", "plan", "attention", "step", "speed", "eff.", "exposed", "imbal.", "sent"):
+        table.add_column(head, justify="left" if head == "plan" else "right", no_wrap=True)
+    shown: dict[int, int] = {}
+    for row in rows:
+        place = shown[row["gpus"]] = shown.get(row["gpus"], 0) + 1
+        if place <= MOST_PLANS:
+            table.add_row(*_cells(row), style="bold" if place == 1 else "")
+    console.print(table)
+    hidden = sum(max(0, count - MOST_PLANS) for count in shown.values())
+    more = f" · {hidden} slower plans are left out: --json has them" if hidden else ""
+    console.print(
+        f"step: attention of {model.layers} layers · speed, eff.: against the first · sent: by a GPU{more}",
+        style="dim",
+    )
+    best = _best(found)
+    console.print(f"\n{best.schedule.name} on {best.cluster.name}, simulated")
+    for line in text_gantt(best.timeline):
+        console.print(line)
+    console.print(f"{units.time(best.timeline.seconds)}, {best.point.exposed:.1%} of it waiting for data")
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    from weft.report import units
+
+    return [
+        str(row["gpus"]),
+        row["plan"],
+        units.time(row["seconds"]),
+        units.time(row["step_seconds"]),
+        f"{row['speedup']:.2f}×",
+        f"{row['efficiency']:.0%}",
+        f"{row['exposed']:.1%}",
+        f"{row['imbalance']:.3f}",
+        units.size((row["intra_bytes"] + row["inter_bytes"]) / row["gpus"]),
+    ]
+
+
+def _best(found: Sequence[Found]) -> Found:
+    """The fastest of the largest size."""
+    return min(found, key=lambda one: (-one.point.gpus, one.point.seconds))
+
+
+def _report(found: Sequence[Found], folder: Path) -> None:
+    from weft.report.case import Case
+    from weft.report.write import write_report
+
+    best = _best(found)
+    points = tuple(one.point for one in found)
+    here = tuple(sorted((p for p in points if p.gpus == best.point.gpus), key=lambda p: p.seconds))
+    write_report([Case(best.schedule.name, best.timeline, best.schedule, best.cluster, here, points)], folder)

@@ -1,0 +1,95 @@
+"""Bars by rank: the load before and after balancing, and the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from weft.core.indices import split_evenly
+from weft.plan.balance import ratio
+from weft.report import units
+from weft.report.case import Case
+from weft.report.draw import Figure, Line, Rect, Shape, Words, rules
+from weft.report.palette import rank_colour
+
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 480.0, 244.0, 62.0, 470.0, 14.0, 196.0
+MOST_BARS = 128
+Show = Callable[[float], str]
+
+
+def load_bars(case: Case) -> Figure:
+    """Work by rank: pale before balancing, solid after, with the mean and the bound."""
+    loads = case.loads
+    mean = sum(loads.after) / len(loads.after)
+    top = max(*loads.after, *loads.before, mean * loads.bound) or 1.0
+    show = units.time if loads.unit.startswith("seconds") else units.count
+    shapes: list[Shape] = _axis(top, show)
+    shapes += _bars(case, loads.before, top, show, kind="load-before", side=0 if loads.before else None)
+    shapes += _bars(case, loads.after, top, show, kind="load-after", side=1 if loads.before else None)
+    y = _height(mean * loads.bound, top)
+    shapes.append(Line(((LEFT, y), (RIGHT, y)), "ink", 1.4, dashed=True, kind="bound"))
+    legend = "pale: as it comes · solid: planned · " if loads.before else ""
+    shapes.append(Words(LEFT, HEIGHT - 8, f"{legend}dashed: the bound", 12.5))
+    after = ratio(loads.after)
+    change = f"{ratio(loads.before):.3f}× → {after:.3f}×" if loads.before else f"{after:.3f}×"
+    title = f"Load: busiest over mean {change}, bound {loads.bound:.3f}×"
+    return Figure("loads", title, WIDTH, HEIGHT, tuple(shapes), caption=f"{loads.unit.capitalize()} by rank.")
+
+
+def memory_bars(case: Case) -> Figure:
+    """Peak bytes by rank: its own tensors, and what is on the way or unfinished on top."""
+    peak, home = case.memory, case.home_memory
+    top = max(peak) or 1.0
+    shapes: list[Shape] = _axis(top, units.size)
+    shapes += _bars(case, peak, top, units.size, kind="memory", strength=0.45 if home else 1.0)
+    shapes += _bars(case, home, top, units.size, kind="memory-home")
+    if home:
+        shapes.append(
+            Words(LEFT, HEIGHT - 8, "solid: own q, k, v, output · pale: under way, unfinished", 12.5)
+        )
+    most = max(range(len(peak)), key=lambda rank: (peak[rank], -rank))
+    title = f"Memory: at most {units.size(peak[most])}, on rank {most}"
+    caption = "Of one attention; weights and activations of other layers are not in it."
+    return Figure("memory", title, WIDTH, HEIGHT, tuple(shapes), caption=caption)
+
+
+def _axis(top: float, show: Show) -> list[Shape]:
+    return rules(
+        (LEFT, RIGHT), ((_height(tick, top), units.short(show(tick))) for tick in units.ticks(top, 4))
+    )
+
+
+def _height(value: float, top: float) -> float:
+    return BOTTOM - (BOTTOM - TOP) * value / top
+
+
+def grouped(values: Sequence[float], most: int = MOST_BARS) -> list[tuple[int, int, float]]:
+    """(first rank, last rank, the largest of their values), in at most so many groups."""
+    runs = split_evenly(len(values), min(len(values), most)) if values else []
+    return [(start, stop - 1, max(values[start:stop])) for start, stop in runs]
+
+
+def _bars(
+    case: Case,
+    values: Sequence[float],
+    top: float,
+    show: Show,
+    *,
+    kind: str,
+    side: int | None = None,
+    strength: float = 1.0,
+) -> list[Shape]:
+    """One bar a rank; with a side, the left or the right half of its place."""
+    groups = grouped(values)
+    place = (RIGHT - LEFT) / max(1, len(groups))
+    width = place * (0.8 if side is None else 0.4)
+    shapes: list[Shape] = []
+    for i, (first, last, value) in enumerate(groups):
+        colour, shade = rank_colour(first, case.ranks, case.machines)
+        shade *= 0.4 if side == 0 else strength
+        x = LEFT + place * (i + 0.1) + (width if side == 1 else 0.0)
+        y = _height(value, top)
+        whom = f"rank {first}" if first == last else f"ranks {first} to {last}, at most"
+        shapes.append(Rect(x, y, width, BOTTOM - y, colour, shade, kind, f"{whom}: {show(value)}"))
+        if side != 0 and kind != "memory-home" and i % max(1, -(-len(groups) // 16)) == 0:
+            shapes.append(Words(LEFT + place * (i + 0.5), BOTTOM + 15, str(first), 12.5, anchor="middle"))
+    return shapes

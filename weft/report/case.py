@@ -1,0 +1,175 @@
+"""A case: one run, simulated or measured, with all that is known about it, and its numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from weft.core.errors import InputError
+from weft.core.indices import IntArray
+from weft.core.schedule import Schedule
+from weft.core.timeline import Span, Timeline
+from weft.core.topology import Topology
+from weft.plan.balance import ratio
+from weft.plan.balanced import Deals
+from weft.plan.choose import build
+from weft.plan.recipe import Recipe
+from weft.report.path import critical_path
+from weft.report.sweep import Point
+from weft.schedule.measure import attend_works, measure
+
+MEASURED = 64
+"""Ranks up to which a schedule is walked through for its memory: it takes time for each rank."""
+
+
+@dataclass(frozen=True)
+class Loads:
+    """Work by rank, what it would be without balancing, and the least that the busiest could have."""
+
+    after: tuple[float, ...]
+    before: tuple[float, ...] = ()
+    bound: float = 1.0
+    """As a multiple of the mean."""
+    unit: str = "active token pairs"
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A timeline, and where they are known the schedule it ran, the cluster and the other plans."""
+
+    name: str
+    timeline: Timeline
+    schedule: Schedule | None = None
+    topology: Topology | None = None
+    plans: tuple[Point, ...] = ()
+    """The other plans of the same attention on the same cluster."""
+    scaling: tuple[Point, ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        return self.timeline.ranks
+
+    @cached_property
+    def machines(self) -> int:
+        return self.topology.machines if self.topology else max(1, self.timeline.machines)
+
+    @cached_property
+    def path(self) -> tuple[Span, ...]:
+        return critical_path(self.timeline)
+
+    @cached_property
+    def memory(self) -> tuple[int, ...]:
+        """Peak bytes of each rank: of the timeline, or else of the schedule."""
+        if self.timeline.memory or not self.schedule or self.ranks > MEASURED:
+            return self.timeline.memory
+        return measure(self.schedule).peak_memory
+
+    @cached_property
+    def home_memory(self) -> tuple[int, ...]:
+        """Bytes of the tensors that are each rank's own: queries, keys, values, output."""
+        if not self.schedule:
+            return ()
+        problem = self.schedule.problem
+        heads = {"q": problem.heads, "kv": 2 * problem.kv_heads, "o": problem.heads}
+        one = problem.batch * problem.head_dim * problem.item_bytes
+        return tuple(
+            sum(problem.home(tensor).rows(rank) * count * one for tensor, count in heads.items())
+            for rank in range(self.ranks)
+        )
+
+    @cached_property
+    def loads(self) -> Loads:
+        if not self.schedule:
+            return Loads(tuple(self.timeline.computing.tolist()), unit="seconds computing")
+        before, bound = self._unbalanced(self.schedule)
+        return Loads(_work(self.schedule), before, bound)
+
+    def _unbalanced(self, schedule: Schedule) -> tuple[tuple[float, ...], float]:
+        """The loads of the same recipe as it comes; a schedule whose name is no recipe has none."""
+        topology = self.topology or Topology.local(self.ranks)
+        try:
+            recipe = Recipe.parse(schedule.name, self.ranks)
+            plain = Recipe(recipe.ulysses, recipe.ring, recipe.exchange)
+            bound = Deals(schedule.problem, schedule.mask, topology).bound(recipe)
+            if recipe == plain:
+                return (), bound
+            return _work(build(str(plain), schedule.problem, schedule.mask, topology)), bound
+        except InputError:
+            return (), 1.0
+
+    @cached_property
+    def traffic(self) -> IntArray:
+        """Bytes from row to column."""
+        return self.timeline.traffic
+
+    @cached_property
+    def flops(self) -> float:
+        """Floating-point operations of all ranks; 0 if unknown."""
+        if not self.schedule:
+            return 0.0
+        return 4.0 * self.schedule.problem.head_dim * self.schedule.problem.batch * sum(self.loads.after)
+
+
+def _work(schedule: Schedule) -> tuple[int, ...]:
+    """Active (head, query token, key token) triples by rank."""
+    found = [0] * schedule.problem.ranks
+    works = attend_works(schedule)
+    for index, op in schedule.attends():
+        found[op.rank] += works[index]
+    return tuple(found)
+
+
+def summary(case: Case) -> dict[str, float]:
+    """The first table: shares of the time of the mean rank, which add up to one, and what is uneven."""
+    timeline = case.timeline
+    whole = timeline.seconds or 1.0
+    return {
+        "seconds": timeline.seconds,
+        "compute": float(timeline.computing.mean()) / whole,
+        "exposed": float(timeline.waiting.mean()) / whole,
+        "idle": float(timeline.idle.mean()) / whole,
+        "overlap": timeline.overlap,
+        "imbalance": timeline.imbalance,
+        "slowest": timeline.slowest,
+    }
+
+
+def numbers(case: Case) -> dict[str, Any]:
+    """Everything that the figures show, for report.json."""
+    timeline, loads = case.timeline, case.loads
+    found: dict[str, Any] = {
+        "name": case.name,
+        "measured": timeline.measured,
+        "topology": case.topology.name if case.topology else timeline.topology,
+        "ranks": case.ranks,
+        "machines": case.machines,
+        "summary": summary(case),
+        "per_rank": {
+            "compute": timeline.computing.tolist(),
+            "exposed": timeline.waiting.tolist(),
+            "idle": timeline.idle.tolist(),
+            "sent": case.traffic.sum(axis=1).tolist(),
+            "memory": list(case.memory),
+        },
+        "loads": {
+            "unit": loads.unit,
+            "after": list(loads.after),
+            "before": list(loads.before),
+            "imbalance": ratio(loads.after),
+            "imbalance_before": ratio(loads.before) if loads.before else None,
+            "bound": loads.bound,
+        },
+        "traffic": case.traffic.tolist(),
+        "critical_path": [
+            {"rank": s.rank, "kind": s.kind, "name": s.name, "start": s.start, "end": s.end}
+            for s in case.path
+        ],
+        "scaling": [point.plain() for point in case.scaling],
+        "plans": [point.plain() for point in case.plans],
+    }
+    if case.schedule:
+        found["schedule"] = {"name": case.schedule.name, "digest": case.schedule.digest}
+        found["density"] = case.schedule.mask.density
+        found["flops"] = case.flops
+    return found

@@ -1,0 +1,174 @@
+"""Curves: time over GPUs, and speed over what is computed for each byte sent."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+
+from weft.core.topology import Topology
+from weft.report import units
+from weft.report.case import Case
+from weft.report.draw import Dot, Figure, Line, Shape, Words, rules
+from weft.report.palette import EIGHT
+from weft.report.sweep import Point
+
+WIDTH, LEFT, RIGHT, TOP, BOTTOM = 480.0, 62.0, 464.0, 14.0, 206.0
+Put = Callable[[float], float]
+LEGEND, LINE = BOTTOM + 52, 17.0
+
+
+def scaling_curve(points: Sequence[Point]) -> Figure:
+    """The fastest plan at each size, families of plans beside it, and what perfect scaling would be."""
+    best = {
+        gpus: min(p.seconds for p in points if p.gpus == gpus) for gpus in sorted({p.gpus for p in points})
+    }
+    sizes = list(best)
+    ideal = {gpus: best[sizes[0]] * sizes[0] / gpus for gpus in sizes}
+    low = min(*best.values(), *ideal.values()) / 1.3
+    high = max(p.seconds for p in points) * 1.3
+    x, y = (
+        _log((sizes[0], max(sizes[-1], 2 * sizes[0])), (LEFT + 26, RIGHT - 24)),
+        _log((low, high), (BOTTOM, TOP)),
+    )
+    shapes: list[Shape] = rules(
+        (LEFT, RIGHT), ((y(t), units.short(units.time(t))) for t in _decades(low, high, y))
+    )
+    shapes += [Words(x(gpus), BOTTOM + 15, str(gpus), 12.5, anchor="middle") for gpus in sizes]
+    shapes.append(Words(RIGHT, BOTTOM + 29, "GPUs", 12.5, anchor="end"))
+    shapes.append(Line(tuple((x(g), y(s)) for g, s in ideal.items()), "muted", 1, dashed=True, kind="ideal"))
+    entries = [("muted", "perfect")]
+    families = _families(points)
+    for i, (family, times) in enumerate(families.items()):
+        shapes.append(Line(tuple((x(g), y(s)) for g, s in times.items()), f"c{i}", 1.2, kind="family"))
+        shapes += [Dot(x(g), y(s), f"c{i}", 2.5, tip=f"{family}: {units.time(s)}") for g, s in times.items()]
+        entries.append((f"c{i}", family))
+    shapes.append(Line(tuple((x(g), y(s)) for g, s in best.items()), "ink", 2.2, kind="best"))
+    for gpus, seconds in best.items():
+        shapes.append(Dot(x(gpus), y(seconds), "ink", 3.5, "scaling", f"{gpus} GPUs: {units.time(seconds)}"))
+        share = best[sizes[0]] * sizes[0] / (gpus * seconds)
+        shapes.append(Words(x(gpus), y(seconds) - 9, f"{share:.0%}", 12.5, "ink", "middle"))
+    entries.append(("ink", "fastest, with its efficiency"))
+    speed = best[sizes[0]] / best[sizes[-1]]
+    title = f"Scaling: {sizes[-1]} GPUs are {speed:.2f}× as fast as {sizes[0]}"
+    shapes += _legend(entries)
+    return Figure(
+        "scaling",
+        title,
+        WIDTH,
+        _bottom(len(entries)),
+        tuple(shapes),
+        caption="Simulated; time of one attention.",
+    )
+
+
+def _families(points: Sequence[Point]) -> dict[str, dict[int, float]]:
+    """By plan without its sizes: the fastest at each number of GPUs; none where one curve says all."""
+    found: dict[str, dict[int, float]] = {}
+    for p in sorted(points, key=lambda p: p.gpus):
+        times = found.setdefault(re.sub(r":\d+x\d+", "", p.plan), {})
+        times[p.gpus] = min(p.seconds, times.get(p.gpus, math.inf))
+    if max(map(len, found.values())) == 1 or len(points) == len({p.gpus for p in points}):
+        return {}
+    by_speed = sorted(found.items(), key=lambda item: (min(item[1].values()), item[0]))
+    return dict(by_speed[: EIGHT - 1])
+
+
+def roofline(case: Case, topology: Topology) -> Figure:
+    """What each plan computes for each byte it sends, and how fast, below the roofs of the cluster."""
+    points = _plan_points(case, topology)
+    ridge = topology.flops / topology.intra.bandwidth
+    right = 4 * max([ridge, topology.flops / topology.inter.bandwidth, *(p[1] for p in points)])
+    left = min([ridge, *(p[1] for p in points)]) / 4
+    low, high = min(p[2] for p in points) / 2, topology.flops * 1.6
+    x, y = _log((left, right), (LEFT, RIGHT)), _log((low, high), (BOTTOM, TOP))
+    shapes: list[Shape] = rules(
+        (LEFT, RIGHT), ((y(t), units.short(units.count(t))) for t in _decades(low, high, y))
+    )
+    shapes += [
+        Words(x(t), BOTTOM + 15, units.short(units.count(t)), 12.5, anchor="middle")
+        for t in _decades(left, right, x, wanted=1, apart=48)
+    ]
+    shapes.append(Words(RIGHT, BOTTOM + 29, "FLOP for each byte sent", 12.5, anchor="end"))
+    shapes.append(Words(LEFT, BOTTOM + 29, "FLOP/s of a GPU", 12.5))
+    shapes += _roofs(topology, x, y, (left, low))
+    for i, (name, dense, speed) in reversed(list(enumerate(points))):
+        tip = f"{name}: {units.count(speed)}FLOP/s, {units.count(dense)} FLOP/B"
+        shapes.append(Dot(x(dense), y(speed), f"c{i}", 5, "plan", tip))
+    shapes += _legend([(f"c{i}", name) for i, (name, _, _) in enumerate(points)])
+    share = points[0][2] / topology.flops
+    title = f"Communication roofline: {points[0][0]} reaches {share:.0%} of a GPU's attention speed"
+    return Figure("roofline", title, WIDTH, _bottom(len(points)), tuple(shapes), caption=_NOTE)
+
+
+_NOTE = (
+    "A plan's bytes are those of the link that is busy longest. Left of that roof's corner, "
+    "sending takes longer than computing."
+)
+
+
+def _roofs(topology: Topology, x: Put, y: Put, corner: tuple[float, float]) -> list[Shape]:
+    """What a device computes at most, and what each kind of link lets through; from the lower left corner."""
+    top = topology.flops
+    links = [("inside a machine", topology.intra), ("between machines", topology.inter)]
+    found: list[Shape] = []
+    for i, (name, link) in enumerate(links[: 1 + (topology.machines > 1)]):
+        start, stop = max(corner[0], corner[1] / link.bandwidth), top / link.bandwidth
+        ends = (x(start), y(start * link.bandwidth)), (x(stop), y(top))
+        found.append(Line(ends, "muted", 1.2, dashed=i > 0, kind="roof"))
+        side = (x(stop) + 4, "start") if x(stop) < RIGHT - 110 else (RIGHT, "end")
+        found.append(Words(side[0], y(top) + 15 + 14 * i, name, 12, anchor=side[1]))
+    flat = min(top / link.bandwidth for _, link in links)
+    found.append(Line(((x(flat), y(top)), (RIGHT, y(top))), "ink", 1.4, kind="roof"))
+    found.append(Words(RIGHT, y(top) - 5, f"{units.count(top)}FLOP/s", 12, anchor="end"))
+    return found
+
+
+def _plan_points(case: Case, topology: Topology) -> list[tuple[str, float, float]]:
+    """(name, FLOP for each byte on its busiest link, FLOP/s of a device); the case itself first."""
+    here = [point for point in case.plans if point.plan == case.name]
+    others = [point for point in case.plans if point.plan != case.name]
+    found: list[tuple[str, float, float]] = []
+    for point in (*here, *others)[:EIGHT]:
+        inside, between = point.intra_bytes, point.inter_bytes
+        longest = (
+            between if between / topology.inter.bandwidth > inside / topology.intra.bandwidth else inside
+        )
+        found.append((point.plan, case.flops / max(1, longest), case.flops / case.ranks / point.seconds))
+    return found
+
+
+def _legend(entries: Sequence[tuple[str, str]]) -> list[Shape]:
+    shapes: list[Shape] = []
+    for i, (colour, text) in enumerate(entries):
+        x, y = LEFT + 206 * (i % 2), LEGEND + LINE * (i // 2)
+        shapes += [Dot(x, y - 4, colour, 4), Words(x + 10, y, text, 12.5)]
+    return shapes
+
+
+def _bottom(entries: int) -> float:
+    return LEGEND + LINE * (-(-entries // 2) - 1) + 8
+
+
+def _log(data: tuple[float, float], place: tuple[float, float]) -> Put:
+    low, high = map(math.log, data)
+
+    def put(value: float) -> float:
+        return place[0] + (place[1] - place[0]) * (math.log(value) - low) / ((high - low) or 1.0)
+
+    return put
+
+
+def _decades(low: float, high: float, put: Put, *, wanted: int = 3, apart: float = 20) -> list[float]:
+    """Round numbers between two bounds: 1 of each decade, 2 and 5 as well where decades are few."""
+    found: list[float] = []
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for steps in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8)):
+        found = [s * 10.0**p for p in powers for s in steps if low <= s * 10.0**p <= high]
+        if len(found) >= wanted:
+            break
+    shown: list[float] = []
+    for tick in found:
+        if not shown or abs(put(tick) - put(shown[-1])) >= apart:
+            shown.append(tick)
+    return shown

@@ -1,0 +1,188 @@
+"""The timeline of each rank: what it computes above, what it sends below, waits hatched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from weft.core.timeline import Span
+from weft.report import units
+from weft.report.case import Case, summary
+from weft.report.draw import Figure, Line, Rect, Shape, Words
+from weft.report.palette import on_colour, rank_colour
+
+WIDTH, LEFT, RIGHT = 960.0, 64.0, 948.0
+UPPER, LOWER, GAP = 15.0, 8.0, 6.0
+MOST_RANKS = 16
+MOST_BARS = 4000
+"""More would make the page heavy; short neighbours of one kind are then drawn as one bar."""
+
+
+def gantt(cases: Sequence[Case]) -> Figure:
+    """One timeline, or several under one another on the same axis of time."""
+    seconds = max(case.timeline.seconds for case in cases) or 1.0
+    scale = (RIGHT - LEFT) / seconds
+    shapes: list[Shape] = []
+    y = 8.0
+    for case in cases:
+        if len(cases) > 1:
+            shapes.append(
+                Words(LEFT, y + 10, f"{case.name} · {units.time(case.timeline.seconds)}", 12, "ink")
+            )
+            y += 18
+        lanes = {rank: y + place * (UPPER + LOWER + GAP) for place, rank in enumerate(shown_ranks(case))}
+        shapes += _rows(case, lanes, scale)
+        y = max(lanes.values()) + UPPER + LOWER + GAP + 4
+    axis: list[Shape] = []
+    for tick in units.ticks(seconds, 8):
+        x = LEFT + tick * scale
+        axis.append(Line(((x, 4), (x, y)), "rule"))
+        anchor = "middle" if x < RIGHT - 20 else "end"
+        axis.append(Words(x, y + 14, units.short(units.time(tick)), 11, anchor=anchor))
+    shapes += _legend(y + 36)
+    return Figure(
+        "timeline", _title(cases), WIDTH, y + 46, (*axis, *shapes), caption=_caption(cases), wide=True
+    )
+
+
+def shown_ranks(case: Case) -> list[int]:
+    """All, or so many of them: the slowest, those of the end of the critical path, and some of the others."""
+    if case.ranks <= MOST_RANKS:
+        return list(range(case.ranks))
+    asked = [case.timeline.slowest, *(span.rank for span in reversed(case.path))]
+    chosen = set(list(dict.fromkeys(asked))[: MOST_RANKS // 2])
+    step = case.ranks // MOST_RANKS
+    for rank in (*range(0, case.ranks, step), *range(case.ranks)):
+        if len(chosen) < MOST_RANKS:
+            chosen.add(rank)
+    return sorted(chosen)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A span, or several in a row that are too short to be told apart, as the one of most time."""
+
+    span: Span
+    start: float
+    end: float
+    spans: int
+
+
+def bars(spans: Sequence[Span], gap: float) -> list[Bar]:
+    """Of the spans of one lane in the order of their starts; what lies within `gap` seconds is one bar."""
+    groups: list[list[Span]] = []
+    for span in spans:
+        if groups and span.end - groups[-1][0].start <= gap:
+            groups[-1].append(span)
+        else:
+            groups.append([span])
+    return [_bar_of(group) for group in groups]
+
+
+def _bar_of(group: list[Span]) -> Bar:
+    took: dict[str, float] = {}
+    for span in group:
+        took[span.kind] = took.get(span.kind, 0.0) + span.seconds
+    kind = max(took, key=lambda kind: took[kind])
+    shown = next(span for span in group if span.kind == kind)
+    return Bar(shown, group[0].start, max(span.end for span in group), len(group))
+
+
+def _rows(case: Case, lanes: dict[int, float], scale: float) -> list[Shape]:
+    def joined(gap: float) -> dict[int, list[Bar]]:
+        return {
+            rank: [
+                bar
+                for lane in ("compute", "comm")
+                for bar in bars([s for s in case.timeline.of(rank) if s.lane == lane], gap)
+            ]
+            for rank in lanes
+        }
+
+    gap = 0.5 / scale
+    rows = joined(gap)
+    while sum(map(len, rows.values())) > MOST_BARS and gap * scale < WIDTH:
+        gap *= 2
+        rows = joined(gap)
+    shapes: list[Shape] = []
+    for rank, y in lanes.items():
+        slowest = rank == case.timeline.slowest
+        colour = "ink" if slowest else "muted"
+        shapes.append(Words(LEFT - 8, y + 12, f"rank {rank}", 11, colour, "end", bold=slowest))
+        hops = 0
+        for bar in rows[rank]:
+            hops += bar.span.kind == "attend"
+            shapes += _bar(case, bar, y, scale, hops)
+    return shapes + _outline(case, lanes, scale, gap)
+
+
+def _bar(case: Case, bar: Bar, y: float, scale: float, hop: int) -> list[Shape]:
+    span = bar.span
+    x, width = LEFT + bar.start * scale, max(0.3, (bar.end - bar.start) * scale)
+    colour, strength = rank_colour(span.rank, case.ranks, case.machines)
+    tip = f"rank {span.rank}: {span.name or span.kind}, {units.time(bar.end - bar.start)}"
+    tip += f" from {units.time(bar.start)}" + (f", {bar.spans} spans" if bar.spans > 1 else "")
+    if span.kind == "send":
+        tip += f" → rank {span.peer}, {units.size(span.num_bytes)}" if bar.spans == 1 else ""
+        return [Rect(x, y + UPPER, width, LOWER, colour, 0.5 * strength, "send", tip)]
+    top, height = (y, UPPER) if span.lane == "compute" else (y + UPPER, LOWER)
+    if span.kind in ("wait", "barrier"):
+        return [Rect(x, top, width, height, kind=span.kind, tip=tip, hatched=True)]
+    found: list[Shape] = [Rect(x, top, width, height, colour, strength, span.kind, tip)]
+    if span.kind == "attend" and bar.spans == 1 and width > 16:
+        found.append(Words(x + width / 2, y + 11, str(hop), 9, on_colour(colour, strength), "middle"))
+    return found
+
+
+def _outline(case: Case, lanes: dict[int, float], scale: float, gap: float) -> list[Shape]:
+    """The critical path: a frame around each of its spans, and lines where it changes the rank."""
+    shapes: list[Shape] = []
+    before: tuple[float, float] | None = None
+    for (rank, lane), spans in groupby(case.path, key=lambda span: (span.rank, span.lane)):
+        some = bars(list(spans), 4 * gap)
+        if rank not in lanes:
+            before = None
+            continue
+        top, height = (0.0, UPPER) if lane == "compute" else (UPPER, LOWER)
+        y = lanes[rank] + top
+        for bar in some:
+            x, end = LEFT + bar.start * scale, LEFT + bar.end * scale
+            if before:
+                shapes.append(Line((before, (x, y + height / 2)), "ink", 1.2, kind="path-hop"))
+            shapes.append(Rect(x, y, max(end - x, 0.5), height, "", kind="path", outline="ink"))
+            before = (end, y + height / 2)
+    return shapes
+
+
+def _legend(y: float) -> list[Shape]:
+    return [
+        Rect(LEFT, y - 9, 22, 10, "c1"),
+        Words(LEFT + 28, y, "computes", 11),
+        Rect(LEFT + 100, y - 8, 22, 8, "c1", 0.5),
+        Words(LEFT + 128, y, "sends", 11),
+        Rect(LEFT + 180, y - 9, 22, 10, hatched=True),
+        Words(LEFT + 208, y, "waits for data: exposed", 11),
+        Rect(LEFT + 348, y - 9, 22, 10, "", outline="ink"),
+        Words(LEFT + 376, y, "critical path", 11),
+    ]
+
+
+def _title(cases: Sequence[Case]) -> str:
+    if len(cases) > 1:
+        first, second = (case.timeline.seconds for case in cases[:2])
+        faster = cases[0].name if first <= second else cases[1].name
+        more = max(first, second) / (min(first, second) or 1.0)
+        return f"Timelines on one axis: {faster} is {more:.2f}× as fast"
+    return f"Timeline: {units.time(cases[0].timeline.seconds)}, {summary(cases[0])['exposed']:.1%} waiting"
+
+
+def _caption(cases: Sequence[Case]) -> str:
+    many = max(case.ranks for case in cases)
+    some = (
+        f" {MOST_RANKS} of {many} ranks are drawn, among them the slowest and those of the critical path."
+        if many > MOST_RANKS
+        else ""
+    )
+    kinds = {"measured" if case.timeline.measured else "simulated" for case in cases}
+    return f"{' and '.join(sorted(kinds)).capitalize()}; one attention.{some}"

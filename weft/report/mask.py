@@ -1,0 +1,146 @@
+"""A head's mask, each tile in the colour of the rank that computes it: in model order and by rank."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.core.indices import Indices, IntArray
+from weft.core.schedule import Schedule
+from weft.report.case import Case
+from weft.report.draw import Figure, Line, Picture, Rect, Shape, Words
+from weft.report.palette import EIGHT, rank_colour, rgb
+
+PANEL, LEFT, TOP, BETWEEN = 216.0, 12.0, 24.0, 24.0
+DENSE_UNITS = 128
+PIXELS = 288
+MOST_HEADS = 8
+NOBODY = -1
+
+
+def shown_heads(schedule: Schedule) -> list[int]:
+    """One head for each set of ranks that shares a head, in order."""
+    sharers: dict[int, set[int]] = {}
+    for _, op in schedule.attends():
+        for head in op.q.heads:
+            sharers.setdefault(head, set()).add(op.rank)
+    first: dict[frozenset[int], int] = {}
+    for head in sorted(sharers):
+        first.setdefault(frozenset(sharers[head]), head)
+    return sorted(first.values())[:MOST_HEADS]
+
+
+def owners(schedule: Schedule, head: int) -> tuple[IntArray, IntArray]:
+    """[q units, kv units]: who computes each active tile, and by column: who brings its keys.
+
+    A unit is a block of the mask; where everything is active, blocks say nothing and it is a
+    fixed share of the tokens.
+    """
+    mask = schedule.mask
+    rows, cols = (
+        _samples(mask.q_len, mask.block_q, dense=mask.is_dense),
+        _samples(mask.kv_len, mask.block_k, dense=mask.is_dense),
+    )
+    found = np.full((rows.size, cols.size), NOBODY, dtype=np.int64)
+    brought = np.full(cols.size, NOBODY, dtype=np.int64)
+    for _, op in schedule.attends():
+        if head not in op.q.heads:
+            continue
+        ours, theirs = _among(rows, op.q.tokens, mask.q_len), _among(cols, op.kv.tokens, mask.kv_len)
+        found[np.ix_(ours, theirs)] = op.rank
+        # A rank's first attention reads the keys that it brings along.
+        new = theirs & (brought == NOBODY)
+        brought[new] = op.rank
+    if not mask.is_dense:
+        found[~mask.patterns[mask.pattern_of[head]]] = NOBODY
+    return found, brought
+
+
+def _samples(length: int, block: int, *, dense: bool) -> IntArray:
+    if not dense:
+        return np.arange(0, length, block, dtype=np.int64)
+    units = min(length, DENSE_UNITS)
+    return (np.arange(units, dtype=np.int64) * 2 + 1) * length // (2 * units)
+
+
+def _among(samples: IntArray, tokens: Indices, length: int) -> npt.NDArray[np.bool_]:
+    here = np.zeros(length, dtype=bool)
+    for start, stop in tokens.runs:
+        here[start:stop] = True
+    return here[samples]
+
+
+def pixels(tiles: IntArray, ranks: int, machines: int) -> npt.NDArray[np.uint8]:
+    """Colours of tiles; where there are more than pixels, the mean colour, as strong as it is dense."""
+    table = np.array([rgb(*rank_colour(rank, ranks, machines)) for rank in range(ranks)] + [(0, 0, 0)])
+    active = tiles != NOBODY
+    planes = np.dstack([table[tiles] * active[:, :, None], 255 * active]).astype(np.float64)
+    for axis in (0, 1):
+        size = planes.shape[axis]
+        if size > PIXELS:
+            starts = np.arange(PIXELS) * size // PIXELS
+            planes = np.add.reduceat(planes, starts, axis=axis)
+            counts = np.diff(np.append(starts, size))
+            planes /= counts.reshape((-1, 1, 1) if axis == 0 else (1, -1, 1))
+    share = planes[:, :, 3:] / 255
+    colour = np.divide(planes[:, :, :3], share, out=np.zeros_like(planes[:, :, :3]), where=share > 0)
+    # A thin diagonal through a coarse pixel would fade away; the root keeps it visible.
+    return np.dstack([colour, 255 * np.sqrt(share)]).round().clip(0, 255).astype(np.uint8)
+
+
+def mask_figure(case: Case, schedule: Schedule, head: int) -> Figure:
+    """The two panels of one head."""
+    tiles, brought = owners(schedule, head)
+    computes = tiles.max(axis=1)
+    down, across = np.argsort(computes, kind="stable"), np.argsort(brought, kind="stable")
+    second = LEFT + PANEL + BETWEEN
+    shapes: list[Shape] = [
+        Words(LEFT, 14, "model order", 12, "ink"),
+        Words(second, 14, "by rank", 12, "ink"),
+        Rect(LEFT, TOP, PANEL, PANEL, "panel"),
+        Rect(second, TOP, PANEL, PANEL, "panel"),
+        Picture(LEFT, TOP, PANEL, PANEL, pixels(tiles, case.ranks, case.machines), "mask"),
+        Picture(
+            second, TOP, PANEL, PANEL, pixels(tiles[np.ix_(down, across)], case.ranks, case.machines), "mask"
+        ),
+    ]
+    for borders, vertical in ((np.diff(computes[down]), False), (np.diff(brought[across]), True)):
+        for place in np.flatnonzero(borders) + 1:
+            at = PANEL * float(place) / (borders.size + 1)
+            ends = (
+                ((second + at, TOP), (second + at, TOP + PANEL))
+                if vertical
+                else ((second, TOP + at), (second + PANEL, TOP + at))
+            )
+            shapes.append(Line(ends, "ink", 0.8, kind="border"))
+    sharing = [rank for rank in range(case.ranks) if (tiles == rank).any()]
+    shapes += rank_legend(case, sharing, TOP + PANEL + 20)
+    whole = tiles.size or 1
+    title = (
+        f"Mask of head {head}: {(tiles != NOBODY).sum() / whole:.0%} of tiles, shared by {_ranks(sharing)}"
+    )
+    caption = f"Queries down, keys across; {tiles.shape[0]} × {tiles.shape[1]} tiles."
+    width, height = second + PANEL + LEFT, TOP + PANEL + 32
+    return Figure(f"mask-head-{head}", title, width, height, tuple(shapes), caption, group="mask")
+
+
+def _ranks(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} alone"
+    return f"{len(ranks)} ranks"
+
+
+def rank_legend(case: Case, ranks: list[int], y: float) -> list[Shape]:
+    """Squares with the numbers of ranks, or of machines where ranks are too many for colours of their own."""
+    by_machine = case.ranks > EIGHT
+    devices = max(1, case.ranks // case.machines)
+    chosen = sorted({rank // devices * devices for rank in ranks}) if by_machine else ranks
+    word = "machine" if by_machine else "rank"
+    shapes: list[Shape] = [Words(LEFT, y, word, 12.5)]
+    x = LEFT + 8 + 7 * len(word)
+    for rank in chosen[:EIGHT]:
+        colour, strength = rank_colour(rank, case.ranks, case.machines)
+        shapes.append(Rect(x, y - 9, 10, 10, colour, strength))
+        shapes.append(Words(x + 14, y, str(rank // devices if by_machine else rank), 12.5))
+        x += 34
+    return shapes

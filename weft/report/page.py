@@ -1,0 +1,185 @@
+"""The page: one file that needs nothing else, with the first table before everything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+from itertools import groupby
+from string import Template
+
+from weft import __version__
+from weft.report import units
+from weft.report.case import Case, numbers, summary
+from weft.report.draw import HATCHES, Figure
+from weft.report.palette import style_sheet
+
+MEANINGS = {
+    "seconds": ("time", "until the last rank is done"),
+    "compute": ("compute", "of the time, the mean rank attends or copies"),
+    "exposed": ("exposed communication", "of the time, it waits for data: transfers that nothing hides"),
+    "idle": ("idle", "of the time, it has nothing left or nothing yet to do"),
+    "overlap": ("overlap", "of the sending, the sender computes meanwhile"),
+    "imbalance": ("imbalance", "the busiest rank computes so many times the mean"),
+    "slowest": ("slowest rank", "is done last"),
+}
+MOST_ROWS = 64
+
+
+def page(
+    cases: Sequence[Case], figures: Sequence[Figure], missing: Sequence[str], traces: Sequence[str]
+) -> str:
+    """The HTML of a report on one case, or on two that are compared."""
+    template = Template(files("weft.report").joinpath("page.html").read_text(encoding="utf-8"))
+    return template.substitute(
+        title=escape(" against ".join(case.name for case in cases)),
+        about=escape(" — ".join(dict.fromkeys(map(_about, cases)))),
+        colours=style_sheet(),
+        hatches=HATCHES,
+        summary=_summary(cases),
+        verdict=f"<p>{escape(verdict(cases))}</p>",
+        figures="\n".join(_figures(figures)),
+        missing=f'<p class="note">Not drawn: {escape("; ".join(missing))}.</p>' if missing else "",
+        tables=_plans(cases) + "".join(map(_ranks, cases)),
+        footer=_footer(traces),
+    )
+
+
+def _about(case: Case) -> str:
+    known = numbers(case)
+    parts = ["measured" if case.timeline.measured else "simulated"]
+    if known["topology"]:
+        parts.append(f"on {known['topology']}")
+    machines = f" on {case.machines} machines" if case.machines > 1 else ""
+    parts.append(f"{case.ranks} rank{'s' * (case.ranks != 1)}{machines}")
+    if case.schedule:
+        problem = case.schedule.problem
+        parts.append(
+            f"{problem.q.size:,} tokens, {problem.heads} heads × {problem.head_dim}, {problem.dtype}"
+        )
+        parts.append(f"{case.schedule.mask.density:.0%} active")
+    return " · ".join(parts)
+
+
+def show(name: str, value: float) -> str:
+    """A number of the first table as it is read."""
+    if name == "seconds":
+        return units.time(value)
+    if name == "imbalance":
+        return f"{value:.3f}×"
+    return str(int(value)) if name == "slowest" else f"{value:.1%}"
+
+
+def difference(name: str, first: float, second: float) -> str:
+    """How the second differs from the first, in the words of that number."""
+    if name == "seconds":
+        return f"{second / first - 1:+.1%}" if first else "–"
+    if name == "slowest":
+        return ""
+    return f"{second - first:+.3f}" if name == "imbalance" else f"{100 * (second - first):+.1f} points"
+
+
+def _summary(cases: Sequence[Case]) -> str:
+    found = [summary(case) for case in cases]
+    two = len(cases) == 2
+    head = "".join(f"<th>{escape(case.name)}</th>" for case in cases) if two else "<th></th>"
+    rows = [f"<tr><th></th>{head}{'<th>difference</th>' if two else ''}<td class='note'></td></tr>"] * two
+    for name, (label, meaning) in MEANINGS.items():
+        cells = "".join(f'<td data-name="{name}">{show(name, one[name])}</td>' for one in found)
+        if two:
+            cells += f"<td>{difference(name, found[0][name], found[1][name])}</td>"
+        rows.append(f'<tr><td>{label}</td>{cells}<td class="note">{meaning}</td></tr>')
+    return f'<table id="summary">{"".join(rows)}</table>'
+
+
+def verdict(cases: Sequence[Case]) -> str:
+    """What to do about it, in a sentence or two."""
+    if len(cases) == 2:
+        first, second = (case.timeline.seconds for case in cases)
+        faster, slower = (0, 1) if first <= second else (1, 0)
+        gain = max(first, second) / (min(first, second) or 1.0)
+        return f"{cases[faster].name} is {gain:.2f}× as fast as {cases[slower].name}."
+    found = summary(cases[0])
+    costs = {
+        f"Waiting for data costs most: {found['exposed']:.1%} of the time.": found["exposed"],
+        f"Uneven work costs most: the busiest rank computes {found['imbalance']:.2f}× the mean.": (
+            found["compute"] * (found["imbalance"] - 1)
+        ),
+    }
+    worst = max(costs, key=lambda cost: costs[cost])
+    if costs[worst] < 0.02:
+        return f"Little is lost: the mean rank computes {found['compute']:.1%} of the time."
+    return worst
+
+
+def _figures(figures: Sequence[Figure]) -> list[str]:
+    """Each in its place; those of a group behind one slider."""
+    found: list[str] = []
+    for group, some in groupby(figures, key=lambda figure: figure.group or figure.name):
+        one, *others = some
+        if not others:
+            found.append(f"<figure{' class=wide' * one.wide}>{_inner(one)}</figure>")
+            continue
+        parts = "".join(
+            f"<div data-part{' hidden' * (i > 0)}>{_inner(figure)}</div>"
+            for i, figure in enumerate((one, *others))
+        )
+        slider = f'<input type="range" min="0" max="{len(others)}" value="0" aria-label="{group}">'
+        found.append(f"<figure>{parts}{slider}</figure>")
+    return found
+
+
+def _inner(figure: Figure) -> str:
+    return (
+        f"<h2>{escape(figure.title)}</h2><div class='scroll'>{figure.svg(alone=False)}</div>"
+        f"<figcaption>{escape(figure.caption)}</figcaption>"
+    )
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<div class='scroll'><table><tr>{top}</tr>{body}</table></div>"
+
+
+def _plans(cases: Sequence[Case]) -> str:
+    if len(cases) > 1 or len(cases[0].plans) < 2:
+        return ""
+    rows = [
+        [
+            point.plan,
+            units.time(point.seconds),
+            f"{point.exposed:.1%}",
+            f"{point.imbalance:.3f}",
+            units.size(point.intra_bytes),
+            units.size(point.inter_bytes),
+            units.size(point.memory) if point.memory else "–",
+        ]
+        for point in cases[0].plans
+    ]
+    head = ["plan", "attention", "exposed", "imbalance", "inside", "between", "memory"]
+    return f"<details open><summary>Plans, the fastest first</summary>{_table(head, rows)}</details>"
+
+
+def _ranks(case: Case) -> str:
+    found = numbers(case)["per_rank"]
+    memory = found["memory"] or [0] * case.ranks
+    rows = [
+        [str(rank), *map(units.time, times), units.size(sent), units.size(peak) if peak else "–"]
+        for rank, (*times, sent, peak) in enumerate(
+            zip(found["compute"], found["exposed"], found["idle"], found["sent"], memory, strict=True)
+        )
+    ][:MOST_ROWS]
+    table = _table(["rank", "compute", "exposed", "idle", "sent", "memory"], rows)
+    more = (
+        f"<p class=note>{case.ranks - MOST_ROWS} more in report.json.</p>" if case.ranks > MOST_ROWS else ""
+    )
+    return f"<details><summary>Ranks of {escape(case.name)}</summary>{table}{more}</details>"
+
+
+def _footer(traces: Sequence[str]) -> str:
+    names = " and ".join(f"<code>{escape(trace)}</code>" for trace in traces)
+    return (
+        f"weft {__version__} · every number is in <code>report.json</code>, every figure in "
+        f"<code>figures/</code> · every span: open {names} in ui.perfetto.dev"
+    )

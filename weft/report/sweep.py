@@ -1,0 +1,125 @@
+"""A sweep: one attention by several plans on clusters of several sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from weft.core.errors import InputError
+from weft.core.layout import Layout
+from weft.core.mask import BlockMask
+from weft.core.problem import Problem
+from weft.core.schedule import Schedule
+from weft.core.timeline import Timeline
+from weft.core.topology import Topology
+from weft.plan.choose import build, candidates, choose
+from weft.plan.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Point:
+    """One plan on one number of devices."""
+
+    gpus: int
+    plan: str
+    seconds: float
+    exposed: float
+    imbalance: float
+    intra_bytes: int
+    inter_bytes: int
+    memory: int
+
+    @staticmethod
+    def of(schedule: Schedule, cluster: Topology, timeline: Timeline) -> Point:
+        machine = np.arange(cluster.ranks) // cluster.devices
+        inside = int(timeline.traffic[machine[:, None] == machine].sum())
+        return Point(
+            gpus=cluster.ranks,
+            plan=schedule.name,
+            seconds=timeline.seconds,
+            exposed=float(timeline.waiting.mean()) / (timeline.seconds or 1.0),
+            imbalance=timeline.imbalance,
+            intra_bytes=inside,
+            inter_bytes=int(timeline.traffic.sum()) - inside,
+            memory=max(timeline.memory, default=0),
+        )
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Found(NamedTuple):
+    """A point and what it was taken from."""
+
+    point: Point
+    schedule: Schedule
+    cluster: Topology
+    timeline: Timeline
+
+
+def resized(topology: Topology, gpus: int) -> Topology:
+    """The same machines, more or fewer of them; fewer devices than a machine has are one machine."""
+    devices = min(gpus, topology.devices)
+    if gpus < 1 or gpus % devices:
+        whole = max(1, gpus // topology.devices) * topology.devices
+        raise InputError(
+            f"{gpus} GPUs are no whole machines of {topology.name}, which have {topology.devices} each.",
+            hint=f"Try {whole} or {whole + topology.devices}.",
+        )
+    links = tuple(link for link in topology.links if max(link[:2]) < gpus)
+    kind = topology.name.rpartition("x")[2]
+    machines = gpus // devices
+    shape = f"{machines}x{devices}" if machines > 1 else f"{devices}"
+    name = f"{shape}x{kind}" if "x" in topology.name else topology.name
+    return replace(topology, name=name, machines=machines, devices=devices, links=links)
+
+
+def on_ranks(problem: Problem, ranks: int) -> Problem:
+    """The same attention, its tokens spread evenly over another number of ranks; shared ones come first."""
+
+    def even(layout: Layout) -> Layout:
+        shared = layout.shared.size if layout.ranks > 1 else 0
+        return Layout.even(layout.size, ranks, prefix=shared)
+
+    return replace(problem, q=even(problem.q), kv=even(problem.kv))
+
+
+def sizes_up_to(topology: Topology) -> list[int]:
+    """Powers of two inside a machine, then machines doubling, up to all."""
+    inside = [2**i for i in range(topology.devices.bit_length()) if 2**i < topology.devices]
+    machines = [2**i for i in range(topology.machines.bit_length()) if 2**i < topology.machines]
+    return [*inside, *(topology.devices * m for m in machines), topology.ranks]
+
+
+def sweep(
+    problem_on: Callable[[int], Problem],
+    mask: BlockMask,
+    clusters: Iterable[Topology],
+    names: Sequence[str] = ("auto",),
+    *,
+    on_plan: Callable[[str], object] = str,
+) -> Iterator[Found]:
+    """Each plan on each cluster, simulated; `auto` is the planner's choice, `all` every candidate."""
+    from weft.simulate.events import simulate
+
+    for cluster in clusters:
+        problem = problem_on(cluster.ranks)
+        for name in wanted(problem, mask, cluster, names):
+            on_plan(f"{name} on {cluster.name}")
+            auto = name == "auto"
+            schedule = (
+                choose(problem, mask, cluster).schedule if auto else build(name, problem, mask, cluster)
+            )
+            timeline = simulate(schedule, cluster)
+            yield Found(Point.of(schedule, cluster, timeline), schedule, cluster, timeline)
+
+
+def wanted(problem: Problem, mask: BlockMask, cluster: Topology, names: Sequence[str]) -> list[str]:
+    """The names, with `all` replaced by every candidate of this size."""
+    for name in set(names) - {"auto", "all"}:
+        Recipe.parse(name, cluster.ranks)  # a name that does not fit is better known before than after
+    every = [str(recipe) for recipe in candidates(problem, mask, cluster)] if "all" in names else []
+    return list(dict.fromkeys(one for name in names for one in (every if name == "all" else [name])))

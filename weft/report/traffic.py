@@ -1,0 +1,63 @@
+"""Who sends how much to whom, with the borders of machines."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from weft.report import units
+from weft.report.case import Case
+from weft.report.draw import Figure, Line, Picture, Rect, Shape, Words
+from weft.report.palette import rgb
+
+WIDTH, SIDE, LEFT, TOP = 480.0, 300.0, 92.0, 30.0
+CELLS = 32
+"""More ranks than this are drawn as pixels, without a tip for each."""
+
+
+def traffic_matrix(case: Case) -> Figure:
+    """Rows send, columns receive; the stronger, the more bytes, on a scale of logarithms."""
+    sent, ranks = case.traffic, case.ranks
+    strength = _strength(sent)
+    cell = SIDE / ranks
+    shapes: list[Shape] = [Rect(LEFT, TOP, SIDE, SIDE, "panel")]
+    if ranks <= CELLS:
+        for a, b in np.argwhere(sent):
+            tip = f"rank {a} → rank {b}: {units.size(int(sent[a, b]))}"
+            x, y = LEFT + b * cell, TOP + a * cell
+            shapes.append(Rect(x, y, cell, cell, "c4", float(strength[a, b]), "traffic", tip))
+    else:
+        planes = np.zeros((ranks, ranks, 4), dtype=np.uint8)
+        planes[:, :, :3] = rgb("c4")
+        planes[:, :, 3] = (255 * strength).round()
+        shapes.append(Picture(LEFT, TOP, SIDE, SIDE, planes, "traffic"))
+    devices = max(1, ranks // case.machines)
+    for machine in range(case.machines + 1):
+        at = machine * devices * cell
+        shapes.append(Line(((LEFT + at, TOP), (LEFT + at, TOP + SIDE)), "ink", 1.0, kind="machine"))
+        shapes.append(Line(((LEFT, TOP + at), (LEFT + SIDE, TOP + at)), "ink", 1.0, kind="machine"))
+    for rank in range(0, ranks, -(-ranks // 8)):
+        shapes.append(Words(LEFT - 6, TOP + (rank + 0.5) * cell + 4, str(rank), 12.5, anchor="end"))
+        shapes.append(Words(LEFT + (rank + 0.5) * cell, TOP - 6, str(rank), 12.5, anchor="middle"))
+    shapes.append(Words(LEFT - 34, TOP + SIDE / 2 + 4, "from", 12.5, anchor="end"))
+    shapes.append(Words(LEFT + SIDE + 8, TOP - 6, "to", 12.5))
+    machine = np.arange(ranks) // devices
+    between = int(sent[machine[:, None] != machine].sum())
+    total = int(sent.sum())
+    share = f", {between / total:.0%} of it between machines" if case.machines > 1 and total else ""
+    title = f"Traffic: {units.size(total)}{share}"
+    present = sent[sent > 0]
+    caption = (
+        f"Pale is {units.size(int(present.min()))}, full {units.size(int(present.max()))}, in logarithms."
+        if present.size
+        else "Nothing is sent."
+    )
+    return Figure("traffic", title, WIDTH, TOP + SIDE + 12, tuple(shapes), caption=caption)
+
+
+def _strength(sent: np.ndarray) -> np.ndarray:
+    present = sent[sent > 0]
+    if not present.size:
+        return np.zeros(sent.shape)
+    low, high = np.log(present.min()), np.log(present.max())
+    scaled = np.ones(sent.shape) if high == low else (np.log(np.maximum(sent, 1)) - low) / (high - low)
+    return np.where(sent > 0, 0.25 + 0.75 * scaled, 0.0)

@@ -1,0 +1,65 @@
+"""Numbers as people read them: three digits and a unit."""
+
+from __future__ import annotations
+
+import math
+
+TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
+COUNTS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+
+
+def time(seconds: float) -> str:
+    """
+    >>> time(0.00123), time(12.3456), time(0.0035), time(0)
+    ('1.23 ms', '12.3 s', '3.50 ms', '0 s')
+    """
+    return _written(seconds, TIMES, "s")
+
+
+def size(num_bytes: float) -> str:
+    """
+    >>> size(123_456_789), size(0)
+    ('123 MB', '0 B')
+    """
+    return _written(num_bytes, SIZES, "B")
+
+
+def count(number: float) -> str:
+    """
+    >>> count(1_234_567), count(12)
+    ('1.23 M', '12.0')
+    """
+    return _written(number, COUNTS, "")
+
+
+def short(text: str) -> str:
+    """Without zeros that say nothing, as on an axis.
+
+    >>> short("3.50 ms"), short("12.0"), short("500 µs")
+    ('3.5 ms', '12', '500 µs')
+    """
+    number, _, unit = text.partition(" ")
+    return f"{number.rstrip('0').rstrip('.') if '.' in number else number} {unit}".strip()
+
+
+def _written(value: float, units: tuple[tuple[float, str], ...], one: str) -> str:
+    if not value:
+        return f"0 {one}".strip()
+    factor, unit = next((u for u in units if abs(value) >= 0.9995 * u[0]), units[-1])
+    places = max(0, 2 - math.floor(math.log10(abs(value / factor) * 1.0005)))
+    return f"{value / factor:,.{min(places, 3)}f} {unit}".strip()
+
+
+def ticks(most: float, wanted: int = 5) -> list[float]:
+    """Round numbers from 0 up to `most`, about as many as wanted.
+
+    >>> ticks(0.47)
+    [0.0, 0.1, 0.2, 0.3, 0.4]
+    """
+    if most <= 0:
+        return [0.0]
+    rough = most / wanted
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(f * power for f in (1, 2, 5, 10) if f * power >= 0.999 * rough)
+    return [round(i * step, 12) for i in range(int(most / step * 1.000001) + 1)]

@@ -1,0 +1,103 @@
+"""Write a report: one folder with the page, the figures, the trace and all numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from weft import __version__
+from weft.core.errors import InputError
+from weft.report.bars import load_bars, memory_bars
+from weft.report.case import Case, numbers
+from weft.report.curves import roofline, scaling_curve
+from weft.report.draw import Figure
+from weft.report.gantt import gantt
+from weft.report.mask import mask_figure, shown_heads
+from weft.report.page import page
+from weft.report.perfetto import write_trace
+from weft.report.png import render
+from weft.report.traffic import traffic_matrix
+
+KINDS = ("mask", "loads", "traffic", "memory", "scaling", "roofline")
+
+
+def write_report(cases: Sequence[Case], folder: Path) -> Path:
+    """One case, or two to compare; returns the page. PNGs are written where matplotlib is installed."""
+    figures, missing = draw(cases)
+    try:
+        (folder / "figures").mkdir(parents=True, exist_ok=True)
+        names = ["trace.json"] if len(cases) == 1 else ["trace-a.json", "trace-b.json"]
+        traces = [
+            write_trace(case.timeline, folder / name).name for case, name in zip(cases, names, strict=True)
+        ]
+        for figure in figures:
+            path = folder / "figures" / figure.name
+            path.with_suffix(".svg").write_text(figure.svg(), encoding="utf-8")
+            if has_png():
+                render(figure, str(path.with_suffix(".png")))
+        known = {
+            "weft": __version__,
+            "cases": [numbers(case) for case in cases],
+            "figures": {figure.name: figure.title for figure in figures},
+            "missing": missing,
+        }
+        (folder / "report.json").write_text(json.dumps(known, indent=1), encoding="utf-8")
+        written = folder / "index.html"
+        written.write_text(page(cases, figures, missing, traces), encoding="utf-8")
+    except OSError as error:
+        raise InputError(
+            f"{folder} cannot be written: {error.strerror}.", hint="Give another --out."
+        ) from None
+    return written
+
+
+def has_png() -> bool:
+    return find_spec("matplotlib") is not None
+
+
+def draw(cases: Sequence[Case]) -> tuple[list[Figure], list[str]]:
+    """The figures that can be drawn, and what each of the others would need."""
+    own = [_own(case) for case in cases]
+    missing = [text for _, lacks in own for text in lacks]
+    if len(cases) == 1:
+        return [gantt(cases), *own[0][0]], missing
+    # Side by side: the same figure of one case and of the other.
+    pairs = [
+        _of(f, case, "ab"[i])
+        for i, (case, (some, _)) in enumerate(zip(cases, own, strict=True))
+        for f in some
+    ]
+    pairs.sort(key=lambda figure: KINDS.index(figure.name.partition("-")[0]))
+    return [gantt(cases), *pairs], list(dict.fromkeys(missing))
+
+
+def _own(case: Case) -> tuple[list[Figure], list[str]]:
+    figures: list[Figure] = []
+    missing: list[str] = []
+    if case.schedule:
+        figures += [mask_figure(case, case.schedule, head) for head in shown_heads(case.schedule)]
+    else:
+        missing.append("masks and the roofline (they need schedule.json beside the trace)")
+    figures.append(load_bars(case))
+    figures.append(traffic_matrix(case))
+    if case.memory:
+        figures.append(memory_bars(case))
+    else:
+        missing.append("memory (it is not in the trace)")
+    if len({point.gpus for point in case.scaling}) > 1:
+        figures.append(scaling_curve(case.scaling))
+    else:
+        missing.append("the scaling curve (it needs a simulated cluster of several GPUs)")
+    if case.schedule and case.topology and case.traffic.any():
+        figures.append(roofline(case, case.topology))
+    elif case.schedule:
+        missing.append("the roofline (it needs a topology, and something that is sent)")
+    return figures, missing
+
+
+def _of(figure: Figure, case: Case, letter: str) -> Figure:
+    group = figure.group and f"{figure.group}-{letter}"
+    return replace(figure, name=f"{figure.name}-{letter}", title=f"{case.name} · {figure.title}", group=group)

@@ -1,0 +1,202 @@
+"""Recorder: runs programs with a mark of time after every step, and writes what lies between as spans.
+
+While a program runs only marks are taken; spans become text when the run is over.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from weft.core.schedule import Schedule
+from weft.core.timeline import Span, Timeline
+from weft.run.clocks import Clock, CudaClock, HostClock, align
+from weft.run.comm import Comm
+from weft.run.comm.group import GroupComm
+from weft.run.program import Program
+from weft.run.steps import Calculation, Frame, Post, Wait
+from weft.run.world import is_launched, machines, world_of
+from weft.schedule.labels import COPY, attend_name, finish_name, post_name, send_name, wait_name
+
+HELD = 1 << 14  # steps whose marks wait to be written: about a megabyte
+SECONDS = 1.0  # of spans that a rank may lose if it is killed
+
+Outline = list[tuple[Span, int, int]]
+"""Spans without times, and the marks between which each lies."""
+Texts = list[tuple[str, int, int]]
+"""The same with each span as the beginning of its line in a file."""
+
+
+def outline(program: Program, schedule: Schedule, members: Sequence[int], rank: int) -> Outline:
+    """What a run of a program shows. Mark i is taken before step i; the last ones after each finish.
+
+    Everything a rank does itself is on its compute lane, one thing after another. A send lies on the
+    comm lane from the beginning of its post until the transport has told the sender that the buffer is
+    free; gloo tells nothing before it is asked, which is at the end.
+    """
+    posts = [step.op for step in program.steps if isinstance(step, Post)]
+    finish = {op: len(program.steps) + number + 1 for number, op in enumerate(posts)}
+    attends = iter(index for index, op in schedule.attends() if op.rank == rank)
+    me = members[rank]
+
+    def own(kind: str, name: str, op: int = -1, peer: int = -1) -> Span:
+        return Span(me, "compute", kind, name, 0.0, 0.0, op, peer)
+
+    found: Outline = []
+    for at, step in enumerate(program.steps):
+        if isinstance(step, Calculation):
+            index = next(attends)
+            found.append((own("attend", attend_name(schedule, index), index), at, at + 1))
+        elif isinstance(step, Wait):
+            name = wait_name(schedule, step.op, step.peer)
+            found.append((own("wait", name, step.op, members[step.peer]), at, at + 1))
+        elif isinstance(step, Post):
+            found.append((own("copy", post_name(schedule, step.op), step.op), at, at + 1))
+            for peer in step.sends:
+                name, size = (
+                    send_name(schedule, step.op, peer),
+                    program.sizes[program.outgoing[step.op, peer]],
+                )
+                send = Span(me, "comm", "send", name, 0.0, 0.0, step.op, members[peer], size)
+                found.append((send, at, finish[step.op]))
+        elif found and found[-1][0].name == COPY:
+            found[-1] = (found[-1][0], found[-1][1], at + 1)  # copies in a row are one span
+        else:
+            found.append((own("copy", COPY), at, at + 1))
+    return found + [(own("wait", finish_name(schedule, op), op), end - 1, end) for op, end in finish.items()]
+
+
+def run_marked(program: Program, frame: Frame, clock: Clock, marks: list[Any]) -> None:
+    """`Program.run` with a mark before and after every step; one that fails leaves its last mark too."""
+    mark = clock.mark
+    marks.append(mark())
+    try:
+        for step in program.steps:
+            step.run(frame)
+            marks.append(mark())
+        for transit in frame.transits.values():
+            transit.finish()
+            marks.append(mark())
+    except BaseException:
+        marks.append(mark())
+        raise
+
+
+class Recorder:
+    """One rank's file, and what is not in it yet."""
+
+    def __init__(self, directory: Path, comm: Comm) -> None:
+        self.rank = _members(comm)[comm.rank]
+        self.ranks = dist.get_world_size() if isinstance(comm, GroupComm) else comm.size
+        self.alignment = align(comm)
+        directory.mkdir(parents=True, exist_ok=True)
+        if self.rank == 0:
+            _clear(directory, self.ranks)
+        self.file = (directory / f"rank{self.rank}.jsonl").open("w", encoding="utf-8")
+        self.name, self.calls, self.held, self.written = "", 0, 0, time.monotonic()
+        self.pending: list[tuple[int, Texts, list[Any], Clock]] = []
+        self.texts: WeakKeyDictionary[Program, Texts] = WeakKeyDictionary()
+        self.clocks: dict[torch.device, Clock] = {}
+
+    def run(self, program: Program, schedule: Schedule, frame: Frame) -> None:
+        texts = self.texts.get(program)
+        if texts is None:
+            spans = outline(program, schedule, _members(frame.comm), frame.comm.rank)
+            texts = self.texts[program] = [(_beginning(span), start, end) for span, start, end in spans]
+            self.name = self.name or schedule.name
+        marks: list[Any] = []
+        clock = self._clock(frame.device)
+        self.pending.append((self.calls, texts, marks, clock))
+        self.calls += 1
+        self.held += len(program.steps)
+        run_marked(program, frame, clock, marks)
+        if self.held > HELD or time.monotonic() - self.written > SECONDS:
+            self.write()
+
+    def write(self) -> None:
+        """Put everything that has been run into the file."""
+        lines = [] if self.file.tell() else [self._head()]
+        for call, texts, marks, clock in self.pending:
+            # Nanoseconds with an exponent are seconds to JSON, and whole numbers are quickly written.
+            times = [ns - self.alignment.shift for ns in clock.nanoseconds(marks)]
+            last = len(times) - 1  # further than this a run that failed did not come
+            lines += [
+                f'{text}, "call": {call}, "start": {times[start]}e-9, "end": {times[min(end, last)]}e-9}}\n'
+                for text, start, end in texts
+                if start < last
+            ]
+        self.file.write("".join(lines))
+        self.file.flush()
+        self.pending.clear()
+        for clock in self.clocks.values():
+            clock.begin()
+        self.held, self.written = 0, time.monotonic()
+
+    def close(self) -> None:
+        self.write()
+        self.file.close()
+
+    def _head(self) -> str:
+        clocks = tuple((ahead / 1e9, unsure / 1e9) for ahead, unsure in self.alignment.clocks)
+        return Timeline(
+            self.name, self.ranks, (), measured=True, machines=machines(), clocks=clocks
+        ).to_jsonl()
+
+    def _clock(self, device: torch.device) -> Clock:
+        if device not in self.clocks:
+            self.clocks[device] = CudaClock(device) if device.type == "cuda" else HostClock()
+        return self.clocks[device]
+
+
+class Tracer:
+    """Recorders by rank: one, unless the ranks are threads of this process."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.recorders: dict[int, Recorder] = {}
+
+    def meet_world(self) -> None:
+        """Align with all ranks at once where there is a world; else the first run does, with its own."""
+        if dist.is_initialized() or is_launched():
+            self._recorder(world_of(None, 60.0).comm)
+
+    def run(self, program: Program, schedule: Schedule, frame: Frame) -> None:
+        self._recorder(frame.comm).run(program, schedule, frame)
+
+    def close(self) -> None:
+        for recorder in self.recorders.values():
+            recorder.close()
+
+    def _recorder(self, comm: Comm) -> Recorder:
+        rank = _members(comm)[comm.rank]
+        if rank not in self.recorders:
+            self.recorders[rank] = Recorder(self.directory, comm)
+        return self.recorders[rank]
+
+
+def _members(comm: Comm) -> Sequence[int]:
+    """The ranks of a group as the world counts them."""
+    return dist.get_process_group_ranks(comm.group) if isinstance(comm, GroupComm) else range(comm.size)
+
+
+def _clear(directory: Path, ranks: int) -> None:
+    """Ranks that an earlier trace had and this one has not would be read as if they were of this one."""
+    for path in directory.glob("rank*.jsonl"):
+        number = path.stem.removeprefix("rank")
+        if number.isdecimal() and int(number) >= ranks:
+            path.unlink()
+
+
+def _beginning(span: Span) -> str:
+    fields = asdict(span)
+    for later in ("call", "start", "end"):
+        del fields[later]
+    return json.dumps(fields)[:-1]

@@ -1,0 +1,111 @@
+"""Replay: all ranks' computing for real, one rank after another, put into a cluster that is simulated.
+
+Each rank's compiled program runs on this machine with nobody to talk to: what it would receive is made
+up. How long its attentions took goes into the simulator in place of what a topology says they take.
+An honest picture of 8 ranks on 2 cores, as far as this machine computes like one device of the cluster.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from weft.core.errors import InputError
+from weft.core.schedule import Schedule
+from weft.core.timeline import Timeline
+from weft.core.topology import Topology
+from weft.run.arena import Arena
+from weft.run.clocks import HostClock
+from weft.run.comm import Message
+from weft.run.execute import Executor
+from weft.run.kernels import choose
+from weft.run.program import Program
+from weft.run.recorder import outline, run_marked
+from weft.run.steps import Frame
+from weft.run.trace import watched_by
+from weft.simulate.events import simulate
+
+
+def replay(schedule: Schedule, topology: Topology, kernel: str = "auto", repeats: int = 3) -> Timeline:
+    """The simulated timeline of a forward schedule with attentions as long as they take here."""
+    seconds = measure_attends(schedule, kernel, repeats)
+    found = simulate(schedule, topology, seconds=seconds)
+    return replace(found, name=f"{schedule.name}, attentions as measured")
+
+
+def measure_attends(schedule: Schedule, kernel: str = "auto", repeats: int = 3) -> dict[int, float]:
+    """Seconds of every Attend, by operation: the median of `repeats` runs after one to warm up.
+
+    It takes as many threads as torch does in this process.
+    """
+    if schedule.backward:
+        raise InputError("This is a backward schedule.", hint="Replay the forward one.")
+    if repeats < 1:
+        raise InputError(f"repeats={repeats} measures nothing.", hint="Repeat once or more.")
+    taken: dict[int, list[float]] = defaultdict(list)
+    stopwatch = _Stopwatch(taken)
+    arena = Arena()
+    for rank in range(schedule.problem.ranks):
+        comm = _Silence(rank, schedule.problem.ranks, getattr(torch, schedule.problem.dtype))
+        executor = Executor(schedule, comm, choose(kernel, schedule.problem.dtype), arena=arena)
+        shards = _shards(schedule, rank)
+        with watched_by(stopwatch):
+            for _ in range(repeats + 1):
+                executor.forward(*shards, schedule.problem.head_dim**-0.5, keep=False)
+    return {op: median(times[1:]) for op, times in taken.items()}
+
+
+def _shards(schedule: Schedule, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    problem = schedule.problem
+    dtype = getattr(torch, problem.dtype)
+    sizes = ((problem.heads, problem.q), (problem.kv_heads, problem.kv), (problem.kv_heads, problem.kv))
+    q, k, v = (
+        torch.randn(problem.batch, heads, layout.rows(rank), problem.head_dim).to(dtype)
+        for heads, layout in sizes
+    )
+    return q, k, v
+
+
+class _Stopwatch:
+    """A watch that keeps how long attentions take and forgets everything else."""
+
+    def __init__(self, taken: dict[int, list[float]]) -> None:
+        self.taken = taken
+
+    def run(self, program: Program, schedule: Schedule, frame: Frame) -> None:
+        marks: list[int] = []
+        run_marked(program, frame, HostClock(), marks)
+        ranks = range(schedule.problem.ranks)
+        for span, start, end in outline(program, schedule, ranks, frame.comm.rank):
+            if span.kind == "attend":
+                self.taken[span.op].append((marks[end] - marks[start]) / 1e9)
+
+
+class _Silence:
+    """A transport on which everything has arrived already: noise, as kernels are faster on zeros."""
+
+    def __init__(self, rank: int, size: int, dtype: torch.dtype) -> None:
+        self.rank, self.size, self.bytes_sent = rank, size, 0
+        self.noise = torch.empty(0, dtype=dtype)
+
+    def post(self, sends: list[Message], receives: list[Message], label: str, tag: int) -> _Silence:
+        del sends, label, tag
+        for _, buffer in receives:
+            numbers = buffer.view(self.noise.dtype)
+            if self.noise.numel() < numbers.numel():
+                self.noise = torch.randn(numbers.numel()).to(self.noise.dtype)
+            numbers.copy_(self.noise[: numbers.numel()])
+        return self
+
+    def wait_for(self, peer: int) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+    def gather_numbers(self, numbers: list[int]) -> list[list[int]]:
+        return [numbers for _ in range(self.size)]
