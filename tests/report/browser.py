@@ -90,7 +90,8 @@ class Browser:
         )
         self.requests.clear()
         self._loaded = False
-        self.call("Page.navigate", url=path.resolve().as_uri())
+        found = self.call("Page.navigate", url=path.resolve().as_uri())
+        assert "errorText" not in found, f"{path}: {found}"
         while not self._loaded:
             self._receive()
 

@@ -12,18 +12,20 @@ from tests.report.toys import schedule, topology, two_ranks
 from weft.core.timeline import Span, Timeline
 from weft.report.bars import grouped, load_bars
 from weft.report.case import Case
-from weft.report.curves import scaling_curve
-from weft.report.draw import Figure, Picture, Rect, Words
+from weft.report.curves import roofline, scaling_curve
+from weft.report.draw import Dot, Figure, Picture, Rect, Words
 from weft.report.gantt import LEFT, MOST_BARS, MOST_RANKS, RIGHT, gantt, shown_ranks
 from weft.report.mask import NOBODY, mask_figure, owners, pixels, shown_heads
+from weft.report.page import page
 from weft.report.palette import DARK, LIGHT, rank_colour
 from weft.report.png import encode, render
-from weft.report.sources import simulated
+from weft.report.sources import measured, simulated
 from weft.report.sweep import Point
 from weft.report.traffic import traffic_matrix
 from weft.report.write import draw
 from weft.schedule.measure import measure
 from weft.simulate.clusters import cluster
+from weft.simulate.events import simulate
 
 
 def rects(figure: Figure, kind: str) -> list[Rect]:
@@ -94,8 +96,24 @@ def test_pixels_are_as_strong_as_they_are_dense():
     tiles = np.full((600, 600), NOBODY, dtype=np.int64)
     tiles[:300] = 1
     image = pixels(tiles, 4, 1)
-    assert image.shape == (288, 288, 4)
-    assert image[0, 0].tolist() == [0x56, 0xB4, 0xE9, 255] and image[-1, 0, 3] == 0
+    assert image.shape == (216, 216, 4)
+    assert np.abs(image[0, 0].astype(int) - [0x56, 0xB4, 0xE9, 255]).max() <= 8 and image[-1, 0, 3] == 0
+
+
+def test_a_page_full_of_noise_stays_below_two_megabytes(tmp_path):
+    noise = schedule(
+        "ulysses", cluster=cluster("2x4xh100"), heads=8, tokens=12_800, mask="random:density=0.4"
+    )
+    kinds = ("attend", "wait")
+    spans = tuple(
+        Span(rank, "compute", kinds[i % 2], "s", i * 1e-6, (i + 1) * 1e-6)
+        for rank in range(8)
+        for i in range(900)
+    )
+    case = Case("noise", Timeline("noise", 8, spans), noise, cluster("2x4xh100"))
+    figures, missing = draw([case, case])
+    assert len([f for f in figures if f.name.startswith("mask")]) >= 2
+    assert 500_000 < len(page([case, case], figures, missing, []).encode()) < 2_000_000
 
 
 def test_both_panels_of_a_mask_have_the_same_tiles():
@@ -139,6 +157,15 @@ def test_a_perfect_curve_is_a_hundred_percent():
     figure = scaling_curve(points)
     words = [s.text for s in figure.shapes if isinstance(s, Words)]
     assert words.count("100%") == 3 and "4 GPUs are 4.00× as fast as 1" in figure.title
+
+
+def test_a_traced_run_with_its_schedule_is_one_point_below_the_roof():
+    machine = topology()
+    case = measured(simulate(schedule("ring"), machine), schedule("ring"), machine)
+    figure = roofline(case, machine)
+    assert sum(isinstance(s, Dot) and s.kind == "plan" for s in figure.shapes) == 1
+    share = case.flops / case.ranks / case.timeline.seconds / machine.flops
+    assert f"reaches {share:.0%}" in figure.title
 
 
 def test_colours_are_distinct_to_eight_and_by_machine_beyond():

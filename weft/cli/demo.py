@@ -81,20 +81,21 @@ def _show(console: Console, rows: list[tuple[int, str, Outcome]], alone: dict[st
     from rich.table import Table
 
     sizes = f"{TOKENS} tokens · {HEADS} heads × {HEAD_DIM} · float32"
-    table = Table(title=f"One DiT block's attention · {sizes} · one thread a rank", title_justify="left")
+    console.print(f"One DiT block's attention · {sizes} · one thread a rank", highlight=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 1))
     for name in (
         "attention",
         "ranks",
         "plan",
-        "one rank",
+        "alone",
         "time",
-        "speed-up",
+        "faster",
         "sent",
         "error",
-        "grad error",
+        "grads",
         "",
     ):
-        table.add_column(name, justify="left" if name in ("attention", "plan") else "right")
+        table.add_column(name, justify="left" if name in ("attention", "plan") else "right", no_wrap=True)
     for world, name, outcome in rows:
         table.add_row(
             name,
@@ -110,6 +111,6 @@ def _show(console: Console, rows: list[tuple[int, str, Outcome]], alone: dict[st
         )
     console.print(table)
     console.print(
-        "time: median of 3 forwards, slowest rank · sent: by the busiest rank, one forward · "
-        "error: largest difference from one process in float64"
+        "alone, time: median of 3 forwards of one rank and of all · sent: by the busiest rank, one forward · "
+        "error, grads: largest difference from one process in float64"
     )

@@ -126,10 +126,10 @@ def _roofs(topology: Topology, x: Put, y: Put, corner: tuple[float, float]) -> l
 
 def _plan_points(case: Case, topology: Topology) -> list[tuple[str, float, float]]:
     """(name, FLOP for each byte on its busiest link, FLOP/s of a device); the case itself first."""
-    here = [point for point in case.plans if point.plan == case.name]
+    here = Point.of(case.name, topology, case.timeline)
     others = [point for point in case.plans if point.plan != case.name]
     found: list[tuple[str, float, float]] = []
-    for point in (*here, *others)[:EIGHT]:
+    for point in (here, *others)[:EIGHT]:
         inside, between = point.intra_bytes, point.inter_bytes
         longest = (
             between if between / topology.inter.bandwidth > inside / topology.intra.bandwidth else inside

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from html import escape
 
 import numpy as np
@@ -86,6 +87,11 @@ class Picture:
     pixels: npt.NDArray[np.uint8]
     kind: str = ""
 
+    @cached_property
+    def address(self) -> str:
+        """The picture itself, as an address: made once, written in the page and in a file."""
+        return "data:image/png;base64," + base64.b64encode(encode(self.pixels)).decode()
+
 
 Shape = Rect | Line | Dot | Words | Picture
 
@@ -144,11 +150,10 @@ def _element(shape: Shape) -> str:
             f'<text x="{_n(shape.x)}" y="{_n(shape.y)}" font-size="{_n(shape.size)}" '
             f'fill="var(--{shape.colour})"{anchor}{bold}>{escape(shape.text)}</text>'
         )
-    data = base64.b64encode(encode(shape.pixels)).decode()
     return (
         f'<image x="{_n(shape.x)}" y="{_n(shape.y)}" width="{_n(shape.width)}" height="{_n(shape.height)}" '
         f'preserveAspectRatio="none" style="image-rendering:pixelated"{_kind(shape.kind)} '
-        f'href="data:image/png;base64,{data}"/>'
+        f'href="{shape.address}"/>'
     )
 
 

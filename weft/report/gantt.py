@@ -32,7 +32,7 @@ def gantt(cases: Sequence[Case]) -> Figure:
             )
             y += 18
         lanes = {rank: y + place * (UPPER + LOWER + GAP) for place, rank in enumerate(shown_ranks(case))}
-        shapes += _rows(case, lanes, scale)
+        shapes += _rows(case, lanes, scale, MOST_BARS // len(cases))
         y = max(lanes.values()) + UPPER + LOWER + GAP + 4
     axis: list[Shape] = []
     for tick in units.ticks(seconds, 8):
@@ -89,7 +89,7 @@ def _bar_of(group: list[Span]) -> Bar:
     return Bar(shown, group[0].start, max(span.end for span in group), len(group))
 
 
-def _rows(case: Case, lanes: dict[int, float], scale: float) -> list[Shape]:
+def _rows(case: Case, lanes: dict[int, float], scale: float, most: int) -> list[Shape]:
     def joined(gap: float) -> dict[int, list[Bar]]:
         return {
             rank: [
@@ -102,7 +102,7 @@ def _rows(case: Case, lanes: dict[int, float], scale: float) -> list[Shape]:
 
     gap = 0.5 / scale
     rows = joined(gap)
-    while sum(map(len, rows.values())) > MOST_BARS and gap * scale < WIDTH:
+    while sum(map(len, rows.values())) > most and gap * scale < WIDTH:
         gap *= 2
         rows = joined(gap)
     shapes: list[Shape] = []

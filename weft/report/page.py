@@ -46,10 +46,9 @@ def page(
 
 
 def _about(case: Case) -> str:
-    known = numbers(case)
     parts = ["measured" if case.timeline.measured else "simulated"]
-    if known["topology"]:
-        parts.append(f"on {known['topology']}")
+    if where := case.topology.name if case.topology else case.timeline.topology:
+        parts.append(f"on {where}")
     machines = f" on {case.machines} machines" if case.machines > 1 else ""
     parts.append(f"{case.ranks} rank{'s' * (case.ranks != 1)}{machines}")
     if case.schedule:

@@ -69,7 +69,7 @@ def simulated(schedule: Schedule, topology: Topology, others: Sequence[str] = ()
     named = tuple(name for name in others if name != schedule.name)
     found = sweep(lambda _: schedule.problem, schedule.mask, [topology] if named else [], named)
     plans = sorted(
-        (Point.of(schedule, topology, timeline), *(one.point for one in found)), key=lambda p: p.seconds
+        (Point.of(schedule.name, topology, timeline), *(one.point for one in found)), key=lambda p: p.seconds
     )
     return Case(schedule.name, timeline, schedule, topology, tuple(plans), scaling)
 
@@ -79,7 +79,7 @@ def _scaling(schedule: Schedule, topology: Topology, timeline: Timeline) -> tupl
         return ()  # measured links belong to one size, and shared cores do not grow
     smaller = [resized(topology, gpus) for gpus in sizes_up_to(topology)[:-1]]
     points = sweep(partial(on_ranks, schedule.problem), schedule.mask, smaller)
-    return (*(found.point for found in points), Point.of(schedule, topology, timeline))
+    return (*(found.point for found in points), Point.of(schedule.name, topology, timeline))
 
 
 def _text(path: Path) -> str:

@@ -33,12 +33,12 @@ class Point:
     memory: int
 
     @staticmethod
-    def of(schedule: Schedule, cluster: Topology, timeline: Timeline) -> Point:
+    def of(plan: str, cluster: Topology, timeline: Timeline) -> Point:
         machine = np.arange(cluster.ranks) // cluster.devices
         inside = int(timeline.traffic[machine[:, None] == machine].sum())
         return Point(
             gpus=cluster.ranks,
-            plan=schedule.name,
+            plan=plan,
             seconds=timeline.seconds,
             exposed=float(timeline.waiting.mean()) / (timeline.seconds or 1.0),
             imbalance=timeline.imbalance,
@@ -114,7 +114,7 @@ def sweep(
                 choose(problem, mask, cluster).schedule if auto else build(name, problem, mask, cluster)
             )
             timeline = simulate(schedule, cluster)
-            yield Found(Point.of(schedule, cluster, timeline), schedule, cluster, timeline)
+            yield Found(Point.of(schedule.name, cluster, timeline), schedule, cluster, timeline)
 
 
 def wanted(problem: Problem, mask: BlockMask, cluster: Topology, names: Sequence[str]) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from weft import __version__
 from weft.core.errors import InputError
+from weft.core.schedule import Schedule
 from weft.report.bars import load_bars, memory_bars
 from weft.report.case import Case, numbers
 from weft.report.curves import roofline, scaling_curve
@@ -21,6 +22,8 @@ from weft.report.perfetto import write_trace
 from weft.report.png import render
 from weft.report.traffic import traffic_matrix
 
+MASK_BYTES = 400_000
+"""Noise does not compress; the page is to stay below 2 MB."""
 KINDS = ("mask", "loads", "traffic", "memory", "scaling", "roofline")
 
 
@@ -78,7 +81,7 @@ def _own(case: Case) -> tuple[list[Figure], list[str]]:
     figures: list[Figure] = []
     missing: list[str] = []
     if case.schedule:
-        figures += [mask_figure(case, case.schedule, head) for head in shown_heads(case.schedule)]
+        figures += _masks(case, case.schedule)
     else:
         missing.append("masks and the roofline (they need schedule.json beside the trace)")
     figures.append(load_bars(case))
@@ -96,6 +99,16 @@ def _own(case: Case) -> tuple[list[Figure], list[str]]:
     elif case.schedule:
         missing.append("the roofline (it needs a topology, and something that is sent)")
     return figures, missing
+
+
+def _masks(case: Case, schedule: Schedule) -> list[Figure]:
+    """As many heads as the page has room for."""
+    found: list[Figure] = []
+    for head in shown_heads(schedule):
+        found.append(mask_figure(case, schedule, head))
+        if sum(len(figure.svg(alone=False)) for figure in found) > MASK_BYTES:
+            break
+    return found
 
 
 def _of(figure: Figure, case: Case, letter: str) -> Figure:

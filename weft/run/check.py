@@ -130,7 +130,7 @@ def _run_rank(trial: Trial) -> _Part:
     out = attention(*leaves, plan=schedule)
     out.backward(grad)
     grads = [x.grad for x in leaves if x.grad is not None]
-    name = f"{schedule.name} ({schedule.mesh})"
+    name = schedule.name
     return _Part([out.detach(), *grads], statistics.median(seconds[1:]), sent, name)
 
 
