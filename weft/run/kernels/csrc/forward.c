@@ -80,9 +80,9 @@ void NAMED(forward, ISA)(const Args *a, int64_t task, float *scratch) {
         }
     }
     for (long r = 0; r < rows.count; r++) {
-        float *from = ot + r / PANEL * dim * PANEL + r % PANEL, total = sum[r];
-        float share = total == 0 ? 0 : 1 / total; /* NaN stays NaN */
-        for (long d = 0; d < dim; d++) out[r * a->out.row + d] = from[d * PANEL] * share;
+        float total = sum[r];
         lse[r * a->lse.row] = total == 0 ? -INFINITY : max[r] * LN2 + logf(total);
+        sum[r] = total == 0 ? 0 : 1 / total; /* NaN stays NaN */
     }
+    turn_back(ot, sum, rows.count, dim, out, a->out.row);
 }

@@ -124,13 +124,55 @@ INLINE float *row_at(const Tensor *t, long batch, long head, long at) {
     return (float *)t->data + batch * t->batch + head * t->head + at * t->row;
 }
 
+/* Rows become columns, in the registers: lanes i and i + step of neighbouring vectors change places. */
+INLINE void flip(vec *t) {
+#pragma GCC unroll 4
+    for (int step = 1; step < W; step *= 2) {
+        ivec low = {0}, high = {0};
+#pragma GCC unroll 16
+        for (int j = 0; j < W; j++) {
+            low[j] = j & step ? W + j - step : j;
+            high[j] = j & step ? W + j : j + step;
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < W; i++)
+            if (!(i & step)) {
+                vec a = t[i], b = t[i + step];
+                t[i] = __builtin_shuffle(a, b, low), t[i + step] = __builtin_shuffle(a, b, high);
+            }
+    }
+}
+
 /* Rows times `factor` as panels [dim][PANEL]; lanes beyond the last row are 0. */
 SHARED void turn(Rows from, long n, long dim, float factor, float *panels) {
-    for (long at = 0; at < n; at += PANEL, panels += dim * PANEL) {
-        long rows = n - at < PANEL ? n - at : PANEL;
-        if (rows < PANEL) memset(panels, 0, sizeof(float) * dim * PANEL);
-        for (long r = 0; r < rows; r++)
-            for (long d = 0; d < dim; d++) panels[d * PANEL + r] = from.data[(at + r) * from.row + d] * factor;
+    for (long at = 0; at < (n + PANEL - 1) / PANEL * PANEL; at += W) {
+        long rows = n - at < W ? n - at : W, whole = rows == W ? dim / W * W : 0;
+        float *half = panels + at / PANEL * PANEL * dim + at % PANEL;
+        const float *row = from.data + at * from.row;
+        for (long d = 0; d < whole; d += W) {
+            vec t[W];
+            for (int i = 0; i < W; i++) t[i] = load(row + i * from.row + d) * splat(factor);
+            flip(t);
+            for (int i = 0; i < W; i++) store(half + (d + i) * PANEL, t[i]);
+        }
+        for (long d = whole; d < dim; d++)
+            for (long r = 0; r < W; r++) half[d * PANEL + r] = r < rows ? row[r * from.row + d] * factor : 0;
+    }
+}
+
+/* The way back: rows of `out`, each times its share. */
+SHARED void turn_back(const float *panels, const float *share, long n, long dim, float *out, long row) {
+    for (long at = 0; at < n; at += W) {
+        long rows = n - at < W ? n - at : W, whole = rows == W ? dim / W * W : 0;
+        const float *half = panels + at / PANEL * PANEL * dim + at % PANEL;
+        for (long d = 0; d < whole; d += W) {
+            vec t[W];
+            for (int i = 0; i < W; i++) t[i] = load(half + (d + i) * PANEL) * load(share + at);
+            flip(t);
+            for (int i = 0; i < W; i++) store(out + (at + i) * row + d, t[i]);
+        }
+        for (long d = whole; d < dim; d++)
+            for (long r = 0; r < rows; r++) out[(at + r) * row + d] = half[d * PANEL + r] * share[at + r];
     }
 }
 
