@@ -39,6 +39,16 @@ def test_json_has_every_plan_and_its_numbers(capsys):
         assert row["inter_bytes"] == 0 or row["gpus"] == 4
 
 
+def test_a_model_has_a_step_that_is_more_than_its_attention(capsys):
+    small = ("wan2.1-1.3b", "--size", "256x256", "--frames", "5", "--topology", "2xh100", "--plan", "ulysses")
+    assert call(*small, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    [row] = found["rows"]
+    assert row["step_seconds"] > found["layers"] * row["seconds"]
+    assert call(*SWEEP, "--plan", "ring", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["rows"][0]["step_seconds"] is None
+
+
 def test_a_long_table_says_what_it_leaves_out(capsys):
     assert call(*SWEEP, "--gpus", "4", "--plan", "all") == 0
     assert "slower plans are left out" in capsys.readouterr().out

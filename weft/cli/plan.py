@@ -46,7 +46,9 @@ def run(
     plan = _choose(problem, active, cluster)
     if save:
         _save(plan, save)
-    typer.echo(json.dumps(_plain(plan), indent=2)) if as_json else _show(plan, sizes, show_all=show_all)
+    typer.echo(json.dumps(_plain(plan), indent=2)) if as_json else _show(
+        plan, sizes, cluster, show_all=show_all
+    )
 
 
 def _choose(problem: Problem, mask: BlockMask, cluster: Topology) -> Plan:
@@ -114,8 +116,13 @@ def _headline(
     return f"{model.name} · {tokens} · {heads} · {mask.density:.0%} active · {cluster.name} ({links})"
 
 
-def _show(plan: Plan, sizes: tuple[Model, tuple[int, int, int]], *, show_all: bool) -> None:
+def _show(
+    plan: Plan, sizes: tuple[Model, tuple[int, int, int]], cluster: Topology, *, show_all: bool
+) -> None:
     from rich.console import Console
+
+    from weft.report.terminal import text_gantt
+    from weft.simulate.events import simulate
 
     console = Console()
     console.print(_table(plan))
@@ -130,6 +137,9 @@ def _show(plan: Plan, sizes: tuple[Model, tuple[int, int, int]], *, show_all: bo
         "sent: by a rank",
         style="dim",
         highlight=False,
+    )
+    typer.echo(
+        "\n".join([f"\n{plan.ranked[0].name}, simulated:", *text_gantt(simulate(plan.schedule, cluster)), ""])
     )
     model, best = sizes[0], plan.ranked[0]
     if model.layers > 1:

@@ -14,13 +14,14 @@ import gc
 from collections.abc import Generator
 from contextlib import contextmanager
 from heapq import heappop, heappush
-from typing import NamedTuple
 
+from weft.core.errors import InputError
 from weft.core.schedule import Schedule
 from weft.core.timeline import Span, Timeline
 from weft.core.topology import Topology
 from weft.schedule.measure import attend_works, measure
 from weft.simulate.programs import Meet, Message, Post, Programmer, Step, Wait, Work
+from weft.simulate.sharing import Network, Task
 
 MEASURED = 64  # Ranks up to which memory is walked through: the walk visits each operation for each rank.
 
@@ -37,9 +38,14 @@ def simulate(
     `works` are those of `schedule.measure.attend_works`, if they are known already; `seconds`, by
     operation, are what each Attend takes, if that has been measured.
     """
+    ranks = schedule.problem.ranks
+    if topology.ranks != ranks:
+        raise InputError(
+            f"The topology {topology.name} has {topology.ranks} ranks, the schedule {ranks}.",
+            hint="Give as many machines × devices as there are ranks.",
+        )
     if works is None:
         works = {} if seconds else attend_works(schedule)
-    ranks = schedule.problem.ranks
     with _without_collector():
         run = _Run(topology, Programmer(schedule, topology).write(works, seconds))
         run.play()
@@ -62,44 +68,11 @@ def _without_collector() -> Generator[None]:
             gc.enable()
 
 
-class _Pool:
-    """Something that tasks share equally."""
-
-    __slots__ = ("capacity", "tasks", "top")
-
-    def __init__(self, capacity: float) -> None:
-        self.capacity = capacity
-        self.tasks: dict[_Task, None] = {}
-        self.top = 0.0
-        """The fastest that any of its tasks could be alone."""
-
-
-class _Route(NamedTuple):
-    """How long a message takes to begin, how fast it could be alone, and what it shares."""
-
-    latency: float
-    rate: float
-    pools: tuple[_Pool, ...]
-
-
-class _Task:
-    """What is left to do, at which speed, since when. A version tells stale events from the real one."""
-
-    __slots__ = ("left", "pools", "rank", "rate", "since", "speed", "start", "thing", "version")
-
-    def __init__(
-        self, rank: int, thing: Work | Message, left: float, rate: float, pools: tuple[_Pool, ...]
-    ) -> None:
-        self.rank, self.thing, self.left, self.rate, self.pools = rank, thing, left, rate, pools
-        self.speed = self.since = self.start = 0.0
-        self.version = 0
-
-
 class _Run:
     def __init__(self, topology: Topology, programs: list[list[Step]]) -> None:
         self.topology, self.programs = topology, programs
         self.now = 0.0
-        self.events: list[tuple[float, int, int, _Task | Message]] = []
+        self.events: list[tuple[float, int, int, Task | Message]] = []
         self.count = 0
         self.spans: list[Span] = []
         ranks = range(len(programs))
@@ -107,14 +80,13 @@ class _Run:
         self.since = [0.0 for _ in ranks]
         self.waiting: list[Wait | None] = [None for _ in ranks]
         self.meeting: list[int] = []
-        self.dirty: dict[_Task, None] = {}
-        self.pools: dict[tuple[str, int], _Pool] = {}
-        self.routes: dict[tuple[int, int], _Route] = {}
-        self.computing: list[_Task | None] = [None for _ in ranks]
+        self.dirty: dict[Task, None] = {}
+        self.network = Network(topology)
+        self.computing: list[Task | None] = [None for _ in ranks]
         self.sending = [0 for _ in ranks]
         self.talking = [0 for _ in ranks]
         self.lanes = [0] * topology.machines
-        self.on_machine: list[dict[_Task, None]] = [{} for _ in range(topology.machines)]
+        self.on_machine: list[dict[Task, None]] = [{} for _ in range(topology.machines)]
 
     def play(self) -> None:
         for rank in range(len(self.programs)):
@@ -136,7 +108,7 @@ class _Run:
         while self.at[rank] < len(steps):
             step = steps[self.at[rank]]
             if isinstance(step, Work):
-                self._add(_Task(rank, step, step.seconds, 1.0, ()))
+                self._add(Task(rank, step, step.seconds, 1.0, ()))
                 return
             if isinstance(step, Wait):
                 if not step.message.done:
@@ -167,49 +139,24 @@ class _Run:
 
     def _start_message(self, message: Message) -> None:
         message.start = self.now
-        route = self._route(message.src, message.dst)
+        route = self.network.route(message.src, message.dst)
         self.count += 1
         heappush(self.events, (self.now + route.latency, self.count, 0, message))
 
     def _begin_message(self, message: Message) -> None:
         """The first byte arrives: from here on it shares."""
-        route = self._route(message.src, message.dst)
+        route = self.network.route(message.src, message.dst)
         left = message.num_bytes + self.topology.half_bytes
-        self._add(_Task(message.src, message, left, route.rate, route.pools))
+        self._add(Task(message.src, message, left, route.rate, route.pools))
 
-    def _route(self, src: int, dst: int) -> _Route:
-        if found := self.routes.get((src, dst)):
-            return found
-        topology, link = self.topology, self.topology.link(src, dst)
-        a, b = topology.machine(src), topology.machine(dst)
-        rate = link.bandwidth
-        shared: list[tuple[str, int, float]] = []
-        if link is topology.intra and a == b:
-            rate = min(rate, topology.pair_bandwidth or rate)
-            shared = [("out", src, link.bandwidth), ("in", dst, link.bandwidth)]
-        elif a != b:
-            if link is topology.inter:
-                shared = [("far out", src, rate), ("far in", dst, rate)]
-            if nic := topology.nic_bandwidth:
-                rate = min(rate, nic)
-                shared += [("nic out", a, nic), ("nic in", b, nic)]
-        pools = tuple(self._pool(kind, where, size, rate) for kind, where, size in shared)
-        self.routes[src, dst] = _Route(link.latency, rate, pools)
-        return self.routes[src, dst]
-
-    def _pool(self, kind: str, where: int, capacity: float, rate: float) -> _Pool:
-        pool = self.pools.setdefault((kind, where), _Pool(capacity))
-        pool.top = max(pool.top, rate)
-        return pool
-
-    def _add(self, task: _Task) -> None:
+    def _add(self, task: Task) -> None:
         task.start = task.since = self.now
         for pool in task.pools:
             pool.tasks[task] = None
         self._share(task, 1)
         self.dirty[task] = None
 
-    def _finish(self, task: _Task) -> None:
+    def _finish(self, task: Task) -> None:
         task.version = -1
         self._share(task, -1)
         for pool in task.pools:
@@ -223,7 +170,7 @@ class _Run:
         else:
             self._arrive(thing)
 
-    def _share(self, task: _Task, change: int) -> None:
+    def _share(self, task: Task, change: int) -> None:
         """A task comes or goes: mark the tasks whose speed that may change."""
         for pool in task.pools:
             if pool.capacity < pool.top * len(pool.tasks):
@@ -243,7 +190,7 @@ class _Run:
         if self.topology.cores:
             self._share_cores(task, change if alone else 0)
 
-    def _share_cores(self, task: _Task, change: int) -> None:
+    def _share_cores(self, task: Task, change: int) -> None:
         machine = self.topology.machine(task.rank)
         self.on_machine[machine][task] = None
         # The tasks of one lane divide it, so one more of them matters to the others of its rank.
@@ -266,7 +213,7 @@ class _Run:
                 heappush(self.events, (end, self.count, task.version, task))
         self.dirty.clear()
 
-    def _speed(self, task: _Task) -> float:
+    def _speed(self, task: Task) -> float:
         speed = task.rate
         for pool in task.pools:
             speed = min(speed, pool.capacity / len(pool.tasks))
