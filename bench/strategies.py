@@ -32,7 +32,7 @@ from weft.plan.recipe import Recipe, factors
 from weft.run.attention import attention
 from weft.run.calibrate import calibrate
 from weft.run.pool import Pool
-from weft.simulate.critical import critical_path
+from weft.simulate.predict import predict
 
 RANKS, HEADS, DIM, BLOCK = 4, 8, 64, 64
 GRID = TokenGrid(16, 16, 16)
@@ -124,9 +124,7 @@ def _family(
     pool.run(prepare, family, topology, plans)
     rounds = list(interleave(partial(pool.run, play), seconds, least=5))
     measured = {name: median(played.took[name].wall for played in rounds) for name in plans}
-    predicted = {
-        name: critical_path(build(name, problem, mask, topology), topology).seconds for name in plans
-    }
+    predicted = {name: predict(build(name, problem, mask, topology), topology).seconds for name in plans}
     best = min(measured, key=lambda name: measured[name])
     behind = measured[chosen] / measured[best]
     report.rows.append(

@@ -13,7 +13,7 @@ from weft.core.topology import Link, Topology
 from weft.masks.random import random_mask
 from weft.plan.choose import build, candidates, choose, usp_names
 from weft.schedule.verify import verify
-from weft.simulate.critical import critical_path
+from weft.simulate.predict import predict
 
 
 def of(ranks: int, tokens: int = 240, heads: int = 6, kv: Layout | None = None) -> Problem:
@@ -98,7 +98,7 @@ def test_the_choice_is_the_fastest_and_the_same_every_time(case):
     assert len({build(option.name, case.problem, case.mask).ops for option in plan.ranked}) == len(
         plan.ranked
     )
-    times = [critical_path(build(option.name, case.problem, case.mask), topology) for option in plan.ranked]
+    times = [predict(build(option.name, case.problem, case.mask), topology) for option in plan.ranked]
     assert [option.timing for option in plan.ranked] == times
     assert min(t.seconds for t in times) == times[0].seconds
     assert plan.schedule == build(plan.ranked[0].name, case.problem, case.mask)

@@ -17,7 +17,8 @@ from weft.plan.roster import assemble
 from weft.schedule.gather import gather
 from weft.schedule.measure import attend_works, measure
 from weft.schedule.usp import usp
-from weft.simulate.critical import Timing, critical_path
+from weft.simulate.critical import Timing
+from weft.simulate.predict import predict
 
 FINALISTS = 6
 
@@ -170,7 +171,7 @@ def _option(recipe: Recipe, schedule: Schedule, deals: Deals) -> Option:
     )
     return Option(
         recipe,
-        critical_path(schedule, topology, works),
+        predict(schedule, topology, works),
         inside,
         report.total_bytes - inside,
         report.imbalance,

@@ -1,7 +1,7 @@
 """Critical path: when each rank would be done, from link speeds and attention FLOPs alone.
 
 Messages start when their exchange is reached and leave a rank one after another; an Attend starts
-when its rank is free and its pieces are there. It is the planner's predictor.
+when its rank is free and its pieces are there. Cheaper than events, and blind to what they share.
 
 Where devices are processes that share the cores of a machine, nothing is hidden for free: copying a
 byte through a socket takes the time of a core that could compute. Then no machine is done before its
