@@ -52,18 +52,11 @@ NEAR = 0.25
 LINEAR = 0.6  # of the peak
 HOPPER = 0.35  # of the peak: FlashAttention-2 on H100, sota.md 4.2
 BLOCK = 64
-# PARO's spread of densities over heads is said to be 0.3-0.6; Sparge's density is not published: a half by
-# its default, and 0.47 in masks that look like it.
-LAWS = {
-    "paro .414": "paro:density=0.414,cv=0.45",
-    "paro .683": "paro:density=0.683,cv=0.45",
-    "sparge": "evolving:density=0.47",
-}
 Times = dict[tuple[str, ...], list[float]]
 
 
 def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - bench.rows calls it so
-    of_dbsp = partial(dbsp, seeds=1 if quick else 4)
+    of_dbsp = partial(dbsp, *((1, (paper.WAN,)) if quick else (4, (paper.WAN, paper.COG))))
     parts = (of_dbsp, streamfusion, dsp_volumes, open_sora, dsv_parallel, dsv_training)
     report, task = Report(), progress.add_task("papers", total=len(parts))
     for part in parts:
@@ -98,17 +91,17 @@ def problem_of(size: Model, tokens: int, ranks: int, *, text: int = 0, batch: in
     return Problem(batch=batch, q=layout, kv=layout, dtype="bfloat16", **heads)
 
 
-def dbsp(seeds: int) -> Iterator[Row]:
+def dbsp(seeds: int, models: tuple[str, ...]) -> Iterator[Row]:
     """Layers are seeds: a way's time is the mean over them."""
     times: Times = defaultdict(list)
-    for name in (paper.WAN, paper.COG):
-        for law in LAWS:
+    for name in models:
+        for law in paper.LAWS:
             for seed in range(seeds):
                 _layer(name, law, seed, times)
     took = {key: mean(values) for key, values in times.items()}
     yield from _traces(took)
     yield from _scaling(took)
-    yield from _end_to_end(took)
+    yield from _end_to_end(took, [case for case in paper.END_TO_END if case.model in models])
 
 
 def _layer(name: str, law: str, seed: int, times: Times) -> None:
@@ -116,7 +109,7 @@ def _layer(name: str, law: str, seed: int, times: Times) -> None:
     size = model(name)
     grid = size.grid()
     tokens = TokenGrid(*grid, prefix=size.text)
-    mask = mask_from_spec(LAWS[law], heads=size.heads, grid=tokens, block=BLOCK, seed=seed)
+    mask = mask_from_spec(paper.LAWS[law], heads=size.heads, grid=tokens, block=BLOCK, seed=seed)
     for ranks, ways in {1: ("usp:1x1",), **paper.WAYS}.items():
         problem = problem_of(size, math.prod(grid), ranks, text=size.text)
         deals = Deals(problem, mask, Topology.local(ranks))
@@ -174,13 +167,13 @@ def _scaling(took: dict[tuple[str, ...], float]) -> Iterator[Row]:
         yield row(f"Wan+PARO, 8 GPUs over 1, {way}", "×", one / eight, published)
 
 
-def _end_to_end(took: dict[tuple[str, ...], float]) -> Iterator[Row]:
+def _end_to_end(took: dict[tuple[str, ...], float], cases: list[paper.EndToEnd]) -> Iterator[Row]:
     why = {
         "h800": "H800 is only 1.8× as fast as A800 there; perhaps launches and kernels not made for it",
         "a800": "perhaps more time outside attention there than 60 % of the peak gives",
     }
     gains: list[tuple[float, float]] = []
-    for case in paper.END_TO_END:
+    for case in cases:
         found: list[float] = []
         names = dict(zip(paper.WAYS[case.ranks], case.static, strict=False))
         names[f"{case.ranks}db-SP"] = case.dbsp

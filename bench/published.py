@@ -15,6 +15,14 @@ SCALING = {"usp:8x1": 6.09, "usp:1x8": 5.81}
 
 WAYS = {8: ("usp:8x1", "usp:4x2", "usp:2x4", "usp:1x8"), 4: ("usp:4x1", "usp:2x2", "usp:1x4")}
 
+# Masks for them. PARO's spread of densities over heads is said to be 0.3-0.6; Sparge's density is not
+# published: a half by its default, and 0.47 in masks that look like it.
+LAWS = {
+    "paro .414": "paro:density=0.414,cv=0.45",
+    "paro .683": "paro:density=0.683,cv=0.45",
+    "sparge": "evolving:density=0.47",
+}
+
 
 class EndToEnd(NamedTuple):
     """One row of db-SP's figure, in seconds, digitised to about ±1 s: the static ways, then db-SP."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -82,10 +83,12 @@ def _tokens(taker: IntArray, unit: int, size: int, mesh: Mesh) -> list[list[Indi
         if slice_ and np.array_equal(row, taker[slice_ - 1]):
             found.append(found[-1])
             continue
-        here: list[Indices] = []
-        for ring in range(mesh.size("ring")):
-            units = Indices.of(np.flatnonzero(row == ring).tolist())
-            here.append(Indices(tuple((a * unit, min(b * unit, size)) for a, b in units.runs)))
+        # Runs are found where the taker changes, not by asking every token: dense masks have a million.
+        edges = np.flatnonzero(np.diff(row)) + 1
+        runs: list[list[tuple[int, int]]] = [[] for _ in range(mesh.size("ring"))]
+        for start, stop in pairwise([0, *edges.tolist(), len(row)]):
+            runs[int(row[start])].append((start * unit, min(stop * unit, size)))
+        here = [Indices(tuple(run)) for run in runs]
         found.append(here)
     return found
 
