@@ -14,11 +14,13 @@ from weft.core.errors import InputError
 from weft.core.indices import EMPTY, Indices
 from weft.core.mesh import Mesh
 from weft.core.partition import Partition
-from weft.core.topology import Topology
+from weft.core.topology import Speed, Topology
 from weft.schedule.reverse import reverse
 
+SPEED = Speed(tokens=512.0, density=0.5, block=64, head_dim=64, flops=1e12)
 VALUES = [
     LINK,
+    SPEED,
     Topology(name="box", devices=2, inter=LINK, links=((0, 1, LINK),)),
     Mesh.of(ring=2, ulysses=3),
     EMPTY,

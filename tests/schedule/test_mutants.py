@@ -36,13 +36,13 @@ def refusal(schedule: Schedule) -> str:
 
 def names_the_culprit(message: str, schedule: Schedule) -> bool:
     """It gives the index and the words of an operation, or says which tile or tensor is missing."""
-    if found := re.match(rf"{schedule.name}: op (\d+), ", message):
+    if found := re.match(rf"{re.escape(schedule.name)}: op (\d+), ", message):
         op = schedule.ops[int(found[1])]
         parts = op.transfers if isinstance(op, Exchange) else (op,)
         return any(message[found.end() :].startswith(f"{part}: ") for part in parts)
     return bool(
         re.match(
-            rf"{schedule.name}: (tile \(head \d+, q block \d+, kv block \d+\) is never computed"
+            rf"{re.escape(schedule.name)}: (tile \(head \d+, q block \d+, kv block \d+\) is never computed"
             r"|output of head \d+, q block \d+ never reaches rank \d+"
             r"|d(q|kv) of head \d+, computed on rank \d+, never gets home)\.",
             message,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.core.indices import IntArray
-from weft.core.mask import BlockMask, count_ones
+from weft.core.mask import BlockMask
 from weft.core.schedule import Attend, Exchange, Piece, Schedule
 
 
@@ -62,23 +62,29 @@ def measure(schedule: Schedule, works: dict[int, int] | None = None) -> Report:
 
 def attend_works(schedule: Schedule) -> dict[int, int]:
     """By operation, the active (head, query token, key token) triples of each Attend."""
-    return {index: attend_work(schedule.mask, op) for index, op in schedule.attends()}
-
-
-def attend_work(mask: BlockMask, op: Attend) -> int:
-    """Active (head, query token, key token) triples of one Attend."""
+    mask = schedule.mask
     if mask.is_dense:
-        return op.q.heads.size * op.q.tokens.size * op.kv.tokens.size
-    rows, cols = op.q.tokens.blocks(mask.block_q).array, op.kv.tokens.blocks(mask.block_k).array
-    chosen, repeats = np.unique([mask.pattern_of[head] for head in op.q.heads], return_counts=True)
-    wanted = np.zeros(mask.kv_blocks, dtype=bool)
-    wanted[cols] = True
-    # On the packed bits, eight tiles at a time; only the last column has fewer keys than the others.
-    part = mask.bits[np.ix_(chosen, rows)] & np.packbits(wanted)
-    last = mask.kv_blocks - 1
-    ragged = part[:, :, last // 8] >> np.uint8(7 - last % 8) & np.uint8(1)
-    keys = count_ones(part) * mask.block_k - ragged.astype(np.int64) * (mask.block_k - mask.col_sizes[-1])
-    return int(repeats @ (keys @ mask.row_sizes[rows]))
+        return {i: op.q.heads.size * op.q.tokens.size * op.kv.tokens.size for i, op in schedule.attends()}
+    before: dict[Piece, list[int]] = {}
+    found: dict[int, int] = {}
+    for index, op in schedule.attends():
+        # A query piece meets many key pieces; its tiles are counted once.
+        if op.q not in before:
+            before[op.q] = _triples_before(mask, op.q)
+        counted = before[op.q]
+        found[index] = sum(counted[b] - counted[a] for a, b in op.kv.tokens.blocks(mask.block_k).runs)
+    return found
+
+
+def _triples_before(mask: BlockMask, q: Piece) -> list[int]:
+    """For each kv block, the active triples of a query piece with all blocks before it."""
+    rows = q.tokens.blocks(mask.block_q).array
+    chosen, repeats = np.unique([mask.pattern_of[head] for head in q.heads], return_counts=True)
+    tiles = np.unpackbits(mask.bits[np.ix_(chosen, rows)], axis=2, count=mask.kv_blocks)
+    # In float64 the product is fast, and exact: a row of blocks has fewer than 2^53 triples.
+    weights = np.outer(repeats, mask.row_sizes[rows]).astype(np.float64).ravel()
+    queries = weights @ tiles.reshape(weights.size, -1)
+    return [0, *np.cumsum(queries.astype(np.int64) * mask.col_sizes).tolist()]
 
 
 def _peak_memory(schedule: Schedule, rank: int) -> int:
