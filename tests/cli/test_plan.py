@@ -59,11 +59,31 @@ def test_what_is_saved_is_a_valid_schedule(tmp_path, capsys):
         (("960x6x16", "--topology", "none.toml"), "none.toml cannot be read"),
         (("960x6x16", "--dtype", "int8"), "dtype 'int8' is not supported"),
         (("0x6x16",), "0x6x16 is empty"),
+        (("960x6x16", "--size", "1280x720"), "960x6x16 has its tokens already"),
+        (("99999999999x6x16",), "Use blocks of"),
     ],
 )
 def test_mistakes_get_a_sentence_and_exit_2(words, says, capsys):
     assert call("plan", *words) == 2
     assert says in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_shape_may_be_a_video(capsys):
+    assert call("plan", "4x10x24x6x16", *SHAPE[2:4], "--mask", "svg:density=0.1", "--block", "16") == 0
+    assert "960 tokens · 6 heads × 16" in capsys.readouterr().out
+
+
+def test_a_narrow_terminal_shows_every_figure(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    assert call(*SHAPE) == 0
+    table = [line for line in capsys.readouterr().out.splitlines() if line[:2] in ("1 ", "2 ", "3 ")]
+    assert len(table) == 3
+    assert all("…" not in line and line.rstrip().endswith("MB") for line in table)
+
+
+def test_what_is_left_out_is_listed_with_the_reason(capsys):
+    assert call(*SHAPE, "--all") == 0
+    assert "not built: 6 have lower estimates" in capsys.readouterr().out
 
 
 def test_planning_needs_no_torch():

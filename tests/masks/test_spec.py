@@ -78,6 +78,12 @@ def test_a_mistake_comes_with_what_there_is(spec: str, said: str) -> None:
         make(spec)
 
 
+@pytest.mark.parametrize(("spec", "tokens"), [("svg", 10**7), ("dense", 10**8)])
+def test_more_tiles_than_memory_holds_are_refused_before_they_are_made(spec: str, tokens: int) -> None:
+    with pytest.raises(InputError, match=r"tiles.*Use blocks of \d+ tokens"):
+        mask_from_spec(spec, heads=40, grid=TokenGrid(1, 1, tokens))
+
+
 @pytest.mark.parametrize("sizes", [{"heads": 0}, {"heads": 2, "block": 0}, {"heads": 2, "seed": -1}])
 def test_sizes_are_checked(sizes: dict[str, int]) -> None:
     with pytest.raises(InputError):

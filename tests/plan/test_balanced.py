@@ -54,6 +54,21 @@ def test_uneven_dense_heads_are_split_too():
     assert measure(schedule).imbalance < 1.02
 
 
+def test_heads_that_are_even_in_order_stay_in_order():
+    mask = BlockMask.from_tiles(np.tile(np.eye(16), (6, 1, 1)), q_len=256, kv_len=256, block_q=16)
+    deals = Deals(of(4, 256, 6), mask, Topology.local(4))
+    assert deals.shares(2, by_load=True) == deals.shares(2, by_load=False)
+
+
+def test_the_bound_of_whole_heads_holds_in_front_of_a_ring_too():
+    tiles = np.zeros((3, 16, 16), dtype=bool)
+    tiles[0], tiles[1:, 0] = True, True
+    mask = BlockMask.from_tiles(tiles, q_len=256, kv_len=256, block_q=16)
+    deals = Deals(of(4, 256, 3), mask, Topology.local(4))
+    bounds = {name: deals.bound(Recipe.parse(name, 4)) for name in ("usp:2x2", "usp:2x2+cuts", "ring")}
+    assert bounds == {"usp:2x2": pytest.approx(16 / 9), "usp:2x2+cuts": 1.0, "ring": 1.0}
+
+
 def test_seconds_of_a_deal_add_up_to_the_work_of_its_schedule():
     mask = random_mask(5, 203, 203, block=16, density=0.4, seed=3)
     topology = Topology(devices=6, flops=1e9, tile_seconds=1e-6)

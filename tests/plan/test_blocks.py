@@ -177,6 +177,8 @@ def test_dbsp_greedy_has_equal_counts_and_one_permutation(tiles, ring, reward):
         (np.ones((1, 3, 3), dtype=np.int64), 0),
         (np.ones((1, 3, 3), dtype=np.int64), 2, [0, 1]),
         (np.ones((1, 3, 3), dtype=np.int64), 2, [0, 1, 2]),
+        (np.ones((1, 3, 3), dtype=np.int64), 2, []),
+        (np.ones((0, 3, 3), dtype=np.int64), 2),
     ],
 )
 def test_what_does_not_fit_is_refused(arguments):

@@ -13,6 +13,7 @@ from weft.core.topology import Link, Topology
 from weft.masks.random import random_mask
 from weft.plan.choose import build, candidates, choose, usp_names
 from weft.schedule.verify import verify
+from weft.simulate.clusters import cluster
 from weft.simulate.predict import predict
 
 
@@ -104,10 +105,22 @@ def test_the_choice_is_the_fastest_and_the_same_every_time(case):
     assert plan.schedule == build(plan.ranked[0].name, case.problem, case.mask)
 
 
+@pytest.mark.parametrize("name", ["6xh100", "2x4xh100"])
+def test_the_closed_form_leaves_out_no_winner(name):
+    topology = cluster(name)
+    layout = Layout.even(8192, topology.ranks)
+    problem = Problem(batch=1, heads=24, kv_heads=24, head_dim=128, q=layout, kv=layout)
+    mask = random_mask(24, 8192, 8192, block=256, density=0.2, cv=0.9)
+    every = [str(recipe) for recipe in candidates(problem, mask, topology)]
+    best = min(predict(build(way, problem, mask, topology), topology).seconds for way in every)
+    assert choose(problem, mask, topology).ranked[0].seconds < 1.01 * best
+
+
 def test_explain_has_a_line_a_candidate_the_best_first():
     lines = choose(of(6), BlockMask.dense(6, 240)).explain().splitlines()
     assert len(lines) == 7
     assert " 1.00× " in lines[0]
+    assert all("imbalance 1.000, at least 1.000" in line for line in lines[:-1])
     assert lines[-1].startswith(lines[0].split()[0])
 
 
@@ -119,3 +132,18 @@ def test_a_topology_of_other_ranks_is_refused():
 def test_a_mask_of_nothing_is_explained_too():
     empty = BlockMask.from_tiles(np.zeros((6, 1, 1)), q_len=240, kv_len=240, block_q=240)
     assert "the only way" in choose(of(6), empty).explain()
+
+
+def test_a_grouping_says_who_has_which_heads():
+    mask = random_mask(6, 240, 240, block=20, density=0.4)
+    grouping = ((0, 5), (1, 2, 3), (4,))
+    for name in ("ulysses", "usp:3x2"):
+        ranks = 3 if name == "ulysses" else 6
+        schedule = build(name, of(ranks), mask, grouping=grouping)
+        verify(schedule)
+        mesh = schedule.mesh
+        for _, attend in schedule.attends():
+            assert tuple(attend.q.heads) == grouping[mesh.coordinate(attend.rank).get("ulysses", 0)]
+    for bad in (((0, 1, 2), (3, 4, 5)), ((0, 0), (1, 2, 3), (4, 5)), ((0,), (1,), (2,))):
+        with pytest.raises(InputError, match="does not fit ulysses"):
+            build("ulysses", of(3), mask, grouping=bad)

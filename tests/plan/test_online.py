@@ -142,6 +142,10 @@ def test_counts_and_plans_of_another_model_are_refused():
         Online([natural(4, 2), natural(4, 3)])
     with pytest.raises(InputError, match="0 different numbers"):
         Online([])
+    with pytest.raises(InputError, match="each of 4 heads exactly once"):
+        Online([natural(4, 2), ((0, 1), (1, 2))])
+    with pytest.raises(InputError, match="below 0"):
+        Online([natural(2, 2)]).observe([[3, -1]])
 
 
 def test_a_steady_change_is_carried_on_and_a_jump_is_not():

@@ -13,14 +13,15 @@ from weft.plan.recipe import Recipe, factors
     st.integers(1, 48),
     st.data(),
     st.sampled_from(["usp", "swapped", "gather"]),
-    st.sampled_from(["none", "balanced", "cuts"]),
+    st.sampled_from(["none", "balanced", "cuts", "zigzag"]),
 )
 def test_names_read_back(ranks, data, exchange, balance):
     ulysses, ring = data.draw(st.sampled_from(factors(ranks)))
     recipe = Recipe(ulysses, ring, exchange, balance)
     again = Recipe.parse(str(recipe), ranks)
     assert str(again) == str(recipe)
-    assert (again.ulysses, again.ring) == (ulysses, ring)
+    assert (again.ulysses, again.ring, again.balance) == (ulysses, ring, balance)
+    assert ring == 1 or (again.exchange == "gather") == (exchange == "gather")
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,8 @@ def test_the_inner_axis_runs_fastest(name, mesh):
         ("ulises", "no strategy 'ulises'.*ulysses, ring"),
         ("ring+blocks", "no balance 'blocks'.*balanced, cuts"),
         ("usp:0x6", "needs 0 ranks"),
+        ("zigzag+balanced", "zigzag is a balance itself"),
+        ("zigzag+foo", "no balance 'foo'"),
     ],
 )
 def test_what_is_no_recipe_says_what_would_be(name, says):

@@ -32,6 +32,8 @@ def run(
         raise InputError(f"dtype {dtype!r} is not supported.", hint=f"Use one of {', '.join(ITEM_BYTES)}.")
     if ranks < 1 or head_dim < 1:
         raise InputError(f"ranks={ranks}, head_dim={head_dim}.", hint="Both are 1 or more.")
+    if not out.parent.is_dir():  # before the measuring, not after it
+        raise InputError(f"There is no folder {out.parent} for {out.name}.", hint="Give another --out.")
     found = _measure(ranks, head_dim, dtype)
     if found is None:  # another rank writes
         return

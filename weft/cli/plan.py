@@ -13,6 +13,7 @@ import typer
 from weft.core.errors import InputError
 
 if TYPE_CHECKING:
+    from rich.status import Status
     from rich.table import Table
 
     from weft.core.mask import BlockMask
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
 
 
 def run(
-    model: Annotated[str, typer.Argument(help="A model (wan2.1-14b …), or a shape TOKENSxHEADSxDIM.")],
+    model: Annotated[
+        str, typer.Argument(help="A model (wan2.1-14b …), or a shape TOKENSxHEADSxDIM; tokens may be TxHxW.")
+    ],
     *,
     topology: Annotated[str, typer.Option(help="8xh100, 4x8xa100, or a TOML of weft calibrate.")] = "8xh100",
     mask: Annotated[
@@ -39,7 +42,8 @@ def run(
 ) -> None:
     """Rank the ways to run one attention of a model on a cluster, by predicted time."""
     sizes, cluster = shape(model, size, frames), read_topology(topology)
-    active = make_mask(mask, sizes, block)
+    with _busy("drawing the mask …"):
+        active = make_mask(mask, sizes, block)
     problem = make_problem(sizes, cluster.ranks, dtype)
     if not as_json:
         typer.echo(_headline(sizes, problem, active, cluster))
@@ -52,12 +56,16 @@ def run(
 
 
 def _choose(problem: Problem, mask: BlockMask, cluster: Topology) -> Plan:
-    from rich.console import Console
-
     from weft.plan.choose import choose
 
-    with Console(stderr=True).status("timing candidates …"):
+    with _busy("timing candidates …"):
         return choose(problem, mask, cluster)
+
+
+def _busy(words: str) -> Status:
+    from rich.console import Console
+
+    return Console(stderr=True).status(words)
 
 
 def shape(name: str, size: str, frames: int) -> tuple[Model, tuple[int, int, int]]:
@@ -65,11 +73,14 @@ def shape(name: str, size: str, frames: int) -> tuple[Model, tuple[int, int, int
     from weft.simulate.models import Model
     from weft.simulate.models import model as find
 
-    if match := re.fullmatch(r"(\d+)x(\d+)x(\d+)", name):
-        tokens, heads, dim = map(int, match.groups())
-        if not tokens * heads * dim:
+    if re.fullmatch(r"\d+(x\d+x\d+)?x\d+x\d+", name):
+        *tokens, heads, dim = map(int, name.split("x"))
+        if not min(*tokens, heads, dim):
             raise InputError(f"{name} is empty.", hint="Write TOKENSxHEADSxDIM, such as 32768x24x128.")
-        return Model(name=name, layers=1, heads=heads, head_dim=dim, steps=1), (1, 1, tokens)
+        if size or frames:
+            raise InputError(f"{name} has its tokens already.", hint="Leave out --size and --frames.")
+        t, h, w = [1, 1, *tokens][-3:]
+        return Model(name=name, layers=1, heads=heads, head_dim=dim, steps=1), (t, h, w)
     found = find(name)
     match = re.fullmatch(r"(\d+)x(\d+)", size) if size else None
     if size and not match:
@@ -125,11 +136,13 @@ def _show(
     from weft.simulate.events import simulate
 
     console = Console()
-    console.print(_table(plan))
+    # In a narrow terminal its lines wrap, and every figure is still there to read.
+    Console(width=max(console.width, 100)).print(_table(plan))
     if show_all:
         for name, seconds in plan.left_out:
             console.print(
-                f"  {name:<22} about {_time(seconds)}: not built, its estimate cannot win", style="dim"
+                f"  {name:<22} about {_time(seconds)}: not built: {len(plan.ranked)} have lower estimates",
+                style="dim",
             )
     console.print(f"Why: {plan.why()}", highlight=False)
     console.print(

@@ -152,7 +152,7 @@ class Topology:
             table = tomllib.loads(Path(path).read_text())
         except OSError as error:
             raise InputError(f"{path} cannot be read: {error.strerror}.") from None
-        except tomllib.TOMLDecodeError as error:
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise InputError(f"{path} is not TOML: {error}.") from None
         _check_names(table, Topology, str(path))
         for name in ("intra", "inter"):

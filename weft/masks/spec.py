@@ -48,6 +48,8 @@ def _random(
     return mask | grid.mask(np.stack([text[:, None] | text] * heads), block) if text.any() else mask
 
 
+MOST_TILES = 2**31
+"""Producers make a byte of each tile before it is packed."""
 PRODUCERS: dict[str, Callable[..., BlockMask]] = {
     "dense": _dense,
     "random": _random,
@@ -72,10 +74,10 @@ def mask_from_spec(text: str, *, heads: int, grid: TokenGrid, block: int = 64, s
         raise InputError(f"heads={heads} is no number of heads.", hint="Give 1 or more.")
     if seed < 0:
         raise InputError(f"seed={seed} is no seed.", hint="Give 0 or more.")
-    grid.blocks(block)  # checks the block
     name, _, rest = text.partition(":")
     if name not in PRODUCERS:
         raise InputError(f"There is no mask {name!r}.", hint=_nearest_of(name, PRODUCERS, "Masks"))
+    _check_tiles(1 if name == "dense" else heads, grid, block)
     known = options(name)
     given: dict[str, Any] = {"block": block}
     for key, written in _pairs(name, rest):
@@ -93,6 +95,17 @@ def mask_from_spec(text: str, *, heads: int, grid: TokenGrid, block: int = 64, s
     if "seed" in inspect.signature(make).parameters:
         given["seed"] = seed
     return make(heads, grid, **given)
+
+
+def _check_tiles(patterns: int, grid: TokenGrid, block: int) -> None:
+    blocks, fits = grid.blocks(block), block
+    while patterns * grid.blocks(fits) ** 2 > MOST_TILES:
+        fits *= 2
+    if fits > block:
+        raise InputError(
+            f"{blocks:,} × {blocks:,} tiles of {patterns} heads are more than memory holds.",
+            hint=f"Use blocks of {fits} tokens or more.",
+        )
 
 
 def options(name: str) -> dict[str, Any]:

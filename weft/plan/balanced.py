@@ -24,11 +24,12 @@ from weft.plan.heads import natural as in_order
 from weft.plan.partition import natural_roster
 from weft.plan.recipe import Recipe
 from weft.plan.roster import Roster, check_fit, home
-from weft.plan.split import Shares, split, whole
+from weft.plan.split import Shares, share_loads, split, whole
 
 PAIR = 16  # the cost of a token pair; a tile's fixed cost is rounded to sixteenths of it
 GOOD = 1.02  # splitting a head sends its keys once more: not for less than this
 LIMITS = Limits(cap=1.1)  # a little more room than the default: with few blocks a swap moves much
+BY_LOAD = ("balanced", "cuts")  # the balances that deal heads by load, and split them
 DENSE_UNITS = 256  # where the mask sets no blocks, rows are cut into so many
 
 
@@ -77,7 +78,7 @@ class Deals:
 
     def _deal(self, recipe: Recipe) -> Deal:
         mesh, grid = recipe.mesh, self.grid
-        shares = self.shares(recipe.ulysses, by_load=recipe.balance in ("balanced", "cuts"))
+        shares = self.shares(recipe.ulysses, by_load=recipe.balance in BY_LOAD)
         tiles = self.tiles(shares)
         at_home = home(self.problem.q, grid.block_q, mesh), home(self.problem.kv, grid.block_k, mesh)
         rows, cols = (np.broadcast_to(x, (recipe.ulysses, x.size)) for x in at_home)
@@ -94,10 +95,15 @@ class Deals:
 
     def shares(self, groups: int, *, by_load: bool) -> Shares:
         """The heads of each Ulysses coordinate, in order or by load; a head is split where that pays."""
+        plain = whole(in_order(self.problem.heads, groups))
         if not by_load:
-            return whole(in_order(self.problem.heads, groups))
+            return plain
         if groups not in self._shares:
-            self._shares[groups] = split(row_loads(self.grid, self.cost), groups, enough=GOOD)
+            loads = row_loads(self.grid, self.cost)
+            dealt = split(loads, groups, enough=GOOD)
+            # Equally good is the same plan: it is not built and listed twice.
+            better = share_loads(dealt, loads).max() < share_loads(plain, loads).max()
+            self._shares[groups] = dealt if better else plain
         return self._shares[groups]
 
     def tiles(self, shares: Shares) -> IntArray:
@@ -116,7 +122,7 @@ class Deals:
     def bound(self, recipe: Recipe) -> float:
         """The least imbalance: whole heads have a bound, blocks and split heads hardly any."""
         loads = head_loads(self.grid, self.cost)
-        return bound(loads, recipe.ulysses, splittable=recipe.ring > 1 or recipe.balance == "balanced")
+        return bound(loads, recipe.ulysses, splittable=recipe.balance in BY_LOAD)
 
 
 def _needed(tiles: IntArray, rows: IntArray, cols: IntArray, ring: int) -> float:

@@ -155,10 +155,10 @@ def _begin(home: Dealt, start: tuple[IntArray, IntArray], ring: int, budget: flo
 def _homes(
     tile_loads: IntArray, ring: int, rows: npt.ArrayLike | None, cols: npt.ArrayLike | None
 ) -> tuple[IntArray, IntArray]:
-    if tile_loads.ndim != 3 or ring < 1:
+    if tile_loads.ndim != 3 or not len(tile_loads) or ring < 1:
         raise InputError(
             f"Tile loads of shape {tile_loads.shape} for a ring of {ring} ranks.",
-            hint="Give [slices, q blocks, kv blocks], as tile_loads does, and one rank or more.",
+            hint="Give [slices, q blocks, kv blocks], as tile_loads does, one slice and one rank or more.",
         )
     _, n, m = tile_loads.shape
     return _checked(rows, (n,), ring), _checked(cols, (m,), ring)
@@ -168,9 +168,9 @@ def _checked(groups: npt.ArrayLike | None, shape: tuple[int, ...], ring: int) ->
     if groups is None:
         return contiguous(shape[-1], ring)
     found = np.asarray(groups, dtype=np.int64)
-    if found.shape != shape or found.min() < 0 or found.max() >= ring:
+    if found.shape != shape or found.min(initial=0) < 0 or found.max(initial=0) >= ring:
         raise InputError(
-            f"Ring coordinates of shape {found.shape} from {found.min()} to {found.max()}.",
+            f"Ring coordinates of shape {found.shape} up to {found.max(initial=0)}.",
             hint=f"Expected {shape}, each from 0 to {ring - 1}.",
         )
     return found

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weft.core.errors import InputError
 from weft.core.mask import BlockMask
+from weft.core.partition import Partition
 from weft.core.problem import Problem
 from weft.core.schedule import Op, Schedule
 from weft.core.topology import Topology
 from weft.plan.balanced import Deals
 from weft.plan.estimate import estimate
+from weft.plan.heads import Grouping
 from weft.plan.partition import zigzag
 from weft.plan.recipe import Recipe, factors
-from weft.plan.roster import assemble
+from weft.plan.roster import Roster, assemble
+from weft.plan.split import whole
 from weft.schedule.gather import gather
 from weft.schedule.measure import attend_works, measure
 from weft.schedule.usp import usp
@@ -62,7 +65,8 @@ class Plan:
         best = self.ranked[0].seconds or 1.0
         lines = [
             f"{option.name:<22} {option.seconds * 1e3:9.2f} ms   {option.seconds / best:5.2f}×   "
-            f"{option.timing.exposed:6.1%} exposed   imbalance {option.imbalance:.3f}"
+            f"{option.timing.exposed:6.1%} exposed   "
+            f"imbalance {option.imbalance:.3f}, at least {option.bound:.3f}"
             for option in self.ranked
         ]
         return "\n".join([*lines, self.why()])
@@ -98,18 +102,43 @@ def _percent(less: float, more: float) -> str:
     return f"{1 - less / more:.0%}" if more else "0 %"
 
 
-def build(name: str, problem: Problem, mask: BlockMask, topology: Topology | None = None) -> Schedule:
-    """A schedule by its recipe's name: ulysses, ring, zigzag, gather, usp:UxR, …+balanced, …+cuts."""
+def build(
+    name: str,
+    problem: Problem,
+    mask: BlockMask,
+    topology: Topology | None = None,
+    *,
+    grouping: Grouping | None = None,
+) -> Schedule:
+    """A schedule by its recipe's name: ulysses, ring, zigzag, gather, usp:UxR, …+balanced, …+cuts.
+
+    `grouping` gives the heads of each Ulysses coordinate, as `plan.online` keeps them through a loop.
+    """
     recipe = Recipe.parse(name, problem.ranks)
-    return _build(recipe, Deals(problem, mask, topology or Topology.local(problem.ranks)))
+    deals = Deals(problem, mask, topology or Topology.local(problem.ranks))
+    if grouping is None:
+        return _build(recipe, deals)
+    heads = sorted(head for group in grouping for head in group)
+    if len(grouping) != recipe.ulysses or heads != list(range(problem.heads)) or recipe.balance != "none":
+        raise InputError(
+            f"A grouping of {len(heads)} heads in {len(grouping)} groups does not fit {name}.",
+            hint=f"Give each of {problem.heads} heads once, in {recipe.ulysses} groups, and no +balance.",
+        )
+    return _schedule(recipe, deals, replace(deals.deal(recipe).roster, shares=whole(grouping)))
 
 
 def _build(recipe: Recipe, deals: Deals) -> Schedule:
-    problem, mask, mesh = deals.problem, deals.mask, recipe.mesh
     if recipe.balance == "zigzag":
-        partition = zigzag(problem, mask, mesh)
-    else:
-        partition = assemble(problem, mask, mesh, deals.deal(recipe).roster)
+        return _exchange(recipe, deals, zigzag(deals.problem, deals.mask, recipe.mesh))
+    return _schedule(recipe, deals, deals.deal(recipe).roster)
+
+
+def _schedule(recipe: Recipe, deals: Deals, roster: Roster) -> Schedule:
+    return _exchange(recipe, deals, assemble(deals.problem, deals.mask, recipe.mesh, roster))
+
+
+def _exchange(recipe: Recipe, deals: Deals, partition: Partition) -> Schedule:
+    problem, mask, mesh = deals.problem, deals.mask, recipe.mesh
     if recipe.exchange == "gather":
         return gather(problem, mask, mesh, partition, name=str(recipe))
     return usp(problem, mask, mesh, partition, name=str(recipe))
@@ -147,7 +176,15 @@ def choose(problem: Problem, mask: BlockMask, topology: Topology | None = None) 
     guessed: list[tuple[float, Recipe]] = []
     for recipe in candidates(problem, mask, topology):
         deal = deals.deal(recipe)
-        guess = estimate(problem, topology, recipe, deal.seconds, moved=deal.moved, needed=deal.needed)
+        guess = estimate(
+            problem,
+            topology,
+            recipe,
+            deal.seconds,
+            moved=deal.moved,
+            needed=deal.needed,
+            widest=deal.roster.widest,
+        )
         guessed.append((guess, recipe))
     guessed.sort(key=lambda item: item[0])  # stable: equal guesses stay in the order of the list
     built: dict[tuple[Op, ...], tuple[Recipe, Schedule]] = {}

@@ -2,23 +2,33 @@
 
     scatter + Σ over ring steps of max(compute of the slowest rank, one hop) + return
 
-with what a formula over U × R alone leaves out: blocks that move for balance, a fixed cost for every
-call and message, and cores that are shared by computing and sending.
+with what a formula over U × R alone leaves out: blocks that move for balance, slices with more heads than
+others, copies in and out of messages, a fixed cost for every call and phase, machines that share a
+network card, and cores that are shared by computing and sending.
 """
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections import Counter
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from weft.core.mesh import Mesh
 from weft.core.problem import Problem
-from weft.core.topology import Link, Topology
+from weft.core.topology import Topology
 from weft.plan.balance import step_loads
 from weft.plan.recipe import Recipe
 from weft.simulate.critical import shared_seconds
+
+
+class Way(NamedTuple):
+    """Seconds before the first byte and for each byte, and the messages of a rank."""
+
+    latency: float
+    byte: float
+    messages: int
 
 
 def estimate(
@@ -29,31 +39,32 @@ def estimate(
     *,
     moved: tuple[float, float] = (0.0, 0.0),
     needed: float = 1.0,
+    widest: float = 1.0,
 ) -> float:
     """`seconds[u, a, b]` is the compute of slice u between row group a and column group b.
 
     `moved` is the share of row and column blocks that leave home; `needed` the share of the other
-    ranks' keys that a rank's tiles touch (a ring carries them all, a gather only those).
+    ranks' keys that a rank's tiles touch (a ring carries them all, a gather only those); `widest`
+    the heads of the slice that has most, over the mean.
     """
-    ranks, slices, ring = problem.ranks, recipe.ulysses, recipe.ring
+    ranks, slices, ring, mesh = problem.ranks, recipe.ulysses, recipe.ring, recipe.mesh
     token = problem.batch * problem.head_dim * problem.item_bytes / ranks
     q = token * problem.heads * problem.q.size
     kv = 2 * token * problem.kv_heads * problem.kv.size
     swap = (slices - 1) / slices
-    mesh = recipe.mesh
-    wide = slowest(topology, mesh, "ulysses")
-    long = slowest(topology, mesh, "ring")
-    scatter = _messages(wide, (slices - 1), (q + kv) * swap) + _messages(
-        long, (ring - 1) * bool(sum(moved)), q * moved[0] + kv * moved[1]
-    )
-    back = _messages(wide, slices - 1, q * swap) + _messages(long, (ring - 1) * bool(moved[0]), q * moved[0])
+    copy = copy_seconds(topology) * widest
+    wide, long = (spread(topology, mesh, axis, widest) for axis in ("ulysses", "ring"))
+    moves = (q * moved[0], kv * moved[1])
+    scatter = _phase(topology, (wide, (q + kv) * swap), (long, sum(moves))) + copy * (q + kv) * (slices > 1)
+    back = _phase(topology, (wide, q * swap), (long, moves[0])) + copy * q * (slices > 1)
     by_step = step_loads(seconds + topology.call_seconds * (seconds > 0))
     if recipe.exchange == "gather":
-        fetch = _messages(long, ring - 1, kv * (ring - 1) * needed)
+        fetched = kv * (ring - 1) * needed
+        sent = _phase(topology, (long, fetched))
         near, far = by_step[:, :, 0].max(), by_step[:, :, 1:].sum(axis=2).max(initial=0.0)
-        middle, sent = max(near, fetch) + far, fetch
+        middle = max(near, sent) + far + copy * fetched
     else:
-        hop = _messages(long, 1, kv) if ring > 1 else 0.0
+        hop = _phase(topology, (neighbour(topology, mesh, widest), kv)) if ring > 1 else 0.0
         slow = by_step.max(axis=(0, 1))
         middle, sent = sum(max(step, hop) for step in slow[:-1]) + slow[-1], hop * (ring - 1)
     total = by_step.sum(axis=2).ravel().tolist()
@@ -61,12 +72,48 @@ def estimate(
     return float(max(scatter + middle + back, shared))
 
 
-def _messages(link: Link, count: int, num_bytes: float) -> float:
-    return count * link.latency + num_bytes / link.bandwidth if count else 0.0
+def _phase(topology: Topology, *flows: tuple[Way, float]) -> float:
+    """Messages that start together: one latency, a copy into each, and what each costs to post."""
+    real = [(way, size) for way, size in flows if size and way.messages]
+    copy = copy_seconds(topology)
+    posts = 2 * topology.post_seconds * sum(way.messages for way, _ in real)
+    latency = max((way.latency for way, _ in real), default=0.0)
+    return latency + posts + sum(size * (way.byte + copy) for way, size in real)
 
 
-def slowest(topology: Topology, mesh: Mesh, axis: str) -> Link:
-    """The link that a neighbour along an axis is reached by, at worst."""
-    neighbours = [pair for group in mesh.groups(axis) for pair in pairwise(group)]
-    links = [topology.link(a, b) for a, b in neighbours]
-    return min(links, key=lambda link: link.bandwidth, default=topology.intra)
+def copy_seconds(topology: Topology) -> float:
+    """Of a byte: it is read and written."""
+    return 2 / topology.memory_bandwidth if topology.memory_bandwidth else 0.0
+
+
+def spread(topology: Topology, mesh: Mesh, axis: str, widest: float) -> Way:
+    """From a rank to all others of its group at once; links inside and between machines work side by side.
+
+    A rank with more to send than others has its link to itself; the card of a machine knows the mean only.
+    """
+    worst = Way(0.0, 0.0, 0)
+    for first, *others in mesh.groups(axis):
+        links = [(topology.machine(first) != topology.machine(to), topology.link(first, to)) for to in others]
+        if not links:
+            return worst
+        card = topology.devices / topology.nic_bandwidth if topology.nic_bandwidth else 0.0
+        near = sum(widest / link.bandwidth for far, link in links if not far)
+        away = sum(max(widest / link.bandwidth, card) for far, link in links if far)
+        latency = max(link.latency for _, link in links)
+        worst = max(worst, Way(latency, max(near, away) / len(links), len(links)), key=lambda way: way.byte)
+    return worst
+
+
+def neighbour(topology: Topology, mesh: Mesh, widest: float) -> Way:
+    """From every rank to the next of its ring, at worst; those that leave a machine share its card."""
+    pairs = [
+        pair for group in mesh.groups("ring") for pair in zip(group, [*group[1:], group[0]], strict=True)
+    ]
+    leaving = Counter(topology.machine(a) for a, b in pairs if topology.machine(a) != topology.machine(b))
+    worst = Way(0.0, 0.0, 1)
+    for a, b in pairs:
+        link, card = topology.link(a, b), 0.0
+        if topology.machine(a) != topology.machine(b) and topology.nic_bandwidth:
+            card = leaving[topology.machine(a)] / topology.nic_bandwidth
+        worst = Way(max(worst.latency, link.latency), max(worst.byte, widest / link.bandwidth, card), 1)
+    return worst

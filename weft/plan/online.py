@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from types import TracebackType
 from typing import Generic, Protocol, TypeVar
 
@@ -40,7 +41,7 @@ class Online:
     """
 
     def __init__(self, plans: Sequence[Grouping], *, threshold: float = 1.015) -> None:
-        self.plans: Plans = tuple(plans)
+        self.plans: Plans = _all_heads(tuple(plans))
         self.threshold = threshold
         self.replanned = 0
         self._shape = _shape(self.plans)
@@ -65,7 +66,7 @@ class Published:
     """db-SP's policy, the one to compare with: all layers anew once their mean ratio is past 1.10."""
 
     def __init__(self, plans: Sequence[Grouping], *, threshold: float = 1.10) -> None:
-        self.plans: Plans = tuple(plans)
+        self.plans: Plans = _all_heads(tuple(plans))
         self.threshold = threshold
         self.replanned = 0
 
@@ -126,6 +127,17 @@ def _shape(plans: Plans) -> tuple[int, int]:
     return len(plans), shapes.pop()[1]
 
 
+def _all_heads(plans: Plans) -> Plans:
+    """The plans, if each holds every head exactly once."""
+    _, heads = _shape(plans)
+    if any(sorted(chain.from_iterable(plan)) != list(range(heads)) for plan in plans):
+        raise InputError(
+            f"A plan does not hold each of {heads} heads exactly once.",
+            hint="Use groupings as natural or refined make them.",
+        )
+    return plans
+
+
 def _checked(counts: npt.ArrayLike, shape: tuple[int, int]) -> IntArray:
     table = np.array(counts, dtype=np.int64)
     if table.shape != shape:
@@ -133,6 +145,8 @@ def _checked(counts: npt.ArrayLike, shape: tuple[int, int]) -> IntArray:
             f"Counts of shape {table.shape} for plans of {shape[0]} layers × {shape[1]} heads.",
             hint="Give one row per layer and one column per head.",
         )
+    if table.min(initial=0) < 0:
+        raise InputError(f"A count of {table.min()} is below 0.", hint="Give counts of active tiles.")
     return table
 
 

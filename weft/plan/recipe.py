@@ -37,12 +37,10 @@ class Recipe:
         return Mesh.of(ring=self.ring, ulysses=self.ulysses)
 
     def __str__(self) -> str:
-        suffix = "" if self.balance in ("none", "zigzag") else f"+{self.balance}"
-        if self.balance == "zigzag" and self.ulysses == 1:
+        name = self._exchange()
+        if self.balance == "zigzag" and name == "ring":
             return "zigzag"
-        if self.balance == "zigzag":
-            suffix = "+zigzag"
-        return self._exchange() + suffix
+        return name if self.balance == "none" else f"{name}+{self.balance}"
 
     def _exchange(self) -> str:
         if self.exchange == "gather":
@@ -72,10 +70,13 @@ class Recipe:
                 hint=f"Use auto, {', '.join(NAMES)}, usp:UxR, swapped:UxR or gather:UxR; "
                 "add +balanced or +cuts.",
             )
+        how = _balance(balance, name)
         if plain == "zigzag":
+            if how not in ("none", "zigzag"):
+                raise InputError(f"{name}: zigzag is a balance itself.", hint=f"Use zigzag or ring+{how}.")
             return Recipe(1, ranks, balance="zigzag")
         ulysses, ring = (ranks, 1) if plain == "ulysses" else (1, ranks)
-        return Recipe(ulysses, ring, "gather" if plain == "gather" else "usp", _balance(balance, name))
+        return Recipe(ulysses, ring, "gather" if plain == "gather" else "usp", how)
 
 
 def _balance(word: str | None, name: str) -> str:

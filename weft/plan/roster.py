@@ -32,6 +32,13 @@ class Roster:
     q_unit: int
     kv_unit: int
 
+    @property
+    def widest(self) -> float:
+        """The slice that has most heads, whole or in part, over the mean of whole heads."""
+        counts = [len(group) for group in self.shares]
+        heads = {share.head for group in self.shares for share in group}
+        return max(counts) * len(counts) / len(heads)
+
 
 def home(layout: Layout, unit: int, mesh: Mesh) -> IntArray:
     """The ring coordinate that holds most of each unit; units that all hold are dealt evenly in order."""
