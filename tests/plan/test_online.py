@@ -1,9 +1,5 @@
 """Plans through a denoising loop: few re-plans, better balance than the published policy, no waiting."""
 
-import subprocess
-import sys
-import threading
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,7 +9,7 @@ from weft.core.errors import InputError
 from weft.plan.balance import bound, ratio
 from weft.plan.exchange import exchanged, slot_loads, to_grouping, to_slots
 from weft.plan.heads import group_loads, natural, refined
-from weft.plan.online import Background, Online, Planned, Published, forecast, ratios, replay
+from weft.plan.online import Online, Published, forecast, ratios, replay
 
 
 def evolving(steps: int = 12, layers: int = 6, heads: int = 40, seed: int = 0) -> np.ndarray:
@@ -165,73 +161,3 @@ def test_a_forecast_is_never_negative_nor_further_than_the_last_change(steps):
     found = forecast(history)
     assert (found >= 0).all()
     assert (np.abs(found - history[-1]) <= np.abs(change)).all()
-
-
-def test_the_background_plans_every_step_and_never_blocks():
-    gate, seen = threading.Event(), []
-
-    def plan(counts):
-        gate.wait(10)
-        seen.append(threading.current_thread())
-        return int(counts.sum())
-
-    buffer = np.ones(3, dtype=np.int64)
-    with Background(plan) as background:
-        assert background.newest() is None
-        for step in range(3):
-            buffer[0] = step
-            background.submit(step, buffer)
-        buffer[:] = 99  # the planner has copies of its own
-        assert background.newest() is None  # still at its first step, and nobody waits
-        gate.set()
-    assert background.newest() == Planned(2, 4)
-    assert len(seen) == 3 and threading.current_thread() not in seen
-    assert not any(thread.is_alive() for thread in seen)
-
-
-def failing(counts):
-    if counts[0] < 0:
-        raise ArithmeticError("less than nothing")
-    return int(counts[0])
-
-
-def finished(background: Background) -> None:
-    """Until the thread is idle: it does one thing at a time, in order."""
-    background._thread.submit(int).result(10)
-
-
-@pytest.mark.parametrize("call", [lambda b: b.newest(), lambda b: b.submit(2, [5]), lambda b: b.close()])
-def test_an_error_of_the_thread_is_raised_by_the_next_call(call):
-    background = Background(failing)
-    background.submit(0, [7])
-    background.submit(1, [-1])
-    finished(background)
-    with pytest.raises(ArithmeticError, match="less than nothing"):
-        call(background)
-    background.close()
-    assert background.newest() == Planned(0, 7)  # what was planned is still there
-
-
-def test_leaving_with_an_error_keeps_that_error_and_ends_the_thread():
-    with pytest.raises(KeyError), Background(failing) as background:
-        background.submit(0, [-1])
-        raise KeyError
-    assert not any(thread.name.startswith("weft-plan") for thread in threading.enumerate())
-
-
-def test_an_online_policy_plans_in_the_background_as_in_front():
-    counts = evolving()
-    front = Online(start(counts))
-    replay(front, counts)
-    with Background(Online(start(counts)).observe) as background:
-        for step, table in enumerate(counts):
-            background.submit(step, table)
-    assert background.newest() == Planned(len(counts) - 1, front.plans)
-
-
-def test_a_background_that_nobody_closes_ends_with_the_interpreter():
-    code = "from weft.plan.online import Background as B; b = B(lambda c: c); b.submit(0, [1]); print('end')"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
-    )
-    assert done.stdout == "end\n" and done.stderr == ""

@@ -132,7 +132,8 @@ def _show(
 ) -> None:
     from rich.console import Console
 
-    from weft.report.terminal import text_gantt
+    from weft.report.terminal import load_lines, text_gantt
+    from weft.schedule.measure import measure
     from weft.simulate.events import simulate
 
     console = Console()
@@ -151,10 +152,12 @@ def _show(
         style="dim",
         highlight=False,
     )
-    typer.echo(
-        "\n".join([f"\n{plan.ranked[0].name}, simulated:", *text_gantt(simulate(plan.schedule, cluster)), ""])
-    )
     model, best = sizes[0], plan.ranked[0]
+    bars = load_lines(measure(plan.schedule).work, best.bound)
+    rows = text_gantt(simulate(plan.schedule, cluster))
+    typer.echo(
+        "\n".join([f"\n{best.name}, work of each rank over the mean:", *bars, "", "simulated:", *rows, ""])
+    )
     if model.layers > 1:
         total = best.seconds * model.layers * model.steps
         console.print(

@@ -19,6 +19,8 @@ from weft.plan.roster import Roster, assemble
 from weft.plan.split import whole
 from weft.schedule.gather import gather
 from weft.schedule.measure import attend_works, measure
+from weft.schedule.ring import ring
+from weft.schedule.ulysses import ulysses
 from weft.schedule.usp import usp
 from weft.simulate.critical import Timing
 from weft.simulate.predict import predict
@@ -138,30 +140,29 @@ def _schedule(recipe: Recipe, deals: Deals, roster: Roster) -> Schedule:
 
 
 def _exchange(recipe: Recipe, deals: Deals, partition: Partition) -> Schedule:
-    problem, mask, mesh = deals.problem, deals.mask, recipe.mesh
-    if recipe.exchange == "gather":
-        return gather(problem, mask, mesh, partition, name=str(recipe))
-    return usp(problem, mask, mesh, partition, name=str(recipe))
+    one = ring if recipe.ulysses == 1 else ulysses if recipe.ring == 1 else usp
+    builder = gather if recipe.exchange == "gather" else one
+    return builder(deals.problem, deals.mask, recipe.mesh, partition, name=str(recipe))
 
 
 def usp_names(ranks: int) -> list[str]:
-    return [f"usp:{ulysses}x{ring}" for ulysses, ring in factors(ranks)]
+    return [f"usp:{u}x{r}" for u, r in factors(ranks)]
 
 
 def candidates(problem: Problem, mask: BlockMask, topology: Topology) -> list[Recipe]:
     """Every way to cut ranks into heads × ring, each exchange, each balance that could matter here."""
     found: list[Recipe] = []
-    for ulysses, ring in reversed(factors(problem.ranks)):
+    for heads, hops in reversed(factors(problem.ranks)):
         exchanges = ["usp"]
-        if ring > 1 and ulysses > 1 and topology.machines > 1:
+        if hops > 1 and heads > 1 and topology.machines > 1:
             exchanges.append("swapped")
-        if ring > 1:
+        if hops > 1:
             exchanges.append("gather")
-        uneven = problem.heads % ulysses > 0
+        uneven = problem.heads % heads > 0
         balances = ["none"] + ["balanced"] * (uneven or not mask.is_dense)
-        if ring > 1 and not mask.is_dense:
+        if hops > 1 and not mask.is_dense:
             balances.append("cuts")
-        found += [Recipe(ulysses, ring, exchange, how) for exchange in exchanges for how in balances]
+        found += [Recipe(heads, hops, exchange, how) for exchange in exchanges for how in balances]
     return found
 
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import chain
-from types import TracebackType
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +17,6 @@ from weft.plan.heads import Grouping, equal_greedy
 
 Plans = tuple[Grouping, ...]
 """One grouping per layer."""
-Result = TypeVar("Result")
 
 
 class Policy(Protocol):
@@ -148,63 +144,3 @@ def _checked(counts: npt.ArrayLike, shape: tuple[int, int]) -> IntArray:
     if table.min(initial=0) < 0:
         raise InputError(f"A count of {table.min()} is below 0.", hint="Give counts of active tiles.")
     return table
-
-
-@dataclass(frozen=True)
-class Planned(Generic[Result]):
-    """A plan, and the step whose counts it is made from."""
-
-    step: int
-    plan: Result
-
-
-class Background(Generic[Result]):
-    """Calls `plan(counts)` in a thread of its own, step after step; nobody ever waits for it.
-
-    Every submitted step is planned, in order, so a plan depends on counts and never on timing. Which
-    plan is the newest does depend on it: ranks agree on a step, or one rank plans for all.
-
-    >>> with Background(lambda counts: int(counts.sum())) as background:
-    ...     background.submit(0, [1, 2])
-    >>> background.newest()
-    Planned(step=0, plan=3)
-    """
-
-    def __init__(self, plan: Callable[[IntArray], Result]) -> None:
-        self._plan = plan
-        # Its thread is no daemon, and ends with the interpreter even if nobody closes it.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weft-plan")
-        self._pending: deque[tuple[int, Future[Result]]] = deque()
-        self._newest: Planned[Result] | None = None
-
-    def submit(self, step: int, counts: npt.ArrayLike) -> None:
-        """Plan from the counts of `step`; the error of an earlier step is raised here or by `newest`."""
-        self._collect()
-        copy = np.array(counts, dtype=np.int64)  # the caller may fill its buffer anew
-        self._pending.append((step, self._thread.submit(self._plan, copy)))
-
-    def newest(self) -> Planned[Result] | None:
-        """The last finished plan; None before the first."""
-        self._collect()
-        return self._newest
-
-    def close(self) -> None:
-        """End the thread after what was submitted is planned."""
-        self._thread.shutdown(wait=True)
-        self._collect()
-
-    def _collect(self) -> None:
-        while self._pending and self._pending[0][1].done():
-            step, future = self._pending.popleft()
-            self._newest = Planned(step, future.result())
-
-    def __enter__(self) -> Background[Result]:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.close()
-        else:
-            self._thread.shutdown(wait=True, cancel_futures=True)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.core.indices import Indices, IntArray
+from weft.core.indices import IntArray
 from weft.core.schedule import Piece
 
 Planes = tuple[Tensor, ...]
@@ -110,8 +110,3 @@ def _compact(positions: IntArray) -> slice | Tensor:
     if np.array_equal(positions, np.arange(first, first + len(positions))):
         return slice(first, first + len(positions))
     return torch.from_numpy(positions.copy())
-
-
-def home_place(slot: str, tensor: str, heads: int, tokens: Indices, order: IntArray) -> Place:
-    """A rank's own tensor: its rows are in the caller's order, padding behind them."""
-    return Place(slot, Piece(tensor, Indices.span(0, heads), tokens), order)

@@ -10,7 +10,9 @@ from weft.core.schedule import Schedule
 from weft.schedule.usp import usp
 
 
-def ring(problem: Problem, mask: BlockMask, mesh: Mesh, partition: Partition) -> Schedule:
+def ring(
+    problem: Problem, mask: BlockMask, mesh: Mesh, partition: Partition, *, name: str = "ring"
+) -> Schedule:
     """USP whose heads are not cut; contiguous or zigzag is a matter of the partition."""
     flat = Mesh.of(ring=mesh.ranks)
-    return usp(problem, mask, flat, partition, name="ring")
+    return usp(problem, mask, flat, partition, name=name)

@@ -10,7 +10,9 @@ from weft.core.schedule import Schedule
 from weft.schedule.usp import usp
 
 
-def ulysses(problem: Problem, mask: BlockMask, mesh: Mesh, partition: Partition) -> Schedule:
+def ulysses(
+    problem: Problem, mask: BlockMask, mesh: Mesh, partition: Partition, *, name: str = "ulysses"
+) -> Schedule:
     """USP whose ring has one rank."""
     flat = Mesh.of(ulysses=mesh.ranks)
-    return usp(problem, mask, flat, partition, name="ulysses")
+    return usp(problem, mask, flat, partition, name=name)
