@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from rich.progress import Progress
 
-from bench.rows import Line, Report, Row, Took, interleave, main, take_turns
+from bench.pace import paced, seconds_of
+from bench.rows import Line, Report, Row, Took, interleave, main, take_turns, undisturbed
 from bench.strategies import kendall
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
@@ -38,7 +39,7 @@ from weft.simulate.events import simulate
 
 HEADS, DIM, BLOCK, DENSITY = 8, 64, 64, 0.25
 PLANS = {2: ("ulysses", "ring", "gather"), 4: ("ulysses", "ring", "usp:2x2", "gather")}
-SIZES = {"dense": (1024, 2048), "sparse": (2048, 4096)}
+SIZES = {"dense": (1024, 2048), "sparse": (3072, 6144)}
 MEDIAN, TAIL, TAU = 0.12, 0.25, 0.85
 SMALL_SECONDS, LARGE_SECONDS, LARGE_BYTES = 5e-3, 10.0, 2e9
 
@@ -76,13 +77,15 @@ _stage: dict[str, Callable[[], object]] = {}
 
 def prepare(wanted: Sequence[Case]) -> None:
     torch.manual_seed(0)
-    _stage.clear()
+    contenders: dict[str, Callable[[], object]] = {}
     for case in wanted:
         schedule = case.schedule()
         rows = schedule.problem.q.rows(dist.get_rank())
         q, k, v = (torch.randn(1, HEADS, rows, DIM) for _ in range(3))
-        _stage[str(case)] = partial(attention, q, k, v, plan=schedule)
-        _stage[str(case)]()
+        contenders[str(case)] = partial(attention, q, k, v, plan=schedule)
+        contenders[str(case)]()
+    _stage.clear()
+    _stage.update(paced(contenders))
 
 
 def play(turn: int) -> dict[str, Took]:
@@ -119,12 +122,10 @@ def _compare(
 ) -> list[tuple[float, float]]:
     """Time some cases; returns (predicted, measured) of each."""
     pool.run(prepare, wanted)
-    # Others come and go on a shared machine: the third of the rounds in which they had least of it.
-    rounds = sorted(interleave(partial(pool.run, play), seconds, least=6), key=lambda played: played.others)
-    rounds = rounds[: max(3, len(rounds) // 3)]
+    rounds = undisturbed(list(interleave(partial(pool.run, play), seconds, least=6)))
     found: list[tuple[float, float]] = []
     for case in wanted:
-        measured = median(played.took[str(case)].wall for played in rounds)
+        measured = seconds_of(str(case), rounds, topology)
         predicted = simulate(case.schedule(), topology).seconds
         found.append((predicted, measured))
         note = f"predicted {predicted * 1e3:.1f} ms, {predicted / measured - 1:+.0%}"

@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import combinations
-from statistics import median
 
 import torch
 import torch.distributed as dist
 from rich.progress import Progress
 
-from bench.rows import Line, Report, Row, Took, interleave, main, take_turns
+from bench.pace import paced, seconds_of
+from bench.rows import Line, Report, Row, Took, interleave, main, take_turns, undisturbed
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem
@@ -71,11 +71,13 @@ def prepare(family: str, topology: Topology, plans: Sequence[str]) -> None:
     mask, problem = mask_of(family), problem_of(RANKS)
     rows = torch.as_tensor(problem.q.order(dist.get_rank()))
     q, k, v = (torch.randn(1, HEADS, GRID.tokens, DIM)[:, :, rows].contiguous() for _ in range(3))
-    _stage.clear()
+    contenders: dict[str, Callable[[], object]] = {}
     for name in plans:
         schedule = build(name, problem, mask, topology)
-        _stage[name] = partial(attention, q, k, v, plan=schedule)
-        _stage[name]()
+        contenders[name] = partial(attention, q, k, v, plan=schedule)
+        contenders[name]()
+    _stage.clear()
+    _stage.update(paced(contenders))
 
 
 def play(turn: int) -> dict[str, Took]:
@@ -122,8 +124,8 @@ def _family(
     chosen = str(choose(problem, mask, topology).ranked[0].name)
     plans = list(dict.fromkeys([*names(family), chosen]))
     pool.run(prepare, family, topology, plans)
-    rounds = list(interleave(partial(pool.run, play), seconds, least=5))
-    measured = {name: median(played.took[name].wall for played in rounds) for name in plans}
+    rounds = undisturbed(list(interleave(partial(pool.run, play), seconds, least=5)))
+    measured = {name: seconds_of(name, rounds, topology) for name in plans}
     predicted = {name: predict(build(name, problem, mask, topology), topology).seconds for name in plans}
     best = min(measured, key=lambda name: measured[name])
     behind = measured[chosen] / measured[best]

@@ -5,6 +5,7 @@ Every rank calls `calibrate` at the same time; all return the same Topology, the
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import time
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from weft.core.mask import BlockMask
 from weft.core.topology import LOOPBACK, Link, Topology
 from weft.masks.random import random_mask
+from weft.run.attention import attention
 from weft.run.kernels import choose
 from weft.run.kernels.tiles import Tiles
 
@@ -38,6 +40,8 @@ def calibrate(*, head_dim: int = 64, dtype: str = "float32", machines: int = 1) 
     if ranks == 1 or dist.get_rank() < min(devices, cores or 1):
         flops, call, tile = measure_kernel(head_dim, dtype, device)
         memory = measure_memory(device)
+    if ranks > 1:
+        call = max(call, measure_call(ranks, intra, device) * min(1.0, cores / devices if cores else 1.0))
     found = Topology(
         name="calibrated",
         machines=machines,
@@ -75,7 +79,7 @@ def _exchange_seconds(a: int, b: int, size: int, device: torch.device, messages:
         for work in dist.batch_isend_irecv(both):
             work.wait()
 
-    return _seconds(exchange, device, repeats=20)
+    return _seconds(exchange, device, repeats=40)
 
 
 def measure_post(a: int, b: int, device: torch.device) -> float:
@@ -84,12 +88,28 @@ def measure_post(a: int, b: int, device: torch.device) -> float:
     return max(0.0, many - few) / (2 * (MANY - 1))
 
 
+def measure_call(ranks: int, link: Link, device: torch.device) -> float:
+    """What one attention of a schedule costs with all that goes with it, however few its tokens."""
+    q, k, v = (torch.zeros(1, 1, 1, 8, device=device) for _ in range(3))
+    dist.barrier()
+    with torch.no_grad():
+        ring = _seconds(lambda: attention(q, k, v, tokens=ranks, plan="ring"), device, repeats=50)
+    return (ring - (ranks - 1) * link.latency) / ranks
+
+
 def measure_memory(device: torch.device) -> float:
-    """Bytes/s read and written by copying some heads into a message, as packing does."""
-    source = torch.zeros(2 * HEADS, LARGE // HEADS // 256, 64, device=device)
-    target = torch.empty_like(source[::2])
-    seconds = _seconds(lambda: target.copy_(source[::2]), device, repeats=20)
-    return 2 * target.numel() * target.element_size() / seconds
+    """Bytes/s read and written by copying heads into messages, as packing does."""
+    source = torch.zeros(2 * MANY, 2, LARGE // 4 // 64 // 8, 64, device=device)
+    target = torch.empty_like(source)
+    turn = itertools.count()
+
+    def copy() -> None:
+        # Each time others: what attention has just gone through is not in the cache any more.
+        at = next(turn) % (2 * MANY)
+        target[-at, 0].copy_(source[at, 1])
+
+    seconds = _seconds(copy, device, repeats=6 * MANY)
+    return 2 * source[0, 0].numel() * source.element_size() / seconds
 
 
 def measure_kernel(head_dim: int, dtype: str, device: torch.device) -> tuple[float, float, float]:
@@ -113,7 +133,7 @@ def measure_kernel(head_dim: int, dtype: str, device: torch.device) -> tuple[flo
     return flops, call, max(0.0, extra) / tiles
 
 
-def _seconds(what: Callable[[], object], device: torch.device, repeats: int = 9) -> float:
+def _seconds(what: Callable[[], object], device: torch.device, repeats: int = 12) -> float:
     taken: list[float] = []
     for _ in range(repeats + 2):
         began = time.perf_counter()
@@ -121,8 +141,8 @@ def _seconds(what: Callable[[], object], device: torch.device, repeats: int = 9)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         taken.append(time.perf_counter() - began)
-    # The first ones pay for fresh pages and connections; the slow half has met other processes.
-    return statistics.quantiles(taken[2:], n=4)[0]
+    # The first ones pay for fresh pages and connections; the slow ones have met other processes.
+    return statistics.quantiles(taken[2:], n=8)[0]
 
 
 def _device() -> torch.device:
