@@ -100,6 +100,17 @@ def test_ranks_that_stay_idle_are_mentioned(capsys: pytest.CaptureFixture[str]) 
     assert "2 heads and 3 blocks leave some of 7 ranks idle." in capsys.readouterr().out
 
 
+def test_an_empty_mask_has_nothing_to_share(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("random:density=0", *SMALL[:2], "--heads", "6", "--block", "16") == 0
+    shown = capsys.readouterr().out
+    assert "density 0.0%" in shown and "Nothing is active" in shown and "busiest / mean" not in shown
+
+
+def test_what_was_understood_is_said_before_the_mask_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("sta:width=3", *SMALL) == 2
+    assert capsys.readouterr().out == "sta:width=3 · 6 heads · 5×7×11 + 9 text tokens\n"
+
+
 def test_without_a_mask_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert call() == 0
     shown = capsys.readouterr().out
@@ -118,6 +129,7 @@ def test_without_a_mask_all_are_listed(capsys: pytest.CaptureFixture[str]) -> No
         (("sta", "--grid", "0x4x4"), "is no box"),
         (("sta", "--head", "40"), "no head 40 of 40"),
         (("sta", "--heads", "0"), "heads=0"),
+        (("sta", "--text", "-1"), "--text -1 is no number of tokens"),
         (("sta", "--ranks", "0"), "0 ranks"),
         (("sta", "--block", "0"), "block=0"),
         (("trace:gone.npz",), "no file 'gone.npz'"),
@@ -132,7 +144,7 @@ def test_a_mistake_is_a_sentence_and_code_2(
 
 def run_apart(*args: str, before: str = "") -> str:
     code = f"{before}\nimport sys; from weft.cli.main import main\ntry: main(sys.argv[1:])\nfinally: "
-    code += "assert 'torch' not in sys.modules"
+    code += "assert not {'torch', 'matplotlib', 'diffusers'} & set(sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code, "mask", *args],
         capture_output=True,
@@ -147,7 +159,9 @@ def run_apart(*args: str, before: str = "") -> str:
 def test_a_pipe_gets_plain_text_and_no_torch_is_loaded() -> None:
     shown = run_apart("radial", *SMALL)
     assert "\x1b" not in shown
-    assert "radial · 6 heads · 5×7×11 + 9 text tokens · 25 blocks of 16" in shown
+    first, second, *_ = shown.splitlines()
+    assert first == "radial · 6 heads · 5×7×11 + 9 text tokens"
+    assert second.startswith("25 blocks of 16 · density ")
 
 
 def test_a_terminal_gets_colours_unless_it_wants_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,8 @@ import sys
 
 import pytest
 
+import weft
 from weft.cli.main import main
-from weft.core.codec import loads
-from weft.core.schedule import Schedule
 from weft.schedule.verify import verify
 
 SHAPE = ("plan", "960x6x16", "--topology", "4xh100", "--mask", "random:density=0.3,cv=0.8", "--block", "16")
@@ -25,7 +24,8 @@ def call(*words: str) -> int:
 def test_the_table_has_the_best_first_and_says_why(capsys):
     assert call(*SHAPE) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "960 tokens" in lines[0] and "6 heads × 16" in lines[0] and "26% active" in lines[0]
+    assert "960 tokens" in lines[0] and "6 heads × 16" in lines[0] and "4xh100" in lines[0]
+    assert lines[1] == "random:density=0.3,cv=0.8 · 26% active"
     first = next(line for line in lines if line.startswith("1 "))
     assert "1.00×" in first
     assert any(line.startswith("Why: " + first.split()[1]) for line in lines)
@@ -41,12 +41,29 @@ def test_json_is_ranked_and_has_every_figure(capsys):
     assert found["why"]
 
 
-def test_what_is_saved_is_a_valid_schedule(tmp_path, capsys):
+def test_what_is_saved_is_a_schedule_that_loads(tmp_path, capsys):
     path = tmp_path / "plan.json"
-    assert call(*SHAPE, "--save", str(path)) == 0
-    schedule = loads(path.read_text())
-    assert isinstance(schedule, Schedule)
+    assert call(*SHAPE, "--save", str(path), "--json") == 0
+    schedule = weft.Schedule.load(path)
+    assert schedule.name == json.loads(capsys.readouterr().out)["plans"][0]["plan"]
     verify(schedule)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "plan.json holds no schedule: This is not JSON"),
+        ("[1]", "plan.json holds no schedule."),
+        ('{"kind": "Car"}', "'Car' is not a value"),
+        (None, "plan.json cannot be read"),
+    ],
+)
+def test_what_is_no_schedule_is_refused(text, says, tmp_path):
+    path = tmp_path / "plan.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(weft.WeftError, match=says):
+        weft.Schedule.load(path)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +73,10 @@ def test_what_is_saved_is_a_valid_schedule(tmp_path, capsys):
         (("960x6x16", "--topology", "8xh1000"), "no cluster '8xh1000'. Write 8xh100"),
         (("960x6x16", "--mask", "stq"), "no mask 'stq'. Did you mean 'sta'"),
         (("wan2.1-14b", "--size", "big"), "--size 'big' is no size. Write WIDTHxHEIGHT"),
+        (("wan2.1-14b", "--size", "0x0"), "--size '0x0' is no size. Write WIDTHxHEIGHT"),
+        (("wan2.1-14b", "--frames", "-1"), "--frames -1 is no number of frames. Give 1 or more"),
+        (("960x6",), "no model '960x6'. Known: wan2.1-1.3b"),
+        (("960x6",), "Or write a shape, TOKENSxHEADSxDIM"),
         (("960x6x16", "--topology", "none.toml"), "none.toml cannot be read"),
         (("960x6x16", "--dtype", "int8"), "dtype 'int8' is not supported"),
         (("0x6x16",), "0x6x16 is empty"),
@@ -73,6 +94,23 @@ def test_a_shape_may_be_a_video(capsys):
     assert "960 tokens · 6 heads × 16" in capsys.readouterr().out
 
 
+def test_what_was_understood_is_said_before_the_mask_is_drawn(capsys):
+    assert call("plan", "960x6x16", "--mask", "stq") == 2
+    assert capsys.readouterr().out.startswith("960x6x16 · 960 tokens · 6 heads × 16 · 8xh100 (")
+
+
+def test_an_empty_mask_has_nothing_to_plan(tmp_path, capsys):
+    empty = (*SHAPE[:4], "--mask", "random:density=0", "--block", "16")
+    assert call(*empty, "--save", str(tmp_path / "plan.json")) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "random:density=0 · 0% active",
+        "Nothing is active: no rank has anything to do, and every plan takes no time.",
+    ]
+    assert not list(weft.Schedule.load(tmp_path / "plan.json").attends())
+    assert call(*empty, "--json") == 0
+    assert all(p["imbalance"] == 1 for p in json.loads(capsys.readouterr().out)["plans"])
+
+
 def test_a_narrow_terminal_shows_every_figure(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     assert call(*SHAPE) == 0
@@ -87,7 +125,8 @@ def test_what_is_left_out_is_listed_with_the_reason(capsys):
 
 
 def test_planning_needs_no_torch():
-    code = "import sys; sys.modules['torch'] = None; from weft.cli.main import main; main(sys.argv[1:])"
+    code = "import sys; sys.modules.update(dict.fromkeys(['torch', 'matplotlib', 'diffusers']));"
+    code += "from weft.cli.main import main; main(sys.argv[1:])"
     done = subprocess.run(  # noqa: S603
         [sys.executable, "-c", code, *SHAPE], capture_output=True, text=True, timeout=60, check=False
     )

@@ -83,7 +83,29 @@ def test_two_are_compared(tmp_path, capsys):
     assert "difference" in shown and "as fast as" in shown
     assert [c["ranks"] for c in numbers(tmp_path / "out")["cases"]] == [2, 4]
     page = (tmp_path / "out" / "index.html").read_text()
-    assert "difference" in page and "Timelines on one axis" in page
+    assert "difference" in page and "Timelines each on its own axis" in page
+    assert "toy" in page and "960x6x16, " in page  # of two models, the plan's name alone would not tell
+
+
+def test_two_of_one_name_are_told_apart(tmp_path):
+    plan, machine = schedule("ring", cluster=cluster("4xh100")), cluster("4xh100")
+    traced(tmp_path / "run", simulate(plan, machine))
+    (tmp_path / "plan.json").write_text(dumps(plan))
+    assert call(tmp_path / "run", tmp_path / "plan.json", "--topology", "4xh100", "-o", tmp_path / "out") == 0
+    found = numbers(tmp_path / "out")
+    assert [case["name"] for case in found["cases"]] == ["ring, measured", "ring, simulated"]
+    # What is simulated on a cluster says nothing of where the other one ran.
+    assert [case["topology"] for case in found["cases"]] == ["", "4xh100"]
+    assert found["missing"][0].startswith("ring, measured: masks")
+    assert call(tmp_path / "run", tmp_path / "run", "-o", tmp_path / "out") == 0
+    assert [case["name"] for case in numbers(tmp_path / "out")["cases"]] == ["ring, first", "ring, second"]
+
+
+def test_an_empty_mask_is_drawn_too(tmp_path):
+    assert call("960x6x16", "--mask", "random:density=0", "--topology", "4xh100", "-o", tmp_path) == 0
+    found = numbers(tmp_path)
+    assert {"timeline", "loads"} <= set(found["figures"]) and "scaling" not in found["figures"]
+    assert found["cases"][0]["loads"]["imbalance"] == 1.0
 
 
 def test_json_is_what_the_file_says(tmp_path, capsys):
@@ -103,7 +125,11 @@ def test_mistakes_get_a_sentence_and_exit_2(tmp_path, capsys):
         ((tmp_path / "text.json",), "holds no schedule"),
         ((tmp_path / "broken.jsonl",), "no timeline"),
         ((tmp_path / "none.json",), "cannot be read"),
-        (("wan2.1-14",), "no model 'wan2.1-14'"),
+        (
+            ("wan2.1-14",),
+            "'wan2.1-14' is no file or folder here. There is no model 'wan2.1-14'. Did you mean",
+        ),
+        (("wan2.1-14b", "--size", "big"), "weft: --size 'big' is no size"),
         ((saved, "--topology", "8xh100"), "for 4 ranks, 8xh100 has 8"),
         (("a", "b", "c"), "3 things are too many"),
         ((saved, "-o", tmp_path / "text.json"), "cannot be written"),

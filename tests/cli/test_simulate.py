@@ -20,8 +20,8 @@ def call(*words: object) -> int:
 def test_the_table_has_a_row_for_each_size_and_a_timeline(capsys):
     assert call(*SWEEP, "--gpus", "1,2,4,8") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[2:6]] == ["1", "2", "4", "8"]
-    assert "1.00×" in lines[2] and "100%" in lines[2]
+    assert [line.split()[0] for line in lines[3:7]] == ["1", "2", "4", "8"]
+    assert "1.00×" in lines[3] and "100%" in lines[3]
     assert any(line.startswith("rank 7") for line in lines)
     assert max(map(len, lines)) <= 100
 
@@ -58,6 +58,14 @@ def test_named_plans_are_taken(capsys):
     assert call(*SWEEP, "--plan", "ring, ulysses", "--json") == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert {row["plan"] for row in rows} == {"ring", "ulysses"} and {row["gpus"] for row in rows} == {4}
+
+
+def test_an_empty_mask_takes_no_time(capsys):
+    assert call(*SWEEP[:3], "--gpus", "1,4", "--mask", "random:density=0", "--block", "16", "--json") == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["seconds"] for row in rows] == [0, 0] and [row["speedup"] for row in rows] == [1, 1]
+    assert call(*SWEEP[:3], "--mask", "random:density=0", "--block", "16") == 0
+    assert "0% active" in capsys.readouterr().out
 
 
 def test_a_report_has_the_curve_of_the_sweep(tmp_path, capsys):

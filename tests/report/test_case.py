@@ -11,6 +11,7 @@ import pytest
 from tests.report.toys import schedule, topology, two_ranks
 from weft.core.errors import InputError
 from weft.core.timeline import Timeline
+from weft.plan.choose import build
 from weft.report import units
 from weft.report.case import Case, numbers, summary
 from weft.report.sources import measured, one_call, simulated
@@ -50,8 +51,24 @@ def test_numbers_agree_with_the_schedule():
     assert [p["gpus"] for p in found["scaling"]] == [1, 2, 4]
 
 
-def test_a_schedule_that_is_not_balanced_has_no_before():
-    assert simulated(schedule("ring"), topology()).loads.before == ()
+def test_one_state_only_says_why():
+    plain = simulated(schedule("ring"), topology()).loads
+    assert plain.before == () and plain.bound == 1.0 and "not balanced" in plain.note
+    even = simulated(schedule("ulysses+balanced", heads=8, mask="dense"), topology()).loads
+    assert even.before == () and "changes nothing" in even.note
+    other = simulated(replace(schedule("ring"), name="mine"), topology()).loads
+    assert (other.before, other.bound) == ((), None) and "unknown" in other.note
+    traced = measured(two_ranks()).loads
+    assert (traced.before, traced.bound) == ((), None) and "schedule.json" in traced.note
+    assert numbers(measured(two_ranks()))["loads"]["mean"] == 2.0
+
+
+def test_heads_that_a_loop_has_dealt_have_a_before():
+    plain = schedule("ulysses")
+    groups = ((0, 5), (1,), (2, 4), (3,))
+    dealt = build("ulysses", plain.problem, plain.mask, topology(), grouping=groups)
+    loads = simulated(dealt, topology()).loads
+    assert loads.before == measure(plain).work and loads.after == measure(dealt).work != loads.before
 
 
 def test_own_tensors_are_less_than_the_peak():
@@ -70,6 +87,27 @@ def test_of_several_calls_the_median_one_is_shown():
     assert found.seconds == pytest.approx(4.0)
     assert {s.call for s in found.spans} == {2}
     assert min(s.start for s in found.spans) == 0.0
+
+
+def test_a_forward_is_shown_and_a_backward_counted():
+    toy = two_ranks()
+    # A forward, its backward of twice the time, a slower forward, its backward.
+    spans = tuple(
+        replace(
+            s,
+            call=call,
+            start=20 * call + s.start * factor,
+            end=20 * call + s.end * factor,
+            name=s.name.replace("attend", "gradient") if call % 2 else s.name,
+        )
+        for call, factor in enumerate((1.0, 2.0, 1.2, 2.4))
+        for s in toy.spans
+    )
+    case = measured(replace(toy, spans=spans))
+    assert {s.call for s in case.timeline.spans} == {0} and case.timeline.seconds == 4.0
+    assert case.calls == "the median of 2 forward calls; 2 backward in the trace"
+    backward = measured(replace(toy, spans=tuple(s for s in spans if s.call == 1)))
+    assert backward.calls == "the backward call" and backward.timeline.seconds == 8.0
 
 
 def test_what_does_not_fit_is_refused():

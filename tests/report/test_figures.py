@@ -13,7 +13,7 @@ from weft.core.timeline import Span, Timeline
 from weft.report.bars import grouped, load_bars
 from weft.report.case import Case
 from weft.report.curves import roofline, scaling_curve
-from weft.report.draw import Dot, Figure, Picture, Rect, Words
+from weft.report.draw import Dot, Figure, Line, Picture, Rect, Words
 from weft.report.gantt import LEFT, MOST_BARS, MOST_RANKS, RIGHT, gantt, shown_ranks
 from weft.report.mask import NOBODY, mask_figure, owners, pixels, shown_heads
 from weft.report.page import page
@@ -49,6 +49,14 @@ def test_two_timelines_share_one_axis():
     first, second = rects(figure, "wait")
     assert second.width == pytest.approx(2 * first.width) and second.y > first.y
     assert "fast is 2.00× as fast" in figure.title
+
+
+def test_a_timeline_that_would_be_a_hair_has_its_own_axis():
+    slow = two_ranks(spans=tuple(replace(s, start=99 * s.start, end=99 * s.end) for s in two_ranks().spans))
+    figure = gantt([Case("fast", two_ranks()), Case("slow", slow)])
+    first, second = rects(figure, "wait")
+    assert second.width == pytest.approx(first.width)
+    assert "each on its own axis: fast is 99.00× as fast" in figure.title
 
 
 def test_a_timeline_of_very_many_spans_stays_small():
@@ -131,6 +139,37 @@ def test_bars_are_to_scale_and_the_title_says_what_they_show():
         heights = np.array([r.height for r in rects(figure, kind)])
         assert heights / heights.max() == pytest.approx(np.array(values) / max(values))
     assert f"{case.timeline.ranks * max(case.loads.after) / sum(case.loads.after):.3f}×" in figure.title
+
+
+def test_the_line_is_the_bound_or_where_there_is_none_the_mean():
+    uneven = simulated(schedule("ulysses"), topology())
+    for case, name, height in (
+        (measured(two_ranks()), "mean", 1.0),
+        (uneven, "bound", uneven.loads.bound or 0.0),
+    ):
+        figure = load_bars(case)
+        [line] = [s for s in figure.shapes if isinstance(s, Line) and s.dashed]
+        assert line.kind == name and any(isinstance(s, Words) and name in s.text for s in figure.shapes)
+        assert (", bound " in figure.title) == (name == "bound")
+        bars = rects(figure, "load-after")
+        least = height * sum(b.height for b in bars) / len(bars)
+        assert bars[0].y + bars[0].height - line.points[0][1] == pytest.approx(least)
+        assert not rects(figure, "load-before") and case.loads.note in figure.caption
+
+
+def test_figures_of_two_stand_beside_each_other_if_both_have_them():
+    figures, missing = draw([measured(two_ranks()), simulated(schedule("ring"), topology())])
+    sides = {figure.name: figure.side for figure in figures}
+    assert (sides["loads-a"], sides["loads-b"], sides["traffic-a"], sides["traffic-b"]) == (
+        "a",
+        "b",
+        "a",
+        "b",
+    )
+    assert sides["memory-b"] == sides["mask-head-0-b"] == "" and "memory-a" not in sides
+    assert len(missing) == 1 and missing[0].startswith("toy: masks")
+    _, same = draw([measured(two_ranks()), measured(two_ranks())])
+    assert same and not any(text.startswith("toy") for text in same)
 
 
 def test_many_ranks_are_grouped_and_the_largest_is_kept():

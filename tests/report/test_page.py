@@ -171,6 +171,8 @@ def test_nothing_is_cut_off_at_any_width(browser, one, two, width):
     for folder in (one, two):
         browser.open(folder / "index.html", width=width, height=844)
         assert browser.ask("document.documentElement.scrollWidth") <= width
+        hidden = "(e => e.scrollWidth - e.clientWidth)(document.querySelector('#summary').parentElement)"
+        assert width < 390 or browser.ask(hidden) == 0
         outside = browser.ask(
             """[...document.querySelectorAll('figure text')].filter(t => {
               const box = t.getBBox(), view = t.ownerSVGElement.viewBox.baseVal;

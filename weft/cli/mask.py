@@ -63,19 +63,22 @@ def run(
         return
     if ranks < 1:
         raise InputError(f"{ranks} ranks share no work.", hint="Give 1 or more.")
+    if not 0 <= head < max(1, heads):
+        raise InputError(f"There is no head {head} of {heads}.", hint=f"Give --head 0 to {heads - 1}.")
     from weft.masks.spec import mask_from_spec
 
     tokens = read_grid(grid, text)
+    if not as_json:  # a large mask takes seconds: what was understood is said before
+        more = f" + {text} text" if text else ""
+        typer.echo(f"{spec} · {heads} heads · {'×'.join(map(str, tokens.extent))}{more} tokens")
     mask = mask_from_spec(spec, heads=heads, grid=tokens, block=block, seed=seed)
-    if not 0 <= head < heads:
-        raise InputError(f"There is no head {head} of {heads}.", hint="Heads are counted from 0.")
     if as_json:
         about = {"spec": spec, "heads": heads, "grid": tokens.extent, "text": text, "block": block}
         cuts = [asdict(cut) for cut in natural_cuts(mask, ranks)]
         kept = {"density": mask.density, "densities": _densities(mask), "digest": mask.digest}
         typer.echo(json.dumps({**about, "seed": seed, **kept, "ranks": ranks, "cuts": cuts}, indent=2))
     else:
-        _show(spec, tokens, mask, head, ranks)
+        _show(mask, head, ranks)
 
 
 def read_grid(written: str, text: int = 0) -> TokenGrid:
@@ -85,6 +88,8 @@ def read_grid(written: str, text: int = 0) -> TokenGrid:
     match = re.fullmatch(r"(\d+)[x×](\d+)[x×](\d+)", written)
     if not match:
         raise InputError(f"{written!r} is no grid.", hint="Write frames x rows x columns, such as 21x30x52.")
+    if text < 0:
+        raise InputError(f"--text {text} is no number of tokens.", hint="Give 0 or more.")
     t, h, w = map(int, match.groups())
     return TokenGrid(t, h, w, prefix=text)
 
@@ -117,16 +122,15 @@ def _densities(mask: BlockMask) -> list[float]:
     return (head_loads(mask) / (mask.q_len * mask.kv_len)).tolist()
 
 
-def _show(spec: str, grid: TokenGrid, mask: BlockMask, head: int, ranks: int) -> None:
+def _show(mask: BlockMask, head: int, ranks: int) -> None:
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
     densities = _densities(mask)
     least, middle, most = min(densities), median(densities), max(densities)
-    size = "×".join(map(str, grid.extent)) + (f" + {grid.prefix} text" if grid.prefix else "")
-    console.print(f"{spec} · {mask.heads} heads · {size} tokens · {mask.q_blocks} blocks of {mask.block_q}")
     console.print(
-        f"density {mask.density:.1%} · of heads: least {least:.1%}, median {middle:.1%}, most {most:.1%}"
+        f"{mask.q_blocks} blocks of {mask.block_q} · density {mask.density:.1%} · "
+        f"of heads: least {least:.1%}, median {middle:.1%}, most {most:.1%}"
     )
     dot = -(-mask.q_blocks // SIDE)
     console.print(
@@ -134,6 +138,9 @@ def _show(spec: str, grid: TokenGrid, mask: BlockMask, head: int, ranks: int) ->
     )
     for line in _draw(mask, head, console):
         console.print(line)
+    if not most:
+        console.print("\nNothing is active: no rank has anything to do.")
+        return
     cuts = list(natural_cuts(mask, ranks))
     if not cuts:
         console.print(f"\n{mask.heads} heads and {mask.q_blocks} blocks leave some of {ranks} ranks idle.")

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.cli.plan import make_mask, make_problem, read_topology, shape
+from weft.cli.workload import Block, Dtype, Frames, Mask, Size, Workload, read_topology
 from weft.core.errors import InputError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from weft.core.schedule import Schedule
     from weft.core.timeline import Timeline
     from weft.core.topology import Topology
@@ -22,7 +26,7 @@ def run(
     what: Annotated[
         list[str],
         typer.Argument(
-            metavar="WHAT [WHAT]",
+            metavar="WHAT",
             help="A trace's folder, a schedule of weft plan --save, or a model; two are compared.",
         ),
     ],
@@ -30,18 +34,18 @@ def run(
     topology: Annotated[
         str, typer.Option(help="What a schedule or model is simulated on; 8xh100 if left out.")
     ] = "",
-    plan: Annotated[str, typer.Option(help="For a model: auto, or a strategy such as usp:4x2.")] = "auto",
-    mask: Annotated[
-        str, typer.Option(help="For a model: dense, svg:density=0.25 …; see weft mask.")
-    ] = "dense",
-    size: Annotated[str, typer.Option(help="For a model: pixels, such as 1280x720.")] = "",
-    frames: Annotated[int, typer.Option(help="For a model: frames of the video.")] = 0,
-    block: Annotated[int, typer.Option(help="For a model: tokens in a block of the mask.")] = 64,
-    dtype: Annotated[str, typer.Option(help="For a model: float32, bfloat16 …")] = "bfloat16",
+    plan: Annotated[str, typer.Option(help="auto, or a strategy such as usp:4x2.")] = "auto",
+    mask: Mask = "dense",
+    size: Size = "",
+    frames: Frames = 0,
+    block: Block = 64,
+    dtype: Dtype = "bfloat16",
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder to write.")] = Path("report"),
     as_json: Annotated[bool, typer.Option("--json", help="Print report.json too.")] = False,
 ) -> None:
     """Write a page with tables and figures, a Perfetto trace and all numbers as JSON.
+
+    --plan to --dtype are for a model; a trace and a schedule have their own.
 
     Try: weft report wan2.1-14b --topology 8xh100 --mask svg:density=0.25
     """
@@ -49,15 +53,20 @@ def run(
         raise InputError(f"{len(what)} things are too many to compare.", hint="Give one or two.")
     from rich.console import Console
 
+    from weft.report.sources import told_apart
     from weft.report.write import has_png, write_report
 
+    ask = partial(Workload.read, size=size, frames=frames, mask=mask, block=block, dtype=dtype)
     with Console(stderr=True).status("reading and simulating …") as status:
-        cases = [
-            _read_case(one, topology, alone=len(what) == 1)
-            if Path(one).exists() or one.endswith((".json", ".jsonl"))
-            else _plan_case(one, topology, plan, mask, size, frames, block, dtype)
-            for one in what
-        ]
+        alone = len(what) == 1
+        cases = told_apart(
+            [
+                _read_case(one, topology, alone=alone)
+                if Path(one).exists() or one.endswith((".json", ".jsonl"))
+                else _plan_case(_asked(one, ask), read_topology(topology or "8xh100"), plan, alone=alone)
+                for one in what
+            ]
+        )
         status.update("drawing …")
         page = write_report(cases, out)
     if as_json:
@@ -67,19 +76,30 @@ def run(
     typer.echo(f"\n{page}" + ("" if has_png() else "  (SVG only; PNG too with: pip install 'weft[report]')"))
 
 
+def _asked(name: str, ask: Callable[[str], Workload]) -> Workload:
+    from weft.simulate.models import MODELS
+
+    try:
+        return ask(name)
+    except InputError as error:
+        if name in MODELS or name[:1].isdigit():
+            raise
+        raise InputError(f"{name!r} is no file or folder here. {error.message}", hint=error.hint) from None
+
+
 def _read_case(name: str, topology: str, *, alone: bool) -> Case:
     """A trace, with the schedule that lies beside it; or a schedule, simulated."""
-    from weft.report.sources import measured, read_schedule, simulated
+    from weft.core.schedule import Schedule
+    from weft.report.sources import measured, simulated
 
     path = Path(name)
     if path.is_dir() or path.suffix == ".jsonl":
         saved = (path if path.is_dir() else path.parent) / "schedule.json"
-        schedule = read_schedule(saved) if saved.is_file() else None
+        schedule = Schedule.load(saved) if saved.is_file() else None
         timeline, cluster = _timeline(path), read_topology(topology) if topology else None
-        # Beside a model, --topology is what the model is simulated on.
-        fits = cluster and (alone or cluster.ranks == timeline.ranks)
-        return measured(timeline, schedule, cluster if fits else None)
-    schedule = read_schedule(path)
+        # Beside a model or a schedule, --topology is what that is simulated on.
+        return measured(timeline, schedule, cluster if alone else None)
+    schedule = Schedule.load(path)
     return simulated(schedule, _cluster(topology, schedule))
 
 
@@ -108,17 +128,16 @@ def _cluster(topology: str, schedule: Schedule) -> Topology:
     return read_topology(topology or (f"{ranks // 8}x8xh100" if whole else f"{ranks}xh100"))
 
 
-def _plan_case(
-    name: str, topology: str, plan: str, mask: str, size: str, frames: int, block: int, dtype: str
-) -> Case:
+def _plan_case(work: Workload, cluster: Topology, plan: str, *, alone: bool) -> Case:
     from weft.plan.choose import build, choose
     from weft.report.sources import simulated
 
-    sizes, cluster = shape(name, size, frames), read_topology(topology or "8xh100")
-    active, problem = make_mask(mask, sizes, block), make_problem(sizes, cluster.ranks, dtype)
-    chosen = choose(problem, active, cluster)
-    schedule = chosen.schedule if plan == "auto" else build(plan, problem, active, cluster)
-    return simulated(schedule, cluster, [option.name for option in chosen.ranked])
+    problem = work.problem(cluster.ranks)
+    chosen = choose(problem, work.mask, cluster)
+    schedule = chosen.schedule if plan == "auto" else build(plan, problem, work.mask, cluster)
+    case = simulated(schedule, cluster, [option.name for option in chosen.ranked])
+    # One page has the model above it; of two, each says which it is.
+    return case if alone else replace(case, name=f"{work.model.name}, {case.name}")
 
 
 def _show(cases: list[Case]) -> None:
@@ -134,7 +153,7 @@ def _show(cases: list[Case]) -> None:
     found = [summary(case) for case in cases]
     table = Table(box=None, pad_edge=False, padding=(0, 1), show_header=len(cases) > 1)
     for head in ("", *(case.name for case in cases), *(["difference"] if len(cases) > 1 else [])):
-        table.add_column(head, justify="right" if head else "left", no_wrap=True)
+        table.add_column(head.replace(", ", ",\n"), justify="right" if head else "left", no_wrap=True)
     for name, (label, _) in MEANINGS.items():
         cells = [show(name, one[name]) for one in found]
         if len(cases) > 1:
@@ -143,6 +162,6 @@ def _show(cases: list[Case]) -> None:
     console.print(table)
     console.print(verdict(cases))
     for case in cases:
-        console.print(f"\n{case.name}, {'measured' if case.timeline.measured else 'simulated'}")
+        console.print(f"\n{case.name}" + (f", {case.source}" if case.source not in case.name else ""))
         for line in text_gantt(case.timeline):
             console.print(line)

@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from weft.cli.numbers import counts
-from weft.cli.plan import make_mask, make_problem, read_topology, shape
+from weft.cli.workload import Block, Cluster, Dtype, Frames, Json, Mask, Name, Size, Workload, read_topology
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from weft.report.sweep import Found
+    from weft.report.sweep import Found, Point
     from weft.simulate.models import Model
 
 MOST_PLANS = 5
@@ -25,50 +24,51 @@ MOST_PLANS = 5
 
 
 def run(
-    model: Annotated[str, typer.Argument(help="A model (wan2.1-14b …), or a shape TOKENSxHEADSxDIM.")],
+    model: Name,
     *,
-    topology: Annotated[
-        str, typer.Option(help="8xh100, 4x8xa100, or a TOML of weft calibrate.")
-    ] = "4x8xh100",
+    topology: Cluster = "4x8xh100",
     gpus: Annotated[
         str, typer.Option(help="Sizes such as 8,16,32, in machines of the topology; its own if left out.")
     ] = "",
     plan: Annotated[
         str, typer.Option(help="auto takes the planner's choice; all; or names such as ulysses,ring.")
     ] = "auto",
-    mask: Annotated[str, typer.Option(help="dense, svg:density=0.25, …; see weft mask.")] = "dense",
-    size: Annotated[str, typer.Option(help="Pixels, such as 1280x720; the model's own if left out.")] = "",
-    frames: Annotated[int, typer.Option(help="Frames of the video; the model's own if 0.")] = 0,
-    block: Annotated[int, typer.Option(help="Tokens in a block of the mask.")] = 64,
-    dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16.")] = "bfloat16",
+    mask: Mask = "dense",
+    size: Size = "",
+    frames: Frames = 0,
+    block: Block = 64,
+    dtype: Dtype = "bfloat16",
     report: Annotated[
         Path | None, typer.Option(help="Write a report on the fastest of the largest size here.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Simulate one attention of a model by several plans on clusters of several sizes.
 
     Try: weft simulate wan2.1-14b --topology 4x8xh100 --gpus 8,16,32 --mask svg:density=0.25
     """
+    work = Workload.read(model, size=size, frames=frames, mask=mask, block=block, dtype=dtype)
+    cluster = read_topology(topology)
+    asked = counts(gpus, "gpus") if gpus else []
+    if not as_json:
+        typer.echo(f"{work} · machines of {cluster.name}")
     from weft.report.sweep import resized, sweep, wanted
 
-    sizes, cluster = shape(model, size, frames), read_topology(topology)
-    clusters = [resized(cluster, n) for n in counts(gpus, "gpus")] if gpus else [cluster]
-    active = make_mask(mask, sizes, block)
-    problem_on = partial(make_problem, sizes, dtype=dtype)
-    names = tuple(name.strip() for name in plan.split(","))
-    total = sum(len(wanted(problem_on(c.ranks), active, c, names)) for c in clusters)
+    clusters = [resized(cluster, n) for n in asked] or [cluster]
+    problems = [work.problem(c.ranks) for c in clusters]
+    active, names = work.mask, tuple(name.strip() for name in plan.split(","))
+    total = sum(len(wanted(p, active, c, names)) for p, c in zip(problems, clusters, strict=True))
     with _progress(total) as step:
-        found = list(sweep(problem_on, active, clusters, names, on_plan=step))
-    rows = _rows(found, *sizes)
+        found = list(sweep(work.problem, active, clusters, names, on_plan=step))
+    rows = _rows(found, work.model, work.grid)
     if report:
         _report(found, report)
     if as_json:
         about = {"model": model, "mask": mask, "density": active.density, "topology": cluster.name}
-        typer.echo(json.dumps({**about, "layers": sizes[0].layers, "rows": rows}, indent=2))
+        typer.echo(json.dumps({**about, "layers": work.model.layers, "rows": rows}, indent=2))
     else:
-        typer.echo(f"{model} · {mask}, {active.density:.0%} active · machines of {cluster.name}")
-        _show(rows, found, sizes[0])
+        typer.echo(f"{mask} · {active.density:.0%} active")
+        _show(rows, found, work.model)
         if report:
             typer.echo(f"\n{report / 'index.html'}")
 
@@ -102,12 +102,16 @@ def _rows(found: Sequence[Found], model: Model, grid: tuple[int, int, int]) -> l
     known = model.name in MODELS  # of a bare shape nobody knows the linear layers
     least = min(point.gpus for point in points)
     base = min(point.seconds for point in points if point.gpus == least)
+
+    def speedup(point: Point) -> float:
+        return base / point.seconds if point.seconds else 1.0  # of an empty mask: nothing to speed up
+
     return [
         {
             **point.plain(),
             "step_seconds": step_seconds(model, grid, point.seconds, clusters[point.gpus]) if known else None,
-            "speedup": base / point.seconds,
-            "efficiency": base * least / (point.seconds * point.gpus),
+            "speedup": speedup(point),
+            "efficiency": speedup(point) * least / point.gpus,
         }
         for point in sorted(points, key=lambda p: (p.gpus, p.seconds))
     ]

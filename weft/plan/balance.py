@@ -54,7 +54,7 @@ def bound(weights: npt.ArrayLike, ranks: int, *, splittable: bool = False) -> fl
     """
     items = np.sort(np.asarray(weights, dtype=np.int64))[::-1]
     total = int(items.sum())
-    if not total or ranks == 1:
+    if not total or ranks < 2:
         return 1.0
     least = -(-total // ranks)
     for j in range(0 if splittable else (items.size - 1) // ranks + 1):

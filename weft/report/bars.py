@@ -17,22 +17,26 @@ Show = Callable[[float], str]
 
 
 def load_bars(case: Case) -> Figure:
-    """Work by rank: pale before balancing, solid after, with the mean and the bound."""
+    """Work by rank: pale before balancing, solid after, with the mean and, if it is known, the bound."""
     loads = case.loads
     mean = sum(loads.after) / len(loads.after)
-    top = max(*loads.after, *loads.before, mean * loads.bound) or 1.0
+    least = mean * (loads.bound or 1.0)
+    top = max(*loads.after, *loads.before, least) or 1.0
     show = units.time if loads.unit.startswith("seconds") else units.count
     shapes: list[Shape] = _axis(top, show)
     shapes += _bars(case, loads.before, top, show, kind="load-before", side=0 if loads.before else None)
     shapes += _bars(case, loads.after, top, show, kind="load-after", side=1 if loads.before else None)
-    y = _height(mean * loads.bound, top)
-    shapes.append(Line(((LEFT, y), (RIGHT, y)), "ink", 1.4, dashed=True, kind="bound"))
+    y = _height(least, top)
+    line = "mean" if loads.bound is None else "bound"
+    shapes.append(Line(((LEFT, y), (RIGHT, y)), "ink", 1.4, dashed=True, kind=line))
     legend = "pale: as it comes · solid: planned · " if loads.before else ""
-    shapes.append(Words(LEFT, HEIGHT - 8, f"{legend}dashed: the bound", 12.5))
+    shapes.append(Words(LEFT, HEIGHT - 8, f"{legend}dashed: {line}", 12.5))
     after = ratio(loads.after)
     change = f"{ratio(loads.before):.3f}× → {after:.3f}×" if loads.before else f"{after:.3f}×"
-    title = f"Load: busiest over mean {change}, bound {loads.bound:.3f}×"
-    return Figure("loads", title, WIDTH, HEIGHT, tuple(shapes), caption=f"{loads.unit.capitalize()} by rank.")
+    bound = f", bound {loads.bound:.3f}×" if loads.bound is not None else ""
+    caption = f"{loads.unit.capitalize()} by rank. {loads.note}".strip()
+    title = f"Load: busiest over mean {change}{bound}"
+    return Figure("loads", title, WIDTH, HEIGHT, tuple(shapes), caption=caption)
 
 
 def memory_bars(case: Case) -> Figure:

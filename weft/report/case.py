@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -25,13 +26,16 @@ MEASURED = 64
 
 @dataclass(frozen=True)
 class Loads:
-    """Work by rank, what it would be without balancing, and the least that the busiest could have."""
+    """Work by rank as it was planned, and what is known to compare it with."""
 
     after: tuple[float, ...]
     before: tuple[float, ...] = ()
-    bound: float = 1.0
-    """As a multiple of the mean."""
+    """As it comes, without balancing; none where that is the same or unknown."""
+    bound: float | None = None
+    """The least that the busiest could have, as a multiple of the mean; None where it is unknown."""
     unit: str = "active token pairs"
+    note: str = ""
+    """Why there is one state only."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +49,25 @@ class Case:
     plans: tuple[Point, ...] = ()
     """The other plans of the same attention on the same cluster."""
     scaling: tuple[Point, ...] = ()
+    traced: Timeline | None = None
+    """All calls of a traced run; `timeline` is one of them."""
+
+    @property
+    def source(self) -> str:
+        return "measured" if self.timeline.measured else "simulated"
+
+    @property
+    def calls(self) -> str:
+        """Which of its calls a traced run is shown by."""
+        if not self.traced:
+            return "one attention"
+        calls = by_call(self.traced)
+        backward = sum(map(is_backward, calls.values()))
+        kinds = {"forward": len(calls) - backward, "backward": backward}
+        shown = "backward" if is_backward(self.timeline.spans) else "forward"
+        one = f"the median of {kinds[shown]} {shown} calls" if kinds[shown] > 1 else f"the {shown} call"
+        rest = f"; {backward} backward in the trace" if backward and shown == "forward" else ""
+        return one + rest
 
     @property
     def ranks(self) -> int:
@@ -81,22 +104,20 @@ class Case:
     @cached_property
     def loads(self) -> Loads:
         if not self.schedule:
-            return Loads(tuple(self.timeline.computing.tolist()), unit="seconds computing")
-        before, bound = self._unbalanced(self.schedule)
-        return Loads(_work(self.schedule), before, bound)
-
-    def _unbalanced(self, schedule: Schedule) -> tuple[tuple[float, ...], float]:
-        """The loads of the same recipe as it comes; a schedule whose name is no recipe has none."""
-        topology = self.topology or Topology.local(self.ranks)
+            return Loads(tuple(self.timeline.computing.tolist()), unit="seconds computing", note=ALONE)
+        schedule, topology = self.schedule, self.topology or Topology.local(self.ranks)
+        after = _work(schedule)
         try:
             recipe = Recipe.parse(schedule.name, self.ranks)
-            plain = Recipe(recipe.ulysses, recipe.ring, recipe.exchange)
+            plain = replace(recipe, balance="none")
+            before = _work(build(str(plain), schedule.problem, schedule.mask, topology))
             bound = Deals(schedule.problem, schedule.mask, topology).bound(recipe)
-            if recipe == plain:
-                return (), bound
-            return _work(build(str(plain), schedule.problem, schedule.mask, topology)), bound
         except InputError:
-            return (), 1.0
+            return Loads(after, note=f"{schedule.name!r} is no plan of weft: what it was before is unknown.")
+        if before == after:
+            same = "It is not balanced" if recipe == plain else "Balancing changes nothing here"
+            return Loads(after, bound=bound, note=f"{same}: before and after are the same.")
+        return Loads(after, before, bound)
 
     @cached_property
     def traffic(self) -> IntArray:
@@ -109,6 +130,24 @@ class Case:
         if not self.schedule:
             return 0.0
         return 4.0 * self.schedule.problem.head_dim * self.schedule.problem.batch * sum(self.loads.after)
+
+
+ALONE = (
+    "One state only: the trace does not say how the work was dealt. With schedule.json beside it, "
+    "the load before balancing and the bound are drawn too."
+)
+
+
+def by_call(timeline: Timeline) -> dict[int, list[Span]]:
+    found: dict[int, list[Span]] = {}
+    for span in timeline.spans:
+        found.setdefault(span.call, []).append(span)
+    return found
+
+
+def is_backward(spans: Iterable[Span]) -> bool:
+    """Whether a call is the gradient of an attention, by the names that `schedule.labels` gives."""
+    return any(span.kind == "attend" and span.name.startswith("gradient") for span in spans)
 
 
 def _work(schedule: Schedule) -> tuple[int, ...]:
@@ -141,6 +180,7 @@ def numbers(case: Case) -> dict[str, Any]:
     found: dict[str, Any] = {
         "name": case.name,
         "measured": timeline.measured,
+        "shown": case.calls,
         "topology": case.topology.name if case.topology else timeline.topology,
         "ranks": case.ranks,
         "machines": case.machines,
@@ -158,7 +198,9 @@ def numbers(case: Case) -> dict[str, Any]:
             "before": list(loads.before),
             "imbalance": ratio(loads.after),
             "imbalance_before": ratio(loads.before) if loads.before else None,
+            "mean": sum(loads.after) / max(1, len(loads.after)),
             "bound": loads.bound,
+            "note": loads.note,
         },
         "traffic": case.traffic.tolist(),
         "critical_path": [

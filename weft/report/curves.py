@@ -127,7 +127,8 @@ def _roofs(topology: Topology, x: Put, y: Put, corner: tuple[float, float]) -> l
 def _plan_points(case: Case, topology: Topology) -> list[tuple[str, float, float]]:
     """(name, FLOP for each byte on its busiest link, FLOP/s of a device); the case itself first."""
     here = Point.of(case.name, topology, case.timeline)
-    others = [point for point in case.plans if point.plan != case.name]
+    own = case.schedule.name if case.schedule else case.name
+    others = [point for point in case.plans if point.plan != own]
     found: list[tuple[str, float, float]] = []
     for point in (here, *others)[:EIGHT]:
         inside, between = point.intra_bytes, point.inter_bytes

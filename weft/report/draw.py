@@ -110,6 +110,8 @@ class Figure:
     """Takes the whole width of the page."""
     group: str = ""
     """Figures of one group share a place; a slider chooses among them."""
+    side: str = ""
+    """Of two cases: `a` stands on the left, `b` on the right."""
 
     def svg(self, *, alone: bool = True) -> str:
         """As a file of its own, or for a page that has the colours already."""

@@ -19,31 +19,46 @@ MOST_BARS = 4000
 """More would make the page heavy; short neighbours of one kind are then drawn as one bar."""
 
 
+APART = 10.0
+"""Of two timelines more apart than this the shorter could not be read on the axis of the longer."""
+
+
 def gantt(cases: Sequence[Case]) -> Figure:
-    """One timeline, or several under one another on the same axis of time."""
+    """One timeline, or several under one another on one axis of time if they are not too far apart."""
+    y, shapes = 8.0, list[Shape]()
+    for group in [cases] if _one_axis(cases) else [[case] for case in cases]:
+        y, some = _chart(group, y, named=len(cases) > 1, most=MOST_BARS // len(cases))
+        shapes += some
+    shapes += _legend(y + 6)
+    return Figure("timeline", _title(cases), WIDTH, y + 16, tuple(shapes), caption=_caption(cases), wide=True)
+
+
+def _one_axis(cases: Sequence[Case]) -> bool:
+    took = [case.timeline.seconds for case in cases]
+    return max(took) <= APART * min(took)
+
+
+def _chart(cases: Sequence[Case], y: float, *, named: bool, most: int) -> tuple[float, list[Shape]]:
+    """Timelines above their axis, from a height on; and the height below it."""
     seconds = max(case.timeline.seconds for case in cases) or 1.0
     scale = (RIGHT - LEFT) / seconds
-    shapes: list[Shape] = []
-    y = 8.0
+    top, shapes = y - 4, list[Shape]()
     for case in cases:
-        if len(cases) > 1:
+        if named:
             shapes.append(
                 Words(LEFT, y + 10, f"{case.name} · {units.time(case.timeline.seconds)}", 12, "ink")
             )
             y += 18
         lanes = {rank: y + place * (UPPER + LOWER + GAP) for place, rank in enumerate(shown_ranks(case))}
-        shapes += _rows(case, lanes, scale, MOST_BARS // len(cases))
+        shapes += _rows(case, lanes, scale, most)
         y = max(lanes.values()) + UPPER + LOWER + GAP + 4
     axis: list[Shape] = []
     for tick in units.ticks(seconds, 8):
         x = LEFT + tick * scale
-        axis.append(Line(((x, 4), (x, y)), "rule"))
+        axis.append(Line(((x, top), (x, y)), "rule"))
         anchor = "middle" if x < RIGHT - 20 else "end"
         axis.append(Words(x, y + 14, units.short(units.time(tick)), 11, anchor=anchor))
-    shapes += _legend(y + 36)
-    return Figure(
-        "timeline", _title(cases), WIDTH, y + 46, (*axis, *shapes), caption=_caption(cases), wide=True
-    )
+    return y + 30, [*axis, *shapes]
 
 
 def shown_ranks(case: Case) -> list[int]:
@@ -129,7 +144,8 @@ def _bar(case: Case, bar: Bar, y: float, scale: float, hop: int) -> list[Shape]:
     top, height = (y, UPPER) if span.lane == "compute" else (y + UPPER, LOWER)
     if span.kind in ("wait", "barrier"):
         return [Rect(x, top, width, height, kind=span.kind, tip=tip, hatched=True)]
-    found: list[Shape] = [Rect(x, top, width, height, colour, strength, span.kind, tip)]
+    faint = 0.65 if span.kind == "copy" else 1.0
+    found: list[Shape] = [Rect(x, top, width, height, colour, faint * strength, span.kind, tip)]
     if span.kind == "attend" and bar.spans == 1 and width > 16:
         found.append(Words(x + width / 2, y + 11, str(hop), 9, on_colour(colour, strength), "middle"))
     return found
@@ -158,13 +174,15 @@ def _outline(case: Case, lanes: dict[int, float], scale: float, gap: float) -> l
 def _legend(y: float) -> list[Shape]:
     return [
         Rect(LEFT, y - 9, 22, 10, "c1"),
-        Words(LEFT + 28, y, "computes", 11),
-        Rect(LEFT + 100, y - 8, 22, 8, "c1", 0.5),
-        Words(LEFT + 128, y, "sends", 11),
-        Rect(LEFT + 180, y - 9, 22, 10, hatched=True),
-        Words(LEFT + 208, y, "waits for data: exposed", 11),
-        Rect(LEFT + 348, y - 9, 22, 10, "", outline="ink"),
-        Words(LEFT + 376, y, "critical path", 11),
+        Words(LEFT + 28, y, "attends", 11),
+        Rect(LEFT + 90, y - 9, 22, 10, "c1", 0.65),
+        Words(LEFT + 118, y, "copies", 11),
+        Rect(LEFT + 174, y - 8, 22, 8, "c1", 0.5),
+        Words(LEFT + 202, y, "sends, below", 11),
+        Rect(LEFT + 292, y - 9, 22, 10, hatched=True),
+        Words(LEFT + 320, y, "waits for data: exposed", 11),
+        Rect(LEFT + 460, y - 9, 22, 10, "", outline="ink"),
+        Words(LEFT + 488, y, "critical path", 11),
     ]
 
 
@@ -173,7 +191,8 @@ def _title(cases: Sequence[Case]) -> str:
         first, second = (case.timeline.seconds for case in cases[:2])
         faster = cases[0].name if first <= second else cases[1].name
         more = max(first, second) / (min(first, second) or 1.0)
-        return f"Timelines on one axis: {faster} is {more:.2f}× as fast"
+        axes = "on one axis" if _one_axis(cases) else "each on its own axis"
+        return f"Timelines {axes}: {faster} is {more:.2f}× as fast"
     return f"Timeline: {units.time(cases[0].timeline.seconds)}, {summary(cases[0])['exposed']:.1%} waiting"
 
 
@@ -185,4 +204,5 @@ def _caption(cases: Sequence[Case]) -> str:
         else ""
     )
     kinds = {"measured" if case.timeline.measured else "simulated" for case in cases}
-    return f"{' and '.join(sorted(kinds)).capitalize()}; one attention.{some}"
+    shown = "; ".join(dict.fromkeys(case.calls for case in cases))
+    return f"{' and '.join(sorted(kinds)).capitalize()}; {shown}.{some}"

@@ -39,14 +39,14 @@ def page(
         summary=_summary(cases),
         verdict=f"<p>{escape(verdict(cases))}</p>",
         figures="\n".join(_figures(figures)),
-        missing=f'<p class="note">Not drawn: {escape("; ".join(missing))}.</p>' if missing else "",
+        missing=f'<p class="note missing">Not drawn: {escape("; ".join(missing))}.</p>' if missing else "",
         tables=_plans(cases) + "".join(map(_ranks, cases)),
         footer=_footer(traces),
     )
 
 
 def _about(case: Case) -> str:
-    parts = ["measured" if case.timeline.measured else "simulated"]
+    parts = [case.source]
     if where := case.topology.name if case.topology else case.timeline.topology:
         parts.append(f"on {where}")
     machines = f" on {case.machines} machines" if case.machines > 1 else ""
@@ -81,7 +81,8 @@ def difference(name: str, first: float, second: float) -> str:
 def _summary(cases: Sequence[Case]) -> str:
     found = [summary(case) for case in cases]
     two = len(cases) == 2
-    head = "".join(f"<th>{escape(case.name)}</th>" for case in cases) if two else "<th></th>"
+    names = [escape(case.name).replace("+", "+<wbr>") for case in cases]
+    head = "".join(f"<th>{name}</th>" for name in names) if two else "<th></th>"
     rows = [f"<tr><th></th>{head}{'<th>difference</th>' if two else ''}<td class='note'></td></tr>"] * two
     for name, (label, meaning) in MEANINGS.items():
         cells = "".join(f'<td data-name="{name}">{show(name, one[name])}</td>' for one in found)
@@ -117,14 +118,15 @@ def _figures(figures: Sequence[Figure]) -> list[str]:
     for group, some in groupby(figures, key=lambda figure: figure.group or figure.name):
         one, *others = some
         if not others:
-            found.append(f"<figure{' class=wide' * one.wide}>{_inner(one)}</figure>")
+            place = "wide" if one.wide else one.side
+            found.append(f"<figure{place and f' class={place}'}>{_inner(one)}</figure>")
             continue
         parts = "".join(
             f"<div data-part{' hidden' * (i > 0)}>{_inner(figure)}</div>"
             for i, figure in enumerate((one, *others))
         )
         slider = f'<input type="range" min="0" max="{len(others)}" value="0" aria-label="{group}">'
-        found.append(f"<figure>{parts}{slider}</figure>")
+        found.append(f"<figure{one.side and f' class={one.side}'}>{parts}{slider}</figure>")
     return found
 
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from statistics import median_low
 
-from weft.core.codec import loads
 from weft.core.errors import InputError
 from weft.core.schedule import Schedule
-from weft.core.timeline import Span, Timeline
+from weft.core.timeline import Timeline
 from weft.core.topology import Topology
-from weft.report.case import Case
+from weft.report.case import Case, by_call, is_backward
 from weft.report.sweep import Point, on_ranks, resized, sizes_up_to, sweep
 
 
@@ -28,18 +26,19 @@ def measured(timeline: Timeline, schedule: Schedule | None = None, topology: Top
                 f"The trace {timeline.name!r} has {timeline.ranks} ranks, its {what} has {known}.",
                 hint="Give what it ran with, or leave it out.",
             )
-    return Case(timeline.name or "run", one_call(timeline), schedule, topology)
+    timeline = replace(timeline, name=timeline.name or "run")
+    return Case(timeline.name, one_call(timeline), schedule, topology, traced=timeline)
 
 
 def one_call(timeline: Timeline) -> Timeline:
-    """Of several attentions one after another, the one that took the median time, from its own zero."""
-    calls: dict[int, list[Span]] = {}
-    for span in timeline.spans:
-        calls.setdefault(span.call, []).append(span)
+    """Of several attentions one after another, the forward of median time, from its own zero."""
+    calls = by_call(timeline)
     if not calls:
         raise InputError(f"The timeline {timeline.name!r} has no spans.")
-    begins = {call: min(span.start for span in spans) for call, spans in calls.items()}
-    took = {call: max(span.end for span in spans) - begins[call] for call, spans in calls.items()}
+    # A backward takes about twice as long: mixed with forwards, the median would be of neither.
+    forward = {call: spans for call, spans in calls.items() if not is_backward(spans)} or calls
+    begins = {call: min(span.start for span in spans) for call, spans in forward.items()}
+    took = {call: max(span.end for span in spans) - begins[call] for call, spans in forward.items()}
     middle = median_low(took.values())
     chosen = next(call for call in sorted(took) if took[call] == middle)
     zero = begins[chosen]
@@ -47,12 +46,13 @@ def one_call(timeline: Timeline) -> Timeline:
     return replace(timeline, spans=spans)
 
 
-def read_schedule(path: Path) -> Schedule:
-    """What `weft plan --save` writes."""
-    found = loads(_text(path))
-    if not isinstance(found, Schedule):
-        raise InputError(f"{path} holds no schedule.", hint="weft plan MODEL --save writes one.")
-    return found
+def told_apart(cases: Sequence[Case]) -> list[Case]:
+    """Two of one name are called by where they come from, or else by their place."""
+    if len({case.name for case in cases}) == len(cases):
+        return list(cases)
+    words = [case.source for case in cases]
+    words = words if len(set(words)) == len(cases) else ["first", "second"]
+    return [replace(case, name=f"{case.name}, {word}") for case, word in zip(cases, words, strict=True)]
 
 
 def simulated(schedule: Schedule, topology: Topology, others: Sequence[str] = ()) -> Case:
@@ -80,10 +80,3 @@ def _scaling(schedule: Schedule, topology: Topology, timeline: Timeline) -> tupl
     smaller = [resized(topology, gpus) for gpus in sizes_up_to(topology)[:-1]]
     points = sweep(partial(on_ranks, schedule.problem), schedule.mask, smaller)
     return (*(found.point for found in points), Point.of(schedule.name, topology, timeline))
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read: {error}.") from None

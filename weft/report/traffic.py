@@ -46,11 +46,10 @@ def traffic_matrix(case: Case) -> Figure:
     share = f", {between / total:.0%} of it between machines" if case.machines > 1 and total else ""
     title = f"Traffic: {units.size(total)}{share}"
     present = sent[sent > 0]
-    caption = (
-        f"Pale is {units.size(int(present.min()))}, full {units.size(int(present.max()))}, in logarithms."
-        if present.size
-        else "Nothing is sent."
-    )
+    caption = "Nothing is sent."
+    if present.size:
+        least, most = units.size(int(present.min())), units.size(int(present.max()))
+        caption = f"Pale is {least}, full {most}, in logarithms." if least != most else f"{most} each."
     return Figure("traffic", title, WIDTH, TOP + SIDE + 12, tuple(shapes), caption=caption)
 
 

@@ -34,7 +34,8 @@ def write_report(cases: Sequence[Case], folder: Path) -> Path:
         (folder / "figures").mkdir(parents=True, exist_ok=True)
         names = ["trace.json"] if len(cases) == 1 else ["trace-a.json", "trace-b.json"]
         traces = [
-            write_trace(case.timeline, folder / name).name for case, name in zip(cases, names, strict=True)
+            write_trace(case.traced or case.timeline, folder / name).name
+            for case, name in zip(cases, names, strict=True)
         ]
         for figure in figures:
             path = folder / "figures" / figure.name
@@ -64,17 +65,25 @@ def has_png() -> bool:
 def draw(cases: Sequence[Case]) -> tuple[list[Figure], list[str]]:
     """The figures that can be drawn, and what each of the others would need."""
     own = [_own(case) for case in cases]
-    missing = [text for _, lacks in own for text in lacks]
     if len(cases) == 1:
-        return [gantt(cases), *own[0][0]], missing
-    # Side by side: the same figure of one case and of the other.
+        return [gantt(cases), *own[0][0]], own[0][1]
+    (first, lacks), (second, also) = own
+    both = {_kind(figure) for figure in first} & {_kind(figure) for figure in second}
     pairs = [
-        _of(f, case, "ab"[i])
-        for i, (case, (some, _)) in enumerate(zip(cases, own, strict=True))
-        for f in some
+        _of(figure, case, letter, paired=_kind(figure) in both)
+        for case, letter, figures in zip(cases, "ab", (first, second), strict=True)
+        for figure in figures
     ]
-    pairs.sort(key=lambda figure: KINDS.index(figure.name.partition("-")[0]))
-    return [gantt(cases), *pairs], list(dict.fromkeys(missing))
+    # Side by side: the same figure of one case and of the other; then what only one of them has.
+    pairs.sort(key=lambda figure: (not figure.side, KINDS.index(_kind(figure))))
+    if lacks == also:
+        return [gantt(cases), *pairs], lacks
+    named = [f"{case.name}: {', '.join(some)}" for case, (_, some) in zip(cases, own, strict=True) if some]
+    return [gantt(cases), *pairs], named
+
+
+def _kind(figure: Figure) -> str:
+    return figure.name.partition("-")[0]
 
 
 def _own(case: Case) -> tuple[list[Figure], list[str]]:
@@ -90,14 +99,14 @@ def _own(case: Case) -> tuple[list[Figure], list[str]]:
         figures.append(memory_bars(case))
     else:
         missing.append("memory (it is not in the trace)")
-    if len({point.gpus for point in case.scaling}) > 1:
+    if len({point.gpus for point in case.scaling if point.seconds}) > 1:
         figures.append(scaling_curve(case.scaling))
     else:
         missing.append("the scaling curve (it needs a simulated cluster of several GPUs)")
     if case.schedule and case.topology and case.traffic.any():
         figures.append(roofline(case, case.topology))
     elif case.schedule:
-        missing.append("the roofline (it needs a topology, and something that is sent)")
+        missing.append("the roofline (it needs --topology, and something that is sent)")
     return figures, missing
 
 
@@ -111,6 +120,7 @@ def _masks(case: Case, schedule: Schedule) -> list[Figure]:
     return found
 
 
-def _of(figure: Figure, case: Case, letter: str) -> Figure:
+def _of(figure: Figure, case: Case, letter: str, *, paired: bool) -> Figure:
     group = figure.group and f"{figure.group}-{letter}"
-    return replace(figure, name=f"{figure.name}-{letter}", title=f"{case.name} · {figure.title}", group=group)
+    name, title = f"{figure.name}-{letter}", f"{case.name} · {figure.title}"
+    return replace(figure, name=name, title=title, group=group, side=letter if paired else "")

@@ -1,0 +1,111 @@
+"""The attention that `plan`, `simulate` and `report` are asked about: its options, and what they mean."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from weft.core.errors import InputError
+
+if TYPE_CHECKING:
+    from weft.core.mask import BlockMask
+    from weft.core.problem import Problem
+    from weft.core.topology import Topology
+    from weft.simulate.models import Model
+
+Name = Annotated[
+    str, typer.Argument(help="A model (wan2.1-14b …), or a shape TOKENSxHEADSxDIM; tokens may be TxHxW.")
+]
+Cluster = Annotated[str, typer.Option(help="8xh100, 4x8xa100, or a TOML of weft calibrate.")]
+Mask = Annotated[str, typer.Option(help="dense, svg:density=0.25, sta:…, random:…; see weft mask.")]
+Size = Annotated[str, typer.Option(help="Pixels, such as 1280x720; the model's own if left out.")]
+Frames = Annotated[int, typer.Option(help="Frames of the video; the model's own if 0.")]
+Block = Annotated[int, typer.Option(help="Tokens in a block of the mask.")]
+Dtype = Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One attention of a model; a bare shape is a model of one layer."""
+
+    model: Model
+    grid: tuple[int, int, int]
+    """(t, h, w) of the video's tokens."""
+    spec: str
+    block: int
+    dtype: str
+
+    @staticmethod
+    def read(name: str, *, size: str, frames: int, mask: str, block: int, dtype: str) -> Workload:
+        """What was typed, so far as it can be checked without drawing the mask."""
+        model, grid = _bare(name, size, frames) or _known(name, size, frames)
+        return Workload(model, grid, mask, block, dtype)
+
+    @cached_property
+    def mask(self) -> BlockMask:
+        from weft.masks.grid import TokenGrid
+        from weft.masks.spec import mask_from_spec
+
+        grid = TokenGrid(*self.grid, prefix=self.model.text)
+        return mask_from_spec(self.spec, heads=self.model.heads, grid=grid, block=self.block)
+
+    def problem(self, ranks: int) -> Problem:
+        from weft.core.layout import Layout
+        from weft.core.problem import Problem
+
+        (t, h, w), text, heads = self.grid, self.model.text, self.model.heads
+        layout = Layout.even(t * h * w + text, ranks, prefix=text)
+        dim = self.model.head_dim
+        return Problem(
+            batch=1, heads=heads, kv_heads=heads, head_dim=dim, q=layout, kv=layout, dtype=self.dtype
+        )
+
+    def __str__(self) -> str:
+        (t, h, w), model = self.grid, self.model
+        text = f" + {model.text} text" if model.text else ""
+        return f"{model.name} · {t * h * w:,} tokens{text} · {model.heads} heads × {model.head_dim}"
+
+
+def read_topology(text: str) -> Topology:
+    from weft.core.topology import Topology
+    from weft.simulate.clusters import cluster
+
+    return Topology.from_toml(text) if text.endswith(".toml") or Path(text).is_file() else cluster(text)
+
+
+def _bare(name: str, size: str, frames: int) -> tuple[Model, tuple[int, int, int]] | None:
+    from weft.simulate.models import Model
+
+    if not re.fullmatch(r"\d+(x\d+x\d+)?x\d+x\d+", name):
+        return None
+    *tokens, heads, dim = map(int, name.split("x"))
+    if not min(*tokens, heads, dim):
+        raise InputError(f"{name} is empty.", hint="Write TOKENSxHEADSxDIM, such as 32768x24x128.")
+    if size or frames:
+        raise InputError(f"{name} has its tokens already.", hint="Leave out --size and --frames.")
+    t, h, w = [1, 1, *tokens][-3:]
+    return Model(name=name, layers=1, heads=heads, head_dim=dim, steps=1), (t, h, w)
+
+
+def _known(name: str, size: str, frames: int) -> tuple[Model, tuple[int, int, int]]:
+    from weft.simulate.models import model
+
+    try:
+        found = model(name)
+    except InputError as error:
+        hint = f"{error.hint} Or write a shape, TOKENSxHEADSxDIM, such as 32768x24x128."
+        raise InputError(error.message, hint=hint) from None
+    if size and not re.fullmatch(r"[1-9]\d*x[1-9]\d*", size):
+        raise InputError(f"--size {size!r} is no size.", hint="Write WIDTHxHEIGHT, such as 1280x720.")
+    if frames < 0:
+        raise InputError(
+            f"--frames {frames} is no number of frames.", hint="Give 1 or more; 0: the model's own."
+        )
+    width, height = map(int, size.split("x")) if size else (0, 0)
+    return found, found.grid(width, height, frames)
