@@ -7,7 +7,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: demo test lint bench soak clean
+.PHONY: demo test lint testbed bench soak clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/weft.stamp
@@ -23,6 +23,10 @@ lint: $(VENV)/test.stamp
 	@if $(VENV)/bin/pyright --version >/dev/null 2>&1; \
 	then $(VENV)/bin/pyright --pythonpath $(PY); \
 	else echo "pyright skipped: it cannot start, its node runtime is not there for this machine"; fi
+
+# Several machines on this one; needs root and iproute2, and says so.
+testbed: $(VENV)/weft.stamp
+	$(VENV)/bin/weft testbed
 
 # Stops at the first benchmark that fails: a number without its peers is no result.
 bench: $(VENV)/bench.stamp

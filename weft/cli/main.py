@@ -25,6 +25,7 @@ VERBS = {
     "plan": ("weft.cli.plan", "Rank the ways to run a model's attention on a cluster."),
     "report": ("weft.cli.report", "Write a page with figures of a run, a schedule or a plan."),
     "simulate": ("weft.cli.simulate", "Time plans on clusters of several sizes."),
+    "testbed": ("weft.cli.testbed", "Build several machines on this one, with slow links between."),
     "verify": ("weft.cli.verify", "Prove that N ranks compute what one rank computes."),
 }
 """Verb: its module and its line in `weft --help`."""

@@ -1,0 +1,147 @@
+"""`weft testbed`: several machines on this one, to look at their links or to run a script on them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from weft.core.errors import InputError
+
+if TYPE_CHECKING:
+    from weft.run.testbed import Testbed
+
+LARGE, TIMES = 4 << 20, 5  # bytes that a device sends, and how often
+# Names of machines cannot be looked up and torch says so at each connection; lines come as they are printed.
+QUIET = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONUNBUFFERED": "1"}
+GRACE_SECONDS = 10.0  # for the other machines to say what they saw of a failure
+
+
+def run(
+    shape: Annotated[str, typer.Argument(help="Machines x devices in each.")] = "2x2",
+    command: Annotated[
+        list[str] | None, typer.Argument(help="After --: what torchrun is to start, and its arguments.")
+    ] = None,
+    *,
+    rate: Annotated[str, typer.Option(help="Limit of each machine's link, or none.")] = "400mbit",
+) -> None:
+    """Build machines as network namespaces; measure their links, or run a script on them with torchrun.
+
+    weft testbed 3x2 --rate 1gbit -- train.py --steps 3
+    """
+    machines, devices = _numbers(shape)
+    from weft.run.testbed import Testbed
+
+    with Testbed(machines, rate=None if rate == "none" else rate) as bed:
+        if command:
+            sys.exit(launch(bed, devices, command))
+        _show(bed, devices)
+
+
+def _numbers(shape: str) -> tuple[int, int]:
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", shape)
+    if match is None:
+        raise InputError(
+            f"{shape!r} is not machines x devices.", hint="Use for example 3x2; a script goes after --."
+        )
+    return int(match[1]), int(match[2])
+
+
+def launch(bed: Testbed, devices: int, command: list[str]) -> int:
+    """Run torchrun in every machine, show what they print, and return the first code that is not 0."""
+    environment = QUIET | os.environ | bed.environment()
+    processes = [
+        subprocess.Popen(
+            bed.command(i, *_torchrun(bed, i, devices), *command),
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        for i in range(len(bed.machines))
+    ]
+    with ThreadPoolExecutor(len(processes)) as followers:
+        codes = [followers.submit(_follow, i, process) for i, process in enumerate(processes)]
+        try:
+            for done in as_completed(codes):
+                if code := done.result():
+                    wait(codes, timeout=GRACE_SECONDS)
+                    return code if code > 0 else 128 - code  # as a shell tells a signal
+            return 0
+        finally:
+            bed.close()  # ends what still runs, which the followers wait for
+
+
+def _torchrun(bed: Testbed, machine: int, devices: int) -> list[str]:
+    master, own = bed.machines[0].address, bed.machines[machine].address
+    options = {
+        "nnodes": len(bed.machines),
+        "nproc-per-node": devices,
+        "node-rank": machine,
+        "master-addr": master,
+        "master-port": 29500,
+        "local-addr": own,
+    }
+    words = [f"--{name}={value}" for name, value in options.items()]
+    return [sys.executable, "-m", "torch.distributed.run", *words]
+
+
+def _follow(machine: int, process: subprocess.Popen[str]) -> int:
+    assert process.stdout is not None, "started with a pipe"
+    with process:
+        for line in process.stdout:
+            typer.echo(f"[m{machine}] {line}", nl=False)
+    return process.returncode
+
+
+def _show(bed: Testbed, devices: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    before = bed.traffic()
+    with console.status("sending around …"), bed.pool(devices) as pool:
+        seconds = max(pool.run(send_around, devices))
+    payload = TIMES * LARGE * devices
+    table = Table(box=None, pad_edge=False, padding=(0, 1))
+    for name in ("machine", "address", "limit", "sent", "on the wire", "speed"):
+        table.add_column(name, justify="left" if name in ("machine", "address") else "right", no_wrap=True)
+    for machine, now, then in zip(bed.machines, bed.traffic(), before, strict=True):
+        table.add_row(
+            machine.name,
+            machine.address,
+            bed.rate or "none",
+            f"{payload / 1e6:.1f} MB",
+            f"{(now.sent - then.sent) / 1e6:.1f} MB",
+            f"{payload / seconds / 1e6:.1f} MB/s",
+        )
+    console.print(table)
+    console.print(
+        f"{devices} ranks of every machine sent {TIMES} × {LARGE / 1e6:.1f} MB to the next machine by gloo, "
+        "all at the same time · on the wire: by the counters of its interface"
+    )
+
+
+def send_around(devices: int) -> float:
+    """Seconds for every rank to send to the same device of the next machine, and receive as much."""
+    import torch
+    import torch.distributed as dist
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    ours, theirs = (torch.zeros(LARGE, dtype=torch.uint8) for _ in range(2))
+    dist.barrier()
+    began = time.perf_counter()
+    for _ in range(TIMES):
+        sent = dist.isend(ours, (rank + devices) % ranks)
+        dist.recv(theirs, (rank - devices) % ranks)
+        assert sent is not None
+        sent.wait()
+    dist.barrier()
+    return time.perf_counter() - began
