@@ -1,6 +1,6 @@
 """Plans per layer against one plan for all: a 12-layer toy DiT on four ranks, masks of several families.
 
-    python -m bench.switching [--quick] [--json FILE]
+    python -m bench.layers [--quick] [--json FILE]
 
 Every layer and step has a mask of its own. The static contenders run all of them under one U × R, as
 db-SP's users would, balanced as well as weft can for that U × R; the last one runs each under the plan

@@ -9,7 +9,7 @@ from weft.core.errors import InputError
 from weft.masks.evolving import evolving_mask
 from weft.masks.grid import TokenGrid
 from weft.plan.balance import ratio, step_ratio
-from weft.plan.blocks import Limits, contiguous, dbsp_greedy, joint, tile_sums
+from weft.plan.blocks import Limits, Placement, contiguous, dbsp_greedy, joint, tile_sums
 from weft.plan.counts import head_loads, tile_loads
 from weft.plan.heads import refined
 from weft.plan.refine import Side, refine
@@ -217,3 +217,28 @@ def test_the_running_sums_are_those_of_the_places():
         (side.away_left == side.items - (groups != home).sum(axis=1)).all()
         for side, groups, home in zip((rows, cols), ended, homes, strict=True)
     )
+
+
+def test_a_placement_is_a_value_and_says_what_moved():
+    home = Placement.at_home(2, [0, 0, 1, 1], [0, 1], 2)
+    other = Placement(2, np.array([[0, 1, 0, 1], [0, 0, 1, 1]]), home.cols)
+    assert home == Placement.at_home(2, contiguous(4, 2), contiguous(2, 2), 2) != other
+    assert home != Placement(3, home.rows, home.cols)
+    assert len({home, other, Placement(2, other.rows, other.cols)}) == 2
+    assert other.moved(home) == 2 / 12 and home.moved(home) == 0
+    assert home.dealt.rows.dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols"),
+    [
+        (np.array([0, 1]), np.array([[0]])),
+        (np.array([[0, 1]]), np.array([[0], [1]])),
+        (np.array([[0, 2]]), np.array([[0]])),
+        (np.array([[0, 1]]), np.array([[-1]])),
+        (np.array([[0.0, 1.0]]), np.array([[0]])),
+    ],
+)
+def test_what_is_no_placement_is_refused(rows, cols):
+    with pytest.raises(InputError):
+        Placement(2, rows, cols)

@@ -6,10 +6,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.core.errors import InputError
-from weft.plan.balance import bound, ratio
+from weft.core.layout import Layout
+from weft.core.mask import BlockMask
+from weft.core.problem import Problem
+from weft.masks.evolving import evolving_mask
+from weft.masks.grid import TokenGrid
+from weft.masks.random import random_mask
+from weft.plan.balance import bound, ratio, step_ratio
+from weft.plan.blocks import LIMITS, Placement, contiguous, joint, tile_sums
+from weft.plan.choose import build
+from weft.plan.counts import head_loads, tile_loads
 from weft.plan.exchange import exchanged, slot_loads, to_grouping, to_slots
 from weft.plan.heads import group_loads, natural, refined
-from weft.plan.online import Online, Published, forecast, ratios, replay
+from weft.plan.online import Hybrid, Online, OnlineBlocks, Published, forecast, ratios, replay
+from weft.schedule.measure import measure
+from weft.schedule.verify import verify
 
 
 def evolving(steps: int = 12, layers: int = 6, heads: int = 40, seed: int = 0) -> np.ndarray:
@@ -161,3 +172,103 @@ def test_a_forecast_is_never_negative_nor_further_than_the_last_change(steps):
     found = forecast(history)
     assert (found >= 0).all()
     assert (np.abs(found - history[-1]) <= np.abs(change)).all()
+
+
+LAYERS, STEPS, HEADS = 2, 6, 10
+MESHES = [(2, 2), (1, 4), (3, 2)]
+
+
+@pytest.fixture(scope="module")
+def video() -> list[list[BlockMask]]:
+    """[steps][layers] of 96 blocks that drift."""
+    grid = TokenGrid(8, 16, 48)
+    return [[evolving_mask(HEADS, grid, seed=s, step=t) for s in range(LAYERS)] for t in range(STEPS)]
+
+
+def at_home(mask: BlockMask, slices: int, ring: int) -> Hybrid:
+    homes = contiguous(mask.q_blocks, ring), contiguous(mask.kv_blocks, ring)
+    return Hybrid(natural(mask.heads, slices), Placement.at_home(slices, *homes, ring))
+
+
+def anew(mask: BlockMask, slices: int, ring: int) -> Hybrid:
+    grouping = refined(head_loads(mask), slices, equal=True)
+    return Hybrid(grouping, Placement(ring, *joint(tile_loads(mask, grouping), ring)))
+
+
+def judged(plan: Hybrid, mask: BlockMask) -> float:
+    return step_ratio(tile_sums(tile_loads(mask, plan.grouping), *plan.blocks.dealt, plan.blocks.ring))
+
+
+@pytest.mark.parametrize(("slices", "ring"), MESHES)
+def test_blocks_stay_balanced_through_a_loop_and_few_of_them_move(video, slices, ring):
+    policy = OnlineBlocks([anew(mask, slices, ring) for mask in video[0]])
+    once, cold = policy.plans, policy.plans
+    reused, fresh, stale, moves, cold_moves = [], [], [], [], []
+    for before, now in zip(video, video[1:], strict=False):
+        was, cold_was = policy.plans, cold
+        policy.observe(before)
+        cold = tuple(anew(mask, slices, ring) for mask in before)
+        moves += [a.blocks.moved(b.blocks) for a, b in zip(policy.plans, was, strict=True)]
+        cold_moves += [a.blocks.moved(b.blocks) for a, b in zip(cold, cold_was, strict=True)]
+        for found, plans in ((reused, policy.plans), (fresh, cold), (stale, once)):
+            found += [judged(plan, mask) for plan, mask in zip(plans, now, strict=True)]
+        for plan in policy.plans:
+            homes = at_home(now[0], slices, ring).blocks
+            assert (plan.blocks.rows != homes.rows).mean(axis=1).max() <= LIMITS.budget
+            assert (plan.blocks.cols != homes.cols).mean(axis=1).max() <= LIMITS.budget
+    assert np.mean(reused) < np.mean(stale)
+    assert np.mean(reused) < np.mean(fresh) + 0.01
+    assert np.mean(moves) < 0.7 * np.mean(cold_moves)
+    assert policy.replanned
+
+
+@pytest.mark.parametrize(("slices", "ring"), MESHES)
+def test_blocks_are_planned_alike_everywhere_and_only_where_they_drift(video, slices, ring):
+    steady = random_mask(HEADS, 96 * 64, 96 * 64, density=1.0, seed=0)
+    policies = [OnlineBlocks([at_home(steady, slices, ring)] * 2) for _ in range(2)]
+    for step in video[:3]:
+        first, second = (policy.observe([step[0], steady]) for policy in policies)
+        assert first == second
+    assert first[0].blocks != at_home(steady, slices, ring).blocks
+    # Where every tile is active, 10 heads in 3 slices are uneven and blocks cannot help that.
+    assert first[1].blocks.moved(at_home(steady, slices, ring).blocks) == 0
+    before = policies[0].replanned
+    assert before <= 3
+    good = policies[0].observe([video[2][0], steady])
+    assert policies[0].observe([video[2][0], steady])[0].blocks is good[0].blocks
+    still = OnlineBlocks([at_home(steady, slices, ring)], threshold=np.inf)
+    assert still.observe([video[0][0]])[0].blocks is still.plans[0].blocks
+    assert still.plans[0].blocks == at_home(steady, slices, ring).blocks and still.replanned == 0
+
+
+@pytest.mark.parametrize(("slices", "ring", "heads"), [(1, 3, 2), (3, 1, 5), (2, 3, 7), (3, 2, 2)])
+@pytest.mark.parametrize("density", [0.0, 0.3])
+def test_a_plan_in_force_is_a_schedule(slices, ring, heads, density):
+    """Prime sizes, a ragged last block, one slice more than heads, and nothing to do at all."""
+    layout = Layout.even(11 * 13 + 4, slices * ring)
+    problem = Problem(batch=1, heads=heads, kv_heads=heads, head_dim=4, q=layout, kv=layout)
+    masks = [
+        random_mask(heads, layout.size, layout.size, block=11, density=density, seed=s) for s in range(3)
+    ]
+    policy = OnlineBlocks([at_home(masks[0], slices, ring)])
+    for mask in masks:
+        (plan,) = policy.observe([mask])
+    schedule = build(f"usp:{slices}x{ring}", problem, masks[-1], grouping=plan.grouping, blocks=plan.blocks)
+    verify(schedule)
+    assert measure(schedule).imbalance <= max(1.0, judged(plan, masks[-1])) + 1e-9
+
+
+def test_blocks_that_do_not_fit_are_refused():
+    mask = random_mask(4, 640, 640, block=64)
+    plan = at_home(mask, 2, 2)
+    with pytest.raises(InputError, match=r"shapes \(2, 10\) and \(2, 10\)"):
+        OnlineBlocks([plan]).observe([random_mask(4, 640, 640, block=32)])
+    with pytest.raises(InputError, match="1 layers"):
+        OnlineBlocks([plan]).observe([mask, mask])
+    with pytest.raises(InputError, match="in 1 slices"):
+        OnlineBlocks([Hybrid(natural(4, 1), plan.blocks)]).observe([mask])
+    layout = Layout.even(640, 4)
+    problem = Problem(batch=1, heads=4, kv_heads=4, head_dim=4, q=layout, kv=layout)
+    for name, other in (("usp:2x2", random_mask(4, 640, 640, block=32)), ("ring", mask)):
+        with pytest.raises(InputError, match="do not fit"):
+            build(name, problem, other, blocks=plan.blocks)

@@ -6,11 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.core.errors import InputError
+from weft.plan.blocks import Placement
 from weft.plan.heads import natural, refined
 from weft.plan.store import Key, Store, Stored, default_folder
 
@@ -38,6 +40,28 @@ def test_any_plan_survives_the_disk(loads, groups, tmp_path_factory):
     plan = Stored(refined(loads, groups), tuple(loads))
     store.put({KEY: plan})
     assert store.get(KEY) == plan
+
+
+@given(slices=st.integers(1, 4), ring=st.integers(1, 300), sizes=st.tuples(*[st.integers(0, 40)] * 2))
+def test_blocks_survive_the_disk(slices, ring, sizes, tmp_path_factory):
+    rng = np.random.default_rng(ring)
+    store = Store(tmp_path_factory.getbasetemp() / "blocks")
+    blocks = Placement(ring, *(rng.integers(0, ring, (slices, size)) for size in sizes))
+    plan = Stored(natural(5, slices), (1,) * 5, blocks)
+    store.put({KEY: plan})
+    found = store.get(KEY)
+    assert found == plan and found != replace(plan, blocks=None)
+    assert found.blocks.ring == ring and np.array_equal(found.blocks.dealt.rows, blocks.rows)
+    assert hash(found.blocks) == hash(blocks)
+
+
+def test_a_plan_that_was_stored_without_blocks_is_read(store: Store):
+    store.put({KEY: PLAN})
+    path = store.folder / KEY.file
+    content = json.loads(path.read_text())
+    del content["plan"]["blocks"]
+    path.write_text(json.dumps(content))
+    assert store.get(KEY) == PLAN
 
 
 @pytest.mark.parametrize(
@@ -108,6 +132,11 @@ def test_a_file_that_holds_something_else_is_ignored(store: Store, part, now):
 def test_a_plan_that_is_none_cannot_be_stored(wrong):
     with pytest.raises(InputError, match="in one group"):
         Stored(*wrong)
+
+
+def test_blocks_of_other_slices_cannot_be_stored():
+    with pytest.raises(InputError, match="2 groups has blocks of 3 slices"):
+        Stored(PLAN.grouping, PLAN.loads, Placement.at_home(3, [0, 1], [0], 2))
 
 
 def test_the_longest_unused_go_first(store: Store):

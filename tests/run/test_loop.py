@@ -5,8 +5,10 @@ import threading
 import numpy as np
 import pytest
 
+from weft.masks.random import random_mask
+from weft.plan.blocks import Placement, contiguous
 from weft.plan.heads import natural
-from weft.plan.online import Online
+from weft.plan.online import Hybrid, Online, OnlineBlocks
 from weft.run.loop import Loop
 
 
@@ -35,3 +37,15 @@ def test_an_error_of_the_thread_is_raised_where_its_plan_is_asked_for():
         loop.observe(np.full((1, 4), 5))
         with pytest.raises(ArithmeticError, match="20 is too much"):
             _ = loop.plans
+
+
+def test_it_plans_blocks_from_masks():
+    homes = contiguous(7, 3), contiguous(7, 3)
+    start = [Hybrid(natural(4, 2), Placement.at_home(2, *homes, 3))]
+    front = OnlineBlocks(start)
+    with Loop(OnlineBlocks(start)) as loop:
+        for seed in range(3):
+            masks = [random_mask(4, 100, 100, block=16, density=0.4, cv=0.5, seed=seed)]
+            loop.observe(masks)
+            assert loop.plans == front.observe(masks)
+    assert front.replanned

@@ -94,7 +94,7 @@ def test_zigzag_balances_a_causal_mask_and_a_plain_ring_does_not():
 
 def test_nothing_to_do_is_no_imbalance():
     empty = BlockMask.from_tiles(np.zeros((3, 1, 1)), q_len=21, kv_len=21, block_q=64)
-    assert measure(build("ring", problem(3, 3), empty)).imbalance == 0
+    assert measure(build("ring", problem(3, 3), empty)).imbalance == 1
 
 
 def test_partial_gradients_from_several_ranks_each_need_room():

@@ -5,9 +5,11 @@ A million tokens in one run are two integers, so a schedule stays small however 
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -80,6 +82,8 @@ class Indices:
     def __and__(self, other: Indices) -> Indices:
         if self.runs == other.runs:
             return self
+        if len(other.runs) == 1:
+            return self._within(*other.runs[0])
         found: list[tuple[int, int]] = []
         mine, theirs = self.runs, other.runs
         i = j = 0
@@ -93,9 +97,22 @@ class Indices:
                 j += 1
         return Indices(tuple(found)) if found else EMPTY
 
+    def _within(self, start: int, stop: int) -> Indices:
+        """Shards are mostly one run, and what is wanted of them many: no walk over those elsewhere."""
+        first = bisect_right(self.runs, start, key=itemgetter(1))
+        last = bisect_left(self.runs, stop, key=itemgetter(0))
+        if first >= last:
+            return EMPTY
+        kept = list(self.runs[first:last])
+        kept[0] = max(kept[0][0], start), kept[0][1]
+        kept[-1] = kept[-1][0], min(kept[-1][1], stop)
+        return Indices(tuple(kept))
+
     def meets(self, other: Indices) -> bool:
         """Whether any value is in both; the intersection itself is not made."""
         mine, theirs = self.runs, other.runs
+        if not mine or not theirs or mine[-1][1] <= theirs[0][0] or theirs[-1][1] <= mine[0][0]:
+            return False
         i = j = 0
         while i < len(mine) and j < len(theirs):
             if mine[i][1] <= theirs[j][0]:

@@ -138,6 +138,10 @@ class Layout:
         return common
 
     @cached_property
+    def _overlaps(self) -> bool:
+        return sum(held.size for held in self._held) > self.size
+
+    @cached_property
     def _runs_by_start(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:
         """(starts, stops, furthest stop so far, rank) of all runs, by their starts."""
         runs = [(start, stop, rank) for rank, held in enumerate(self._held) for start, stop in held.runs]
@@ -149,6 +153,14 @@ class Layout:
         if not wanted:
             return []
         starts, stops, furthest, ranks = self._runs_by_start
+        if not self._overlaps:  # then all runs at once, and what lies between the first and the last is met
+            edges = np.array(wanted.runs, dtype=np.int64)
+            first, last = (
+                furthest.searchsorted(edges[:, 0], "right"),
+                starts.searchsorted(edges[:, 1], "left"),
+            )
+            met = np.bincount(first, minlength=starts.size + 1) - np.bincount(last, minlength=starts.size + 1)
+            return np.unique(ranks[met[:-1].cumsum() > 0]).tolist()
         found: list[IntArray] = []
         for start, stop in wanted.runs:
             # What begins too late or has ended before it is skipped, so a thousand ranks cost no loop.
@@ -164,7 +176,7 @@ class Layout:
                 break
             if part := wanted & self.held(source):
                 found.append((source, part))
-                wanted = wanted - part
+                wanted = wanted - part if self._overlaps else wanted
         return found
 
     def __str__(self) -> str:

@@ -6,7 +6,8 @@ that a ragged last block has no padded keys and shards may begin anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,7 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weft.core.codec import digest, value
+from weft.core.bits import add_up, to_words
+from weft.core.codec import value
 from weft.core.errors import InputError
 from weft.core.indices import Indices, IntArray
 
@@ -102,14 +104,31 @@ class BlockMask:
 
     @cached_property
     def is_dense(self) -> bool:
-        return bool(self.patterns.all())
+        return int(count_ones(to_words(self.bits)).sum()) == len(self.bits) * self.q_blocks * self.kv_blocks
+
+    def counts(self, heads: Iterable[int]) -> npt.NDArray[np.integer]:
+        """[q blocks, kv blocks]: in how many of some heads each tile is active; small integers."""
+        chosen, times = np.unique([self.pattern_of[head] for head in heads], return_counts=True)
+        if not chosen.size:
+            return np.zeros((self.q_blocks, self.kv_blocks), dtype=np.uint8)
+        counts = add_up(list(to_words(self.bits[chosen])), times.tolist())
+        return counts[: self.bits[0].size * 8].reshape(self.q_blocks, -1)[:, : self.kv_blocks]
 
     def needed(self, heads: Indices, q_tokens: Indices) -> BoolArray:
         """Which kv blocks some heads of some query tokens touch."""
         chosen = np.unique(np.asarray(self.pattern_of)[heads.array])
-        rows = q_tokens.blocks(self.block_q).array
-        touched = np.bitwise_or.reduce(self.bits[np.ix_(chosen, rows)], axis=(0, 1))
-        return np.unpackbits(touched, count=self.kv_blocks).view(np.bool_)
+        return self._touched(chosen[None], q_tokens)[0]
+
+    def needed_by_head(self, heads: Indices, q_tokens: Indices) -> BoolArray:
+        """[heads, kv blocks]: the same for each of them."""
+        return self._touched(np.asarray(self.pattern_of)[heads.array, None], q_tokens)
+
+    def _touched(self, patterns: IntArray, q_tokens: Indices) -> BoolArray:
+        """[sets, kv blocks] of patterns [sets, patterns of each]."""
+        rows = patterns[:, :, None] * self.q_blocks + q_tokens.blocks(self.block_q).array
+        packed = self.bits.reshape(-1, self.bits.shape[2]).take(rows.reshape(len(rows), -1), axis=0)
+        touched = np.bitwise_or.reduce(packed, axis=1)
+        return np.unpackbits(touched, axis=1, count=self.kv_blocks).view(np.bool_)
 
     def any_active(self, heads: Indices, q_tokens: Indices, kv_tokens: Indices) -> bool:
         needed = self.needed(heads, q_tokens)
@@ -156,7 +175,10 @@ class BlockMask:
 
     @cached_property
     def digest(self) -> str:
-        return digest(self)
+        # As they lie: the codec's text of a large mask would take longer than the hash.
+        state = hashlib.sha256(repr((self.grid, self.pattern_of)).encode())
+        state.update(self.bits.tobytes())
+        return state.hexdigest()[:16]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, BlockMask) and (

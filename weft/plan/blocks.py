@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,48 @@ class Dealt(NamedTuple):
 
     rows: IntArray
     cols: IntArray
+
+
+@value
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """An assignment that is kept: through a loop, on disk, and in a schedule."""
+
+    ring: int
+    rows: npt.NDArray[np.integer[Any]]
+    cols: npt.NDArray[np.integer[Any]]
+
+    def __post_init__(self) -> None:
+        for name, groups in (("rows", self.rows), ("cols", self.cols)):
+            if groups.ndim != 2 or groups.dtype.kind not in "iu" or len(groups) != len(self.rows):
+                raise InputError(
+                    f"The {name} of a placement are {groups.dtype} of shape {groups.shape}.",
+                    hint="Give integers [slices, blocks], for as many slices in rows and in cols.",
+                )
+            _checked(groups, groups.shape, self.ring)
+            object.__setattr__(self, name, groups.astype(np.uint16))
+
+    @staticmethod
+    def at_home(slices: int, rows: npt.ArrayLike, cols: npt.ArrayLike, ring: int) -> Placement:
+        """Nothing moves: all slices have the homes [blocks] as their rows and columns."""
+        return Placement(ring, np.tile(rows, (slices, 1)), np.tile(cols, (slices, 1)))
+
+    @property
+    def dealt(self) -> Dealt:
+        return Dealt(self.rows.astype(np.int64), self.cols.astype(np.int64))
+
+    def moved(self, before: Placement) -> float:
+        """The share of rows and columns that are elsewhere than before."""
+        pairs = ((self.rows, before.rows), (self.cols, before.cols))
+        return sum(int((a != b).sum()) for a, b in pairs) / (self.rows.size + self.cols.size)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Placement) and all(
+            map(np.array_equal, (self.ring, self.rows, self.cols), (other.ring, other.rows, other.cols))
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.ring, self.rows.tobytes(), self.cols.tobytes()))
 
 
 @value

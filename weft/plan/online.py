@@ -1,17 +1,21 @@
-"""Head plans through a denoising loop: the counts of one step plan the next, where the old plan drifted."""
+"""Plans through a denoising loop: what one step has seen plans the next, where the old plan drifted."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
 from itertools import chain
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from weft.core.errors import InputError
 from weft.core.indices import IntArray
+from weft.core.mask import BlockMask
+from weft.plan.balance import step_ratio
+from weft.plan.blocks import LIMITS, Limits, Placement, joint, tile_sums
+from weft.plan.counts import head_loads, tile_loads
 from weft.plan.exchange import exchanged, slot_loads, to_grouping, to_slots
 from weft.plan.heads import Grouping, equal_greedy
 
@@ -19,12 +23,22 @@ Plans = tuple[Grouping, ...]
 """One grouping per layer."""
 
 
+class Hybrid(NamedTuple):
+    """The plan of a layer at both levels: its heads to slices, and the blocks of each to its ring."""
+
+    grouping: Grouping
+    blocks: Placement
+
+
 class Policy(Protocol):
-    """What runs a loop: the plans in force, and the counts [layers, heads] that each step reports."""
+    """What runs a loop: the plans in force by layer, and what each step has seen.
 
-    plans: Plans
+    Groupings are planned from counts [layers, heads], hybrids from the masks of all layers.
+    """
 
-    def observe(self, counts: npt.ArrayLike) -> Plans: ...
+    plans: tuple[Any, ...]
+
+    def observe(self, seen: Any, /) -> tuple[Any, ...]: ...
 
 
 class Online:
@@ -56,6 +70,50 @@ class Online:
             self.replanned += sum(new != old for new, old in zip(plans, self.plans, strict=True))
             self.plans = tuple(plans)
         return self.plans
+
+
+class OnlineBlocks:
+    """Re-plans a layer's blocks from its last mask, when the plan's step ratio on it is past `threshold`.
+
+    It begins with where the blocks are, so few move; at most `limits.budget` of them are ever away from
+    `homes`. Heads are exchanged before, as `Online` does, so that slices stay even.
+    """
+
+    def __init__(
+        self,
+        plans: Sequence[Hybrid],
+        *,
+        homes: tuple[IntArray, IntArray] | None = None,
+        threshold: float = 1.02,
+        limits: Limits = LIMITS,
+    ) -> None:
+        self.plans = tuple(plans)
+        self.threshold, self.limits = threshold, limits
+        self.replanned = 0
+        self._homes = (None, None) if homes is None else homes
+        self._heads = Online([plan.grouping for plan in self.plans])
+
+    def observe(self, masks: Sequence[BlockMask]) -> tuple[Hybrid, ...]:
+        heads = self._heads.observe(np.array([head_loads(mask) for mask in masks]))
+        old = [plan.blocks for plan in self.plans]
+        self.plans = tuple(self._layer(*each) for each in zip(old, heads, masks, strict=True))
+        self.replanned += sum(plan.blocks is not was for plan, was in zip(self.plans, old, strict=True))
+        return self.plans
+
+    def _layer(self, blocks: Placement, grouping: Grouping, mask: BlockMask) -> Hybrid:
+        wanted = [(len(grouping), size) for size in (mask.q_blocks, mask.kv_blocks)]
+        if [blocks.rows.shape, blocks.cols.shape] != wanted:
+            raise InputError(
+                f"Blocks of shapes {blocks.rows.shape} and {blocks.cols.shape} for {mask} in {len(grouping)} "
+                "slices.",
+                hint=f"Expected {wanted[0]} and {wanted[1]}; a mask on another grid needs plans of its own.",
+            )
+        tiles, now = tile_loads(mask, grouping), blocks.dealt
+        if step_ratio(tile_sums(tiles, *now, blocks.ring)) <= self.threshold:
+            return Hybrid(grouping, blocks)
+        found = joint(tiles, blocks.ring, *self._homes, limits=self.limits, start=now)
+        placed = Placement(blocks.ring, *found)
+        return Hybrid(grouping, blocks if placed == blocks else placed)
 
 
 class Published:

@@ -73,8 +73,12 @@ def split(loads: npt.ArrayLike, groups: int, *, enough: float = 1.03) -> Shares:
 
 def share_loads(shares: Shares, loads: npt.ArrayLike) -> IntArray:
     table = np.asarray(loads, dtype=np.int64)
+    whole: list[int] = table.sum(axis=1).tolist()
     return np.array(
-        [sum(int(table[s.head] @ _chosen(s, table.shape[1])) for s in group) for group in shares],
+        [
+            sum(whole[s.head] if s.rows is None else int(table[s.head, s.rows.array].sum()) for s in group)
+            for group in shares
+        ],
         dtype=np.int64,
     )
 
@@ -104,12 +108,6 @@ def _shares(pieces: list[Piece], rows: int) -> tuple[Share, ...]:
         taken = Indices.from_runs((start, stop) for _, start, stop in same)
         found.append(Share(head, None if taken.size == rows else taken))
     return tuple(found)
-
-
-def _chosen(share: Share, rows: int) -> IntArray:
-    chosen = np.zeros(rows, dtype=np.int64)
-    chosen[slice(None) if share.rows is None else share.rows.array] = 1
-    return chosen
 
 
 def _checked(loads: npt.ArrayLike) -> IntArray:

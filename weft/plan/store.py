@@ -1,4 +1,4 @@
-"""Head plans on disk, so that step 0 of the next run starts balanced.
+"""Plans on disk, so that step 0 of the next run starts balanced.
 
 One small JSON file per key. Files appear whole or not at all, so runs may share a folder without a lock;
 a file that cannot be used is reported and left out, for a lost plan costs one step of balance and no more.
@@ -19,6 +19,7 @@ from typing import Any, cast
 
 from weft.core.codec import digest, dumps, loads, value
 from weft.core.errors import InputError
+from weft.plan.blocks import Placement
 from weft.plan.heads import Grouping
 
 FORMAT = 1
@@ -46,10 +47,11 @@ class Key:
 @value
 @dataclass(frozen=True)
 class Stored:
-    """A grouping, and the loads of the heads it was made from."""
+    """A grouping, the loads of the heads it was made from, and where the blocks of its slices go."""
 
     grouping: Grouping
     loads: tuple[int, ...]
+    blocks: Placement | None = None
 
     def __post_init__(self) -> None:
         heads = sorted(chain.from_iterable(self.grouping))
@@ -58,6 +60,11 @@ class Stored:
             raise InputError(
                 f"A stored plan has each of its {len(self.loads)} heads in one group, and no load below 0.",
                 hint="Give one integer load per head.",
+            )
+        if self.blocks is not None and len(self.blocks.rows) != len(self.grouping):
+            raise InputError(
+                f"A stored plan of {len(self.grouping)} groups has blocks of {len(self.blocks.rows)} slices.",
+                hint="Give blocks for each group.",
             )
 
 

@@ -71,7 +71,6 @@ def attention(  # noqa: PLR0913 - the one call users make; each option is a word
     return attention_op(q, k, v, number, scale, keep)[0]
 
 
-@torch.compiler.assume_constant_result
 def _executor(*given: Any) -> int:
     """The number of this call's executor. A new one is agreed on by all ranks before anything moves.
 
@@ -117,6 +116,10 @@ def _executor(*given: Any) -> int:
             return number  # a compiled graph holds this number for ever, so nobody may forget it
         world.compiled[key] = number
     return world.compiled[key]
+
+
+# What torch.compiler.assume_constant_result does; its import alone costs every rank two seconds.
+_executor._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _make_room(world: World) -> None:

@@ -27,18 +27,20 @@ def gather(
     for rank, works in enumerate(partition.work):
         fetched: list[Piece] = []
         for work in works:
+            coming: list[Piece] = []  # groups of one work share no kv head, so only earlier works count
             for heads, tokens in needs(problem, mask, work):
                 kv_heads = problem.kv_heads_of(heads)
                 for source, part in problem.kv.sources(rank, tokens):
                     if source != rank:
                         missing = Piece("kv", kv_heads, part).without(fetched)
                         moves += [Transfer(piece, source, rank) for piece in missing]
-                        fetched += missing
+                        coming += missing
                 here = _whole_blocks(mask, tokens & problem.kv.held(rank))
                 for attends, keys in ((near, here), (far, tokens - here)):
                     if keys:
                         query, key = Piece("q", heads, work.rows), Piece("kv", kv_heads, keys)
                         attends.append(Attend(rank, query, key))
+            fetched += coming
     back = Exchange(output_moves(problem, partition), "return")
     ops = without_empty((Exchange(tuple(moves), "fetch"), *near, *far, back))
     return Schedule(name, problem, mask, mesh, ops)
@@ -49,9 +51,11 @@ def needs(problem: Problem, mask: BlockMask, work: Work) -> list[tuple[Indices, 
     share = problem.heads // problem.kv_heads
     groups: dict[bytes, Indices] = {}
     columns: dict[bytes, BoolArray] = {}
+    table = mask.needed_by_head(work.heads, work.rows)
+    start = 0
     for kv_head in problem.kv_heads_of(work.heads):
         heads = work.heads & Indices.span(kv_head * share, (kv_head + 1) * share)
-        needed = mask.needed(heads, work.rows)
+        start, needed = start + heads.size, np.logical_or.reduce(table[start : start + heads.size], axis=0)
         groups[needed.tobytes()] = groups.get(needed.tobytes(), EMPTY) | heads
         columns[needed.tobytes()] = needed
     found = [(heads, _tokens(mask, columns[key])) for key, heads in groups.items()]
@@ -59,8 +63,11 @@ def needs(problem: Problem, mask: BlockMask, work: Work) -> list[tuple[Indices, 
 
 
 def _tokens(mask: BlockMask, blocks: BoolArray) -> Indices:
-    runs = Indices.of(np.flatnonzero(blocks).tolist()).runs
-    return Indices.from_runs((a * mask.block_k, min(b * mask.block_k, mask.kv_len)) for a, b in runs)
+    fenced = np.zeros(blocks.size + 2, dtype=np.bool_)
+    fenced[1:-1] = blocks
+    edges = np.flatnonzero(fenced[1:] != fenced[:-1])
+    ends: list[int] = np.minimum(edges * mask.block_k, mask.kv_len).tolist()
+    return Indices(tuple(zip(ends[::2], ends[1::2], strict=True)))
 
 
 def _whole_blocks(mask: BlockMask, held: Indices) -> Indices:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
+import numpy.typing as npt
 
-from weft.core.indices import IntArray
+from weft.core.indices import Indices, IntArray
 from weft.core.mask import BlockMask
 from weft.core.schedule import Attend, Exchange, Piece, Schedule
 
@@ -34,7 +36,7 @@ class Report:
     @property
     def imbalance(self) -> float:
         """The slowest rank's work over the mean: 1.0 is perfect."""
-        return max(self.work) * self.ranks / max(1, sum(self.work))
+        return max(self.work) * self.ranks / sum(self.work) if any(self.work) else 1.0
 
     def matrix(self) -> IntArray:
         """Bytes from row to column."""
@@ -52,12 +54,13 @@ def measure(schedule: Schedule, works: dict[int, int] | None = None) -> Report:
         link_bytes[transfer.src, transfer.dst] += transfer.piece.num_bytes(schedule.problem)
         pairs.add((index, transfer.src, transfer.dst))
     messages = Counter((src, dst) for _, src, dst in pairs)
-    memory = tuple(_peak_memory(schedule, rank) for rank in range(schedule.problem.ranks))
     work = [0] * schedule.problem.ranks
     works = attend_works(schedule) if works is None else works
     for index, op in schedule.attends():
         work[op.rank] += works[index]
-    return Report(schedule.problem.ranks, dict(link_bytes), dict(messages), memory, tuple(work))
+    return Report(
+        schedule.problem.ranks, dict(link_bytes), dict(messages), _peak_memory(schedule), tuple(work)
+    )
 
 
 def attend_works(schedule: Schedule) -> dict[int, int]:
@@ -65,63 +68,68 @@ def attend_works(schedule: Schedule) -> dict[int, int]:
     mask = schedule.mask
     if mask.is_dense:
         return {i: op.q.heads.size * op.q.tokens.size * op.kv.tokens.size for i, op in schedule.attends()}
-    before: dict[Piece, list[int]] = {}
-    found: dict[int, int] = {}
+    by_heads: dict[Indices, list[tuple[int, Attend]]] = {}
     for index, op in schedule.attends():
-        # A query piece meets many key pieces; its tiles are counted once.
-        if op.q not in before:
-            before[op.q] = _triples_before(mask, op.q)
-        counted = before[op.q]
-        found[index] = sum(counted[b] - counted[a] for a, b in op.kv.tokens.blocks(mask.block_k).runs)
+        by_heads.setdefault(op.q.heads, []).append((index, op))
+    found: dict[int, int] = {}
+    for heads, attends in by_heads.items():
+        counts = mask.counts(heads)
+        before: dict[Indices, list[int]] = {}
+        for index, op in attends:
+            # A query piece meets many key pieces; its tiles are counted once.
+            if op.q.tokens not in before:
+                before[op.q.tokens] = _triples_before(mask, counts, op.q.tokens)
+            counted = before[op.q.tokens]
+            found[index] = sum(counted[b] - counted[a] for a, b in op.kv.tokens.blocks(mask.block_k).runs)
     return found
 
 
-def _triples_before(mask: BlockMask, q: Piece) -> list[int]:
-    """For each kv block, the active triples of a query piece with all blocks before it."""
-    rows = q.tokens.blocks(mask.block_q).array
-    chosen, repeats = np.unique([mask.pattern_of[head] for head in q.heads], return_counts=True)
-    tiles = np.unpackbits(mask.bits[np.ix_(chosen, rows)], axis=2, count=mask.kv_blocks)
-    # In float64 the product is fast, and exact: a row of blocks has fewer than 2^53 triples.
-    weights = np.outer(repeats, mask.row_sizes[rows]).astype(np.float64).ravel()
-    queries = weights @ tiles.reshape(weights.size, -1)
-    return [0, *np.cumsum(queries.astype(np.int64) * mask.col_sizes).tolist()]
+def _triples_before(mask: BlockMask, counts: npt.NDArray[np.integer], tokens: Indices) -> list[int]:
+    """For each kv block, the active triples of some queries with all blocks before it."""
+    rows = tokens.blocks(mask.block_q).array
+    queries = counts[rows].sum(axis=0, dtype=np.int64) * mask.block_q
+    if rows[-1] == mask.q_blocks - 1:
+        queries -= counts[-1].astype(np.int64) * (mask.block_q - mask.row_sizes[-1])
+    return [0, *np.cumsum(queries * mask.col_sizes).tolist()]
 
 
-def _peak_memory(schedule: Schedule, rank: int) -> int:
-    """Walk a rank's program: a piece is live from the operation that brings it to the last that reads it."""
-    problem = schedule.problem
-    kept = schedule.kept[rank] if schedule.kept else ()
-    lives = {piece: _Life(0, 0, piece.num_bytes(problem)) for piece in kept}
-    passing: list[_Life] = []
-    for index, op in enumerate(schedule.ops):
-        if isinstance(op, Exchange):
-            for piece in (t.piece for t in op.transfers if t.src == rank):
-                _read(lives, piece, index)
-            for piece in (t.piece for t in op.transfers if t.dst == rank):
-                life = _Life(index, index, piece.num_bytes(problem))
-                # Sums are added as they arrive, and equal pieces may come from several ranks.
-                passing.append(life)
-                if not piece.is_sum:
-                    lives[piece] = passing.pop()
-        elif op.rank == rank:
-            _read(lives, op.q, index)
-            _read(lives, op.kv, index)
-            for piece in _sums(op, backward=schedule.backward):
-                size = piece.elements(problem) * problem.sum_bytes
-                lives.setdefault(piece, _Life(index, index, size)).last = index
-    change = np.zeros(len(schedule.ops) + 1, dtype=np.int64)
-    for life in (*lives.values(), *passing):
-        change[life.first] += life.size
-        change[life.last + 1] -= life.size
-    at_home = sum(
-        problem.home(tensor).rows(rank) * problem.batch * problem.head_dim * problem.item_bytes * heads
-        for tensor, heads in (
-            ("q", problem.heads),
-            ("kv", 2 * problem.kv_heads),
-            ("o", problem.heads),
-        )
-    )
-    return int(at_home + change.cumsum().max(initial=0))
+class _Lives:
+    """What a rank holds besides its home tensors: a piece is live from what brings it to its last reader."""
+
+    def __init__(self) -> None:
+        self.held: dict[tuple[str, Indices], dict[Indices, _Life]] = {}
+        """By tensor and heads, then by tokens."""
+        self.passing: list[_Life] = []
+
+    def bring(self, piece: Piece, index: int, size: int) -> None:
+        life = _Life(index, index, size)
+        # Sums are added as they arrive, and equal pieces may come from several ranks.
+        if piece.is_sum:
+            self.passing.append(life)
+        else:
+            self.held.setdefault((piece.tensor, piece.heads), {})[piece.tokens] = life
+
+    def read(self, piece: Piece, index: int) -> None:
+        exact = self.held.get((piece.tensor, piece.heads), {}).get(piece.tokens)
+        if exact:
+            exact.last = index
+            return
+        for (tensor, heads), held in self.held.items():
+            if tensor == piece.tensor and heads.meets(piece.heads):
+                for tokens, life in held.items():
+                    if tokens.meets(piece.tokens):
+                        life.last = index
+
+    def add_to(self, piece: Piece, index: int, size: int) -> None:
+        held = self.held.setdefault((piece.tensor, piece.heads), {})
+        held.setdefault(piece.tokens, _Life(index, index, size)).last = index
+
+    def peak(self, ops: int) -> int:
+        change = np.zeros(ops + 1, dtype=np.int64)
+        for life in chain(self.passing, *(held.values() for held in self.held.values())):
+            change[life.first] += life.size
+            change[life.last + 1] -= life.size
+        return int(change.cumsum().max(initial=0))
 
 
 @dataclass
@@ -131,17 +139,30 @@ class _Life:
     size: int
 
 
+def _peak_memory(schedule: Schedule) -> tuple[int, ...]:
+    """By rank, from one walk over all operations."""
+    problem = schedule.problem
+    ranks = [_Lives() for _ in range(problem.ranks)]
+    for lives, kept in zip(ranks, schedule.kept, strict=False):
+        for piece in kept:
+            lives.bring(piece, 0, piece.num_bytes(problem))
+    for index, op in enumerate(schedule.ops):
+        if isinstance(op, Exchange):
+            for transfer in op.transfers:
+                ranks[transfer.src].read(transfer.piece, index)
+            for transfer in op.transfers:
+                ranks[transfer.dst].bring(transfer.piece, index, transfer.piece.num_bytes(problem))
+        else:
+            lives = ranks[op.rank]
+            lives.read(op.q, index)
+            lives.read(op.kv, index)
+            for piece in _sums(op, backward=schedule.backward):
+                lives.add_to(piece, index, piece.elements(problem) * problem.sum_bytes)
+    return tuple(problem.home_bytes(rank) + lives.peak(len(schedule.ops)) for rank, lives in enumerate(ranks))
+
+
 def _sums(op: Attend, *, backward: bool) -> list[Piece]:
     """The pieces an Attend adds to."""
     if backward:
         return [Piece("dq", op.q.heads, op.q.tokens), Piece("dkv", op.kv.heads, op.kv.tokens)]
     return [Piece("o", op.q.heads, op.q.tokens)]
-
-
-def _read(lives: dict[Piece, _Life], piece: Piece, index: int) -> None:
-    if piece in lives:
-        lives[piece].last = index
-        return
-    for held, life in lives.items():
-        if held.tensor == piece.tensor and held.meets(piece):
-            life.last = index

@@ -32,11 +32,12 @@ def simulate(
     works: dict[int, int] | None = None,
     *,
     seconds: dict[int, float] | None = None,
+    memory: bool = True,
 ) -> Timeline:
     """What every rank does when.
 
     `works` are those of `schedule.measure.attend_works`, if they are known already; `seconds`, by
-    operation, are what each Attend takes, if that has been measured.
+    operation, are what each Attend takes, if that has been measured. Without `memory` it is left out.
     """
     ranks = schedule.problem.ranks
     if topology.ranks != ranks:
@@ -49,10 +50,12 @@ def simulate(
     with _without_collector():
         run = _Run(topology, Programmer(schedule, topology).write(works, seconds))
         run.play()
-        spans = tuple(sorted(run.spans, key=lambda span: (span.rank, span.lane, span.start, span.end)))
-    memory = measure(schedule, works or None).peak_memory if ranks <= MEASURED else ()
+        run.spans.sort(key=lambda span: (span.rank, span.lane, span.start, span.end))
+        spans = tuple(run.spans)
+        del run  # before the collector looks through a million steps that nobody needs
+    peaks = measure(schedule, works or None).peak_memory if memory and ranks <= MEASURED else ()
     return Timeline(
-        schedule.name, ranks, spans, topology=topology.name, machines=topology.machines, memory=memory
+        schedule.name, ranks, spans, topology=topology.name, machines=topology.machines, memory=peaks
     )
 
 

@@ -16,7 +16,7 @@ def predict(schedule: Schedule, topology: Topology, works: dict[int, int] | None
     """The simulated time of the very schedule that would run; for many ranks that of its critical path."""
     if schedule.problem.ranks > MOST_RANKS:
         return critical_path(schedule, topology, works)
-    timeline = simulate(schedule, topology, works)
+    timeline = simulate(schedule, topology, works, memory=False)
     sending = np.zeros(timeline.ranks)
     for span in timeline.spans:
         if span.kind == "send":

@@ -17,7 +17,7 @@ from weft.core.topology import Topology
 from weft.schedule.labels import COPY, attend_name, finish_name, post_name, send_name, wait_name
 from weft.simulate.critical import attend_seconds
 
-RESULTS = {False: ("o",), True: ("dq", "dkv")}
+RESULTS = {False: ("o", "x"), True: ("dq", "dkv", "x")}
 
 
 @dataclass(slots=True, eq=False)
@@ -104,6 +104,7 @@ class Programmer:
         self.posts = 2 if topology.two_sided else 1
         self.byte_seconds = 2 / topology.memory_bandwidth if topology.memory_bandwidth else 0.0
         self.results = RESULTS[schedule.backward]
+        self.known: dict[int, tuple[_Key, int]] = {}
 
     def write(self, works: dict[int, int], seconds: dict[int, float] | None = None) -> list[list[Step]]:
         for index, op in enumerate(self.schedule.ops):
@@ -133,9 +134,9 @@ class Programmer:
         going: dict[int, list[Message]] = defaultdict(list)
         coming: dict[int, list[tuple[Message, list[Piece]]]] = defaultdict(list)
         for (src, dst), pieces in by_pair(op.transfers).items():
-            size = sum(piece.num_bytes(self.problem) for piece in pieces)
+            keys, sizes = zip(*map(self._told, pieces), strict=True)
             name = send_name(self.schedule, index, dst)
-            message = Message(index, src, dst, size, name, tuple(map(_key, pieces)), self.posts)
+            message = Message(index, src, dst, sum(sizes), name, keys, self.posts)
             going[src].append(message)
             coming[dst].append((message, pieces))
             self._pack(message, pieces)
@@ -145,6 +146,13 @@ class Programmer:
         for rank, arrived in coming.items():
             for message, pieces in arrived:
                 self.ranks[rank].receive(message, pieces)
+
+    def _told(self, piece: Piece) -> tuple[_Key, int]:
+        """Key and bytes of a piece; the same one goes around a ring, and is asked only once."""
+        found = self.known.get(id(piece))
+        if found is None:
+            found = self.known[id(piece)] = (_key(piece), piece.num_bytes(self.problem))
+        return found
 
     def _pack(self, message: Message, pieces: list[Piece]) -> None:
         sender = self.ranks[message.src]
@@ -168,13 +176,13 @@ class Programmer:
     def _attend(self, index: int, op: Attend, seconds: float) -> None:
         rank = self.ranks[op.rank]
         for piece in (op.q, op.kv):
-            key = _key(piece)
+            key, size = self._told(piece)
             if key not in rank.operands:
                 rank.operands.add(key)
                 sources = rank.bringing(piece, key)
                 self._wait(rank, sources)
                 if not _in_place(piece, key, sources):
-                    self._copy(rank, index, piece.num_bytes(self.problem))
+                    self._copy(rank, index, size)
         rank.steps.append(Work("attend", index, attend_name(self.schedule, index), seconds))
 
     def _end(self, number: int) -> None:

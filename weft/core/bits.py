@@ -1,0 +1,48 @@
+"""Sums of packed bits: 64 are added at a time, each binary digit of their sums in a word of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+Words = npt.NDArray[np.uint64]
+
+
+def to_words(bits: Bytes) -> Words:
+    """[patterns, words]: the bits of each pattern, filled up with zeros to whole words."""
+    flat = bits.reshape(len(bits), -1)
+    missing = -flat.shape[1] % 8
+    return np.ascontiguousarray(np.pad(flat, ((0, 0), (0, missing))) if missing else flat).view(np.uint64)
+
+
+def add_up(patterns: Sequence[Words], times: Sequence[int]) -> npt.NDArray[np.integer]:
+    """By bit, in how many patterns it is set, pattern p counted times[p]; one pattern at least."""
+    planes = [
+        [word for word, time in zip(patterns, times, strict=True) if time >> digit & 1]
+        for digit in range(sum(times).bit_length())
+    ]
+    for digit, plane in enumerate(planes):
+        # Three bits of one weight are one of this weight and one of the next; so are two.
+        while len(plane) > 1:
+            odd, carry = plane[-1] ^ plane[-2], plane.pop() & plane.pop()
+            if plane:
+                carry |= odd & plane[-1]
+                odd ^= plane.pop()
+            plane.append(odd)
+            planes[digit + 1].append(carry)
+    return _unpack([(plane[0] if plane else np.zeros_like(patterns[0])).view(np.uint8) for plane in planes])
+
+
+def _unpack(planes: Sequence[Bytes]) -> npt.NDArray[np.integer]:
+    """The numbers whose binary digits are the planes, lowest first."""
+    if len(planes) > 8:  # more than a byte holds
+        return (_unpack(planes[8:]).astype(np.int64) << 8) + _unpack(planes[:8])
+    total = np.unpackbits(planes[-1]).view(np.uint64)
+    for plane in planes[-2::-1]:
+        # One byte per bit, eight to a word: doubling the word doubles each of its bytes.
+        total += total
+        total |= np.unpackbits(plane).view(np.uint64)
+    return total.view(np.uint8)
