@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import cycle
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,7 +20,8 @@ from weft.core.layout import Layout
 from weft.core.mask import BlockMask, BoolArray
 from weft.core.problem import Problem
 from weft.core.schedule import Schedule
-from weft.plan.choose import build, usp_names
+from weft.core.topology import Topology
+from weft.plan.choose import build
 from weft.plan.recipe import factors
 
 LAYOUTS = ("even", "uneven", "zigzag", "permuted")
@@ -37,7 +39,7 @@ class Case:
 
     @cached_property
     def schedule(self) -> Schedule:
-        return build(self.name, self.problem, self.mask)
+        return build(self.name, self.problem, self.mask, machines(self.problem.ranks))
 
 
 def cases(max_tokens: int = 400, *, max_ranks: int = 8, dtype: str = "float64") -> st.SearchStrategy[Case]:
@@ -57,12 +59,33 @@ def random_case(
     return _case(_Rolled(rng), max_tokens, max_ranks, dtype)
 
 
+def machines(ranks: int) -> Topology:
+    """Ranks on machines: 2×2, 3×2, 4×2, 3×3; one on each where they are a prime number.
+
+    >>> [machines(ranks).machines for ranks in (1, 4, 5, 6, 8)]
+    [1, 2, 5, 3, 4]
+    """
+    devices = next((n for n in range(2, ranks) if ranks % n == 0), 1)
+    return Topology(machines=ranks // devices, devices=devices)
+
+
 def names(ranks: int) -> tuple[str, ...]:
-    """Every strategy there is for so many ranks."""
+    """Every strategy there is for so many ranks, with every balance."""
     cuts = [(u, r) for u, r in factors(ranks) if min(u, r) > 1]
     mixed = [f"{way}:{u}x{r}" for way in ("swapped", "gather") for u, r in cuts]
-    plain = (*CLASSIC, *usp_names(ranks), *mixed)
+    mixed += [f"torus:{u}x{r}" + "c2d1" * (u % 2) for u, r in factors(ranks)]
+    plain = (*CLASSIC, *(f"usp:{u}x{r}" for u, r in cuts), *mixed)
     return (*plain, *(f"{name}+{how}" for name in plain if name != "zigzag" for how in ("balanced", "cuts")))
+
+
+def kinds(ranks: int) -> tuple[str, ...]:
+    """Every exchange and every balance there is, though not each with each."""
+    plain = [name for name in names(ranks) if "+" not in name]
+    return (
+        "auto",
+        *plain,
+        *(f"{name}+{how}" for name, how in zip(plain, cycle(("balanced", "cuts"))) if name != "zigzag"),
+    )
 
 
 def token_mask(mask: BlockMask) -> BoolArray:

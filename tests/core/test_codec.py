@@ -12,8 +12,10 @@ from tests.core.samples import LAYOUT, LINK, MASK, MOVE, OPS, PROBLEM, SCHEDULE,
 from weft.core.codec import _KINDS, digest, dumps, loads
 from weft.core.errors import InputError
 from weft.core.indices import EMPTY, Indices
+from weft.core.layout import Layout
 from weft.core.mesh import Mesh
 from weft.core.partition import Partition
+from weft.core.problem import Switch
 from weft.core.topology import Speed, Topology
 from weft.schedule.reverse import reverse
 
@@ -26,6 +28,7 @@ VALUES = [
     EMPTY,
     LAYOUT,
     PROBLEM,
+    Switch.of(Layout.even(5, 2), Layout.even(3, 2), width=4),
     MASK,
     WORK,
     Partition(((WORK,), ()), (Indices.span(0, 5), EMPTY), Indices.of([2])),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 
-from tests.cases import Case, cases, names
+from tests.cases import Case, cases, kinds, names
 from tests.distributed.jobs import Worlds, attend, check, problem, tiles_with_empty_rows
 from tests.run.dense import Truth, error
 from tests.worlds import SIZES
@@ -16,7 +16,8 @@ from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.plan.choose import choose
 
-PLANS = [(size, plan) for size in SIZES for plan in ("auto", *names(size))]
+ALL = [(size, plan) for size in SIZES for plan in ("auto", *names(size))]
+PLANS = [(size, plan) for size in SIZES for plan in kinds(size)]
 
 SHAPES: dict[str, dict[str, Any]] = {
     "three heads": {"tokens": 47},
@@ -54,7 +55,7 @@ def test_one_rank_more_than_heads_is_no_obstacle(worlds: Worlds, size: int, plan
     check(truth, worlds(size).run(attend, truth, {"plan": plan}), 5e-6)
 
 
-@pytest.mark.parametrize(("size", "plan"), PLANS)
+@pytest.mark.parametrize(("size", "plan"), ALL)
 def test_a_row_that_may_see_nothing_gives_zero_and_gets_zero(worlds: Worlds, size: int, plan: str) -> None:
     mask = tiles_with_empty_rows(3, 53, 53, 8)
     truth = Truth.of(problem(size, 53), mask)
@@ -163,7 +164,7 @@ def test_2047_tokens_are_like_any_other(worlds: Worlds, size: int) -> None:
     check(truth, worlds(size).run(attend, truth, {}), 5e-6)
 
 
-@pytest.mark.parametrize(("size", "plan"), PLANS)
+@pytest.mark.parametrize(("size", "plan"), ALL)
 def test_float64_stays_float64_all_the_way(worlds: Worlds, size: int, plan: str) -> None:
     truth = Truth.of(problem(size, 31, dtype="float64", heads=6, kv_heads=2))
     check(truth, worlds(size).run(attend, truth, {"plan": plan}), 1e-10)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.cases import names
+from tests.cases import kinds
 from tests.distributed.jobs import Answer, Worlds, attend, problem, tiles_with_empty_rows
 from tests.run.dense import Truth, error, unshard
 from tests.worlds import SIZES
 
 NARROW = ("bfloat16", "float16")
-PLANS = [(size, plan) for size in SIZES for plan in ("auto", *names(size))]
+PLANS = [(size, plan) for size in SIZES for plan in kinds(size)]
 
 
 def torch_error(truth: Truth) -> float:
@@ -61,7 +61,7 @@ def test_the_number_of_ranks_changes_16_bits_by_one_rounding_at_most(worlds: Wor
 
 
 @pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.parametrize("plan", ["auto", *names(3)])
+@pytest.mark.parametrize("plan", kinds(3))
 def test_16_bits_know_empty_rows_and_grouped_heads(worlds: Worlds, plan: str, dtype: str) -> None:
     mask = tiles_with_empty_rows(6, 53, 53, 8)
     truth = Truth.of(problem(3, 53, dtype=dtype, heads=6, kv_heads=2), mask)

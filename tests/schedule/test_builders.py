@@ -133,7 +133,7 @@ def test_replicated_keys_are_read_in_place():
 
 def test_cases_reach_every_strategy_and_every_oddity():
     rng = np.random.default_rng(0)
-    seen = [random_case(rng) for _ in range(999)]
+    seen = [random_case(rng) for _ in range(2999)]
     assert {case.name for case in seen} >= set(names(6)) | set(usp_names(8))
     assert {case.problem.ranks for case in seen} == set(range(1, 9))
     assert {case.problem.heads for case in seen} == set(range(1, 14))

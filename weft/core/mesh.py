@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 from weft.core.codec import value
 from weft.core.errors import InputError
@@ -19,6 +20,8 @@ class Mesh:
     """
 
     axes: tuple[tuple[str, int], ...]
+    order: tuple[int, ...] = ()
+    """The rank at each position, where that is not the position itself: two axes may share a machine."""
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.axes]
@@ -27,10 +30,23 @@ class Mesh:
         for name, size in self.axes:
             if size < 1:
                 raise InputError(f"Mesh axis {name}={size} is empty.", hint="Sizes are 1 or more.")
+        if self.order and sorted(self.order) != list(range(self.ranks)):
+            raise InputError(
+                f"The order {self.order} does not place {self.ranks} ranks on {self}.",
+                hint=f"Name each of 0 to {self.ranks - 1} once.",
+            )
 
     @staticmethod
     def of(**axes: int) -> Mesh:
         return Mesh(tuple(axes.items()))
+
+    def arranged(self, order: tuple[int, ...]) -> Mesh:
+        """The same axes with these ranks on them."""
+        return replace(self, order=() if order == tuple(range(len(order))) else order)
+
+    @cached_property
+    def _position(self) -> dict[int, int]:
+        return {rank: position for position, rank in enumerate(self.order or range(self.ranks))}
 
     @property
     def ranks(self) -> int:
@@ -44,28 +60,29 @@ class Mesh:
         if not 0 <= rank < self.ranks:
             raise InputError(f"Rank {rank} is not on {self}.", hint=f"Ranks run from 0 to {self.ranks - 1}.")
         found: dict[str, int] = {}
+        position = self._position[rank]
         for name, size in reversed(self.axes):
-            rank, found[name] = divmod(rank, size)
+            position, found[name] = divmod(position, size)
         return {name: found[name] for name, _ in self.axes}
 
     def rank(self, **coordinate: int) -> int:
         """The rank at a coordinate; axes that are left out count as 0."""
         if unknown := set(coordinate) - {name for name, _ in self.axes}:
             raise InputError(f"{self} has no axis {sorted(unknown)[0]!r}.")
-        rank = 0
+        position = 0
         for name, size in self.axes:
             at = coordinate.get(name, 0)
             if not 0 <= at < size:
                 raise InputError(f"{name}={at} is not on {self}.", hint=f"It runs from 0 to {size - 1}.")
-            rank = rank * size + at
-        return rank
+            position = position * size + at
+        return self.order[position] if self.order else position
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """The ranks that differ only along `axis`, each group in axis order."""
         if axis not in dict(self.axes):
             return tuple((rank,) for rank in range(self.ranks))
         found: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.ranks):
+        for rank in self.order or range(self.ranks):
             others = tuple(i for name, i in self.coordinate(rank).items() if name != axis)
             found.setdefault(others, []).append(rank)
         return tuple(tuple(group) for group in found.values())

@@ -70,3 +70,46 @@ class Problem:
     def home(self, tensor: str) -> Layout:
         """The layout a tensor has at home; gradients live where their tensors do."""
         return self.kv if tensor.lstrip("d") == "kv" else self.q
+
+    def home_bytes(self, rank: int) -> int:
+        """Inputs and output of a rank's own shard."""
+        rows = 2 * self.heads * self.q.rows(rank) + 2 * self.kv_heads * self.kv.rows(rank)
+        return rows * self.batch * self.head_dim * self.item_bytes
+
+
+@value
+@dataclass(frozen=True, kw_only=True)
+class Switch(Problem):
+    """Nothing to attend: a tensor `x`, sharded by one dim, is to be sharded by another.
+
+    The dim that is sharded before stands where tokens do (`q`), the one after where heads do, and all
+    other dims together are `head_dim`. If every rank holds all of `after`, it is a gather.
+    """
+
+    after: Layout
+
+    def __post_init__(self) -> None:
+        Problem.__post_init__(self)
+        if (self.after.ranks, self.after.size) != (self.ranks, self.heads):
+            raise InputError(
+                f"{self.after} does not lay out {self.heads} {self.after.dim} over {self.ranks} ranks."
+            )
+
+    @staticmethod
+    def of(before: Layout, after: Layout, *, width: int, dtype: str = "float32") -> Switch:
+        """`width` is the number of elements at each index of the two dims."""
+        return Switch(
+            batch=1,
+            heads=after.size,
+            kv_heads=after.size,
+            head_dim=width,
+            q=before,
+            kv=before,
+            dtype=dtype,
+            after=after,
+        )
+
+    def home_bytes(self, rank: int) -> int:
+        """What the rank holds before and after."""
+        held = self.q.rows(rank) * self.after.size + self.q.size * self.after.rows(rank)
+        return held * self.head_dim * self.item_bytes

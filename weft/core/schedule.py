@@ -11,14 +11,16 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
-from weft.core.codec import dumps, value
+from weft.core.codec import dumps, loads, value
+from weft.core.errors import InputError
 from weft.core.indices import Indices
 from weft.core.mask import BlockMask
 from weft.core.mesh import Mesh
 from weft.core.problem import Problem
 
-TENSORS = ("q", "kv", "o", "do", "dq", "dkv")
+TENSORS = ("q", "kv", "o", "do", "dq", "dkv", "x")
 
 
 @value
@@ -137,6 +139,21 @@ class Schedule:
     backward: bool = False
     kept: tuple[tuple[Piece, ...], ...] = ()
     """Per rank, q and kv pieces that a backward schedule still has from the forward run."""
+
+    @staticmethod
+    def load(path: str | Path) -> Schedule:
+        """What `weft plan --save` wrote."""
+        try:
+            found = loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise InputError(f"{path} cannot be read: {error.strerror}.") from None
+        except (InputError, UnicodeDecodeError) as error:
+            raise InputError(
+                f"{path} holds no schedule: {error}", hint="weft plan MODEL --save writes one."
+            ) from None
+        if not isinstance(found, Schedule):
+            raise InputError(f"{path} holds no schedule.", hint="weft plan MODEL --save writes one.")
+        return found
 
     def transfers(self) -> Iterator[tuple[int, Transfer]]:
         for index, op in enumerate(self.ops):

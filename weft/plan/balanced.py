@@ -68,20 +68,25 @@ class Deals:
         q_len, kv_len = self.mask.q_len, self.mask.kv_len
         return BlockMask.dense(self.mask.heads, q_len, kv_len, block=-(-max(q_len, kv_len) // DENSE_UNITS))
 
+    @cached_property
+    def row_loads(self) -> IntArray:
+        return row_loads(self.grid, self.cost)
+
     def deal(self, recipe: Recipe) -> Deal:
         """The deal of a recipe; the exchange does not matter to it, the place of the axes does."""
-        exchange = "swapped" if recipe.exchange == "swapped" else "usp"
+        exchange = "swapped" if recipe.across else "usp"
         key = Recipe(recipe.ulysses, recipe.ring, exchange, recipe.balance)
         if key not in self._deals:
             self._deals[key] = self._deal(key)
         return self._deals[key]
 
     def _deal(self, recipe: Recipe) -> Deal:
-        mesh, grid = recipe.mesh, self.grid
+        mesh, grid = recipe.mesh_on(self.topology), self.grid
         shares = self.shares(recipe.ulysses, by_load=recipe.balance in BY_LOAD)
-        tiles = self.tiles(shares)
         at_home = home(self.problem.q, grid.block_q, mesh), home(self.problem.kv, grid.block_k, mesh)
         rows, cols = (np.broadcast_to(x, (recipe.ulysses, x.size)) for x in at_home)
+        # Where blocks stay whole rows of a slice, heads are all there is to add up.
+        tiles = self.tiles(shares) if recipe.ring > 1 else self.slices(shares)
         if recipe.ring > 1 and recipe.balance == "balanced":
             rows, cols = joint(tiles, recipe.ring, *at_home, limits=LIMITS)
         elif recipe.ring > 1 and recipe.balance == "cuts":
@@ -90,7 +95,8 @@ class Deals:
         if recipe.balance == "none":
             roster = natural_roster(self.problem, self.mask, mesh)
         moved = tuple(float((now != there).mean()) for now, there in zip((rows, cols), at_home, strict=True))
-        seconds = tile_sums(tiles, rows, cols, recipe.ring).astype(np.float64) * self._unit_seconds
+        sums = tile_sums(tiles, rows, cols, recipe.ring) if recipe.ring > 1 else tiles
+        seconds = sums.astype(np.float64) * self._unit_seconds
         return Deal(roster, seconds, (moved[0], moved[1]), _needed(tiles, rows, cols, recipe.ring))
 
     def shares(self, groups: int, *, by_load: bool) -> Shares:
@@ -99,12 +105,16 @@ class Deals:
         if not by_load:
             return plain
         if groups not in self._shares:
-            loads = row_loads(self.grid, self.cost)
+            loads = self.row_loads
             dealt = split(loads, groups, enough=GOOD)
             # Equally good is the same plan: it is not built and listed twice.
             better = share_loads(dealt, loads).max() < share_loads(plain, loads).max()
             self._shares[groups] = dealt if better else plain
         return self._shares[groups]
+
+    def slices(self, shares: Shares) -> IntArray:
+        """[slices, 1, 1] of cost."""
+        return share_loads(shares, self.row_loads)[:, None, None]
 
     def tiles(self, shares: Shares) -> IntArray:
         """[slices, q units, kv units] of cost."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from weft.core.errors import InputError
 from weft.core.mask import BlockMask
@@ -11,21 +12,26 @@ from weft.core.problem import Problem
 from weft.core.schedule import Op, Schedule
 from weft.core.topology import Topology
 from weft.plan.balanced import Deals
+from weft.plan.blocks import Placement
 from weft.plan.estimate import estimate
-from weft.plan.heads import Grouping
-from weft.plan.partition import zigzag
-from weft.plan.recipe import Recipe, factors
+from weft.plan.heads import Grouping, natural
+from weft.plan.partition import natural_roster, zigzag
+from weft.plan.recipe import Recipe, factors, most_machines
 from weft.plan.roster import Roster, assemble
 from weft.plan.split import whole
 from weft.schedule.gather import gather
 from weft.schedule.measure import attend_works, measure
 from weft.schedule.ring import ring
+from weft.schedule.torus import torus
 from weft.schedule.ulysses import ulysses
 from weft.schedule.usp import usp
 from weft.simulate.critical import Timing
 from weft.simulate.predict import predict
 
 FINALISTS = 6
+WORTH = 1.01  # a torus has many messages, and each of its settings its reason: not for less than this
+TORI = 4  # beside them, where there are machines: many are alike, and must not crowd out what is not
+HOPE = 1.1  # a torus takes long to build and to time: only what is guessed this near to the best
 
 
 @dataclass(frozen=True)
@@ -111,38 +117,59 @@ def build(
     topology: Topology | None = None,
     *,
     grouping: Grouping | None = None,
+    blocks: Placement | None = None,
 ) -> Schedule:
     """A schedule by its recipe's name: ulysses, ring, zigzag, gather, usp:UxR, …+balanced, …+cuts.
 
-    `grouping` gives the heads of each Ulysses coordinate, as `plan.online` keeps them through a loop.
+    `grouping` gives the heads of each Ulysses coordinate, and `blocks` the ring coordinate of each block of
+    theirs, as `plan.online` keeps them through a loop.
     """
     recipe = Recipe.parse(name, problem.ranks)
     deals = Deals(problem, mask, topology or Topology.local(problem.ranks))
-    if grouping is None:
+    if grouping is None and blocks is None:
         return _build(recipe, deals)
+    grouping = natural(problem.heads, recipe.ulysses) if grouping is None else grouping
     heads = sorted(head for group in grouping for head in group)
     if len(grouping) != recipe.ulysses or heads != list(range(problem.heads)) or recipe.balance != "none":
         raise InputError(
             f"A grouping of {len(heads)} heads in {len(grouping)} groups does not fit {name}.",
             hint=f"Give each of {problem.heads} heads once, in {recipe.ulysses} groups, and no +balance.",
         )
-    return _schedule(recipe, deals, replace(deals.deal(recipe).roster, shares=whole(grouping)))
+    roster = natural_roster(problem, mask, recipe.mesh_on(deals.topology))
+    roster = replace(roster, shares=whole(grouping))
+    return _schedule(recipe, deals, roster if blocks is None else _placed(roster, blocks, recipe))
+
+
+def _placed(roster: Roster, blocks: Placement, recipe: Recipe) -> Roster:
+    given = blocks.ring, blocks.rows.shape, blocks.cols.shape
+    wanted = recipe.ring, roster.rows.shape, roster.cols.shape
+    if given != wanted:
+        raise InputError(
+            "Blocks for a ring of {}, of shapes {} and {}, ".format(*given) + f"do not fit {recipe}.",
+            hint="Here it has {} ranks, and blocks of shapes {} and {}.".format(*wanted),
+        )
+    return replace(roster, rows=blocks.dealt.rows, cols=blocks.dealt.cols)
 
 
 def _build(recipe: Recipe, deals: Deals) -> Schedule:
     if recipe.balance == "zigzag":
-        return _exchange(recipe, deals, zigzag(deals.problem, deals.mask, recipe.mesh))
+        mesh = recipe.mesh_on(deals.topology)
+        return _exchange(recipe, deals, zigzag(deals.problem, deals.mask, mesh))
     return _schedule(recipe, deals, deals.deal(recipe).roster)
 
 
 def _schedule(recipe: Recipe, deals: Deals, roster: Roster) -> Schedule:
-    return _exchange(recipe, deals, assemble(deals.problem, deals.mask, recipe.mesh, roster))
+    mesh = recipe.mesh_on(deals.topology)
+    return _exchange(recipe, deals, assemble(deals.problem, deals.mask, mesh, roster))
 
 
 def _exchange(recipe: Recipe, deals: Deals, partition: Partition) -> Schedule:
     one = ring if recipe.ulysses == 1 else ulysses if recipe.ring == 1 else usp
     builder = gather if recipe.exchange == "gather" else one
-    return builder(deals.problem, deals.mask, recipe.mesh, partition, name=str(recipe))
+    if recipe.exchange == "torus":
+        builder = partial(torus, machines=deals.topology.machines, chunks=recipe.chunks, defer=recipe.defer)
+    mesh = recipe.mesh_on(deals.topology)
+    return builder(deals.problem, deals.mask, mesh, partition, name=str(recipe))
 
 
 def usp_names(ranks: int) -> list[str]:
@@ -163,6 +190,8 @@ def candidates(problem: Problem, mask: BlockMask, topology: Topology) -> list[Re
         if hops > 1 and not mask.is_dense:
             balances.append("cuts")
         found += [Recipe(heads, hops, exchange, how) for exchange in exchanges for how in balances]
+        if topology.machines > 1 and most_machines(heads, topology.machines, topology.devices) > 1:
+            found += [Recipe(heads, hops, "torus", how, chunks) for chunks in (1, 2) for how in balances]
     return found
 
 
@@ -176,29 +205,65 @@ def choose(problem: Problem, mask: BlockMask, topology: Topology | None = None) 
     deals = Deals(problem, mask, topology)
     guessed: list[tuple[float, Recipe]] = []
     for recipe in candidates(problem, mask, topology):
-        deal = deals.deal(recipe)
-        guess = estimate(
-            problem,
-            topology,
-            recipe,
-            deal.seconds,
-            moved=deal.moved,
-            needed=deal.needed,
-            widest=deal.roster.widest,
-        )
-        guessed.append((guess, recipe))
+        ways = [(_guess(way, deals), way) for way in _tuned(recipe, topology)]
+        best = min(guess for guess, _ in ways)
+        guessed.append(next(item for item in ways if item[0] <= WORTH * best))
     guessed.sort(key=lambda item: item[0])  # stable: equal guesses stay in the order of the list
     built: dict[tuple[Op, ...], tuple[Recipe, Schedule]] = {}
+    seen: set[tuple[object, ...]] = set()
     left_out: list[tuple[str, float]] = []
     for guess, recipe in guessed:
-        if len(built) >= FINALISTS:
+        is_torus = recipe.exchange == "torus"
+        alike = [had for had, _ in built.values() if (had.exchange == "torus") == is_torus]
+        hopeless = is_torus and guess > HOPE * guessed[0][0]
+        if hopeless or len(alike) >= (TORI if is_torus else FINALISTS):
             left_out.append((str(recipe), guess))
             continue
-        schedule = _build(recipe, deals)
-        built.setdefault(schedule.ops, (recipe, schedule))  # where nothing is out of balance, names coincide
-    options = [(_option(recipe, schedule, deals), schedule) for recipe, schedule in built.values()]
-    options.sort(key=lambda item: item[0].seconds)
-    return Plan(options[0][1], tuple(option for option, _ in options), tuple(left_out))
+        # Where nothing is out of balance, names coincide; most of them before anything is built.
+        key = replace(recipe, balance=""), deals.deal(recipe).roster.key
+        if key not in seen:
+            seen.add(key)
+            schedule = _build(recipe, deals)
+            built.setdefault(schedule.ops, (recipe, schedule))
+    timed = {ops: _option(recipe, schedule, deals) for ops, (recipe, schedule) in built.items()}
+    best = min(timed.values(), key=_worth).recipe
+    # How much a torus puts off is finer than a closed form sees: the best is timed with all and none too.
+    ways = _tuned(best, topology)
+    for way in (way for way in (ways[0], ways[-1]) if way != best):
+        schedule = _build(way, deals)
+        if schedule.ops not in built:
+            built[schedule.ops] = way, schedule
+            timed[schedule.ops] = _option(way, schedule, deals)
+    ranked = sorted(timed.items(), key=lambda item: _worth(item[1]))
+    return Plan(built[ranked[0][0]][1], tuple(option for _, option in ranked), tuple(left_out))
+
+
+def _worth(option: Option) -> float:
+    return option.seconds * (WORTH if option.recipe.exchange == "torus" else 1)
+
+
+def _tuned(recipe: Recipe, topology: Topology) -> list[Recipe]:
+    """A torus with any number of stages put off, most first: that is right where the wire decides.
+
+    Other recipes as they are.
+    """
+    if recipe.exchange != "torus":
+        return [recipe]
+    stages = (topology.machines - 1) * recipe.chunks
+    return [replace(recipe, defer=put_off) for put_off in range(stages, -1, -1)]
+
+
+def _guess(recipe: Recipe, deals: Deals) -> float:
+    deal = deals.deal(recipe)
+    return estimate(
+        deals.problem,
+        deals.topology,
+        recipe,
+        deal.seconds,
+        moved=deal.moved,
+        needed=deal.needed,
+        widest=deal.roster.widest,
+    )
 
 
 def _option(recipe: Recipe, schedule: Schedule, deals: Deals) -> Option:

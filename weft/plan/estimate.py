@@ -2,6 +2,7 @@
 
     scatter + Σ over ring steps of max(compute of the slowest rank, one hop) + return
 
+and for a torus two clocks, of the wire and of the slowest rank, through its stages. Both are
 with what a formula over U × R alone leaves out: blocks that move for balance, slices with more heads than
 others, copies in and out of messages, a fixed cost for every call and phase, machines that share a
 network card, and cores that are shared by computing and sending.
@@ -19,7 +20,7 @@ from weft.core.mesh import Mesh
 from weft.core.problem import Problem
 from weft.core.topology import Topology
 from weft.plan.balance import step_loads
-from weft.plan.recipe import Recipe
+from weft.plan.recipe import Recipe, most_machines
 from weft.simulate.critical import shared_seconds
 
 
@@ -47,14 +48,20 @@ def estimate(
     ranks' keys that a rank's tiles touch (a ring carries them all, a gather only those); `widest`
     the heads of the slice that has most, over the mean.
     """
-    ranks, slices, ring, mesh = problem.ranks, recipe.ulysses, recipe.ring, recipe.mesh
+    ranks, slices, ring, mesh = problem.ranks, recipe.ulysses, recipe.ring, recipe.mesh_on(topology)
     token = problem.batch * problem.head_dim * problem.item_bytes / ranks
     q = token * problem.heads * problem.q.size
     kv = 2 * token * problem.kv_heads * problem.kv.size
     swap = (slices - 1) / slices
     copy = copy_seconds(topology) * widest
-    wide, long = (spread(topology, mesh, axis, widest) for axis in ("ulysses", "ring"))
     moves = (q * moved[0], kv * moved[1])
+    if recipe.exchange == "torus":
+        compute = seconds.sum(axis=2)
+        staged, sent = _torus(topology, recipe, (q, kv), float(compute.max()), widest)
+        moving = _phase(topology, (spread(topology, mesh, "ring", widest), sum(moves) + moves[0]))
+        shared = shared_seconds(topology, compute.ravel().tolist(), [sent] * ranks)
+        return float(max(staged + moving, shared))
+    wide, long = (spread(topology, mesh, axis, widest) for axis in ("ulysses", "ring"))
     scatter = _phase(topology, (wide, (q + kv) * swap), (long, sum(moves))) + copy * (q + kv) * (slices > 1)
     back = _phase(topology, (wide, q * swap), (long, moves[0])) + copy * q * (slices > 1)
     by_step = step_loads(seconds + topology.call_seconds * (seconds > 0))
@@ -70,6 +77,50 @@ def estimate(
     total = by_step.sum(axis=2).ravel().tolist()
     shared = shared_seconds(topology, total, [scatter + back + sent] * ranks)
     return float(max(scatter + middle + back, shared))
+
+
+def _torus(
+    topology: Topology, recipe: Recipe, sizes: tuple[float, float], compute: float, widest: float
+) -> tuple[float, float]:
+    """Seconds in all, and of sending; `compute` is that of the slowest rank, `sizes` a rank's q and kv."""
+    machines, parts, (q, kv) = topology.machines, recipe.chunks, sizes
+    torus = most_machines(recipe.ulysses, machines, topology.devices)
+    inside = recipe.ulysses // torus
+    hops, stages = topology.devices // inside, (machines - 1) * parts
+    late = 0 if torus == 1 else stages if recipe.defer is None else min(recipe.defer, stages)
+    byte, latency = widest / topology.intra.bandwidth, topology.intra.latency
+    near, around = Way(latency, byte, inside - 1), Way(latency, byte, hops - 1)
+    share = (inside - 1) / inside
+    # Neighbours on the Ulysses axis are on one machine: where one has more heads, its card has more to do.
+    card = topology.devices / topology.nic_bandwidth if topology.nic_bandwidth else 0.0
+    away = Way(0.0, widest * max(1 / topology.inter.bandwidth, card), 1)
+    pull_q, pull_kv = (_phase(topology, (away, size / torus / parts)) for size in (q, kv))
+    passing = _phase(topology, (around, kv / torus / parts * (hops - 1)))
+    unit, call = compute / (torus * machines), topology.call_seconds * hops
+    wire = sent = _phase(topology, (near, q * share))
+    clock = _phase(topology, (near, (q + kv) * share)) + max(unit + call, passing * parts)
+    rows = (torus - 1) * parts
+    posted = [0.0] * parts  # a pull is posted so many stages before it is used
+    for _ in range(rows):
+        wire = max(wire, posted[-parts]) + pull_q
+        posted.append(clock)
+        clock = max(clock, wire + topology.inter.latency) + unit / parts + call
+    for stage in range(1, stages + 1):
+        wire = max(wire, posted[-parts]) + pull_kv
+        posted.append(clock)
+        own = (stage <= stages - late) * (unit / parts + call)
+        clock = max(clock, wire + topology.inter.latency)
+        if stage < stages:
+            clock += max(passing, (torus - 1) * unit / parts + own + call * (not own))
+            continue
+        for _ in range(rows):
+            clock += unit / parts**2 + call
+            wire = max(wire, clock) + pull_q
+        clock += own
+    clock += late * (unit / parts + call)
+    back = _phase(topology, (near, q * share / torus))
+    sent += 2 * rows * pull_q + stages * (pull_kv + passing) + back
+    return max(clock, wire + topology.inter.latency) + back, sent
 
 
 def _phase(topology: Topology, *flows: tuple[Way, float]) -> float:

@@ -36,7 +36,7 @@ def zigzag(problem: Problem, mask: BlockMask, mesh: Mesh) -> Partition:
 
 
 def _zigzag(layout: Layout, unit: int, mesh: Mesh) -> IntArray:
-    ring, taker = mesh.size("ring"), home(layout, unit, mesh)
+    ring, taker = mesh.size("ring"), home(layout, unit, mesh).copy()
     everywhere = replicated(layout, unit, mesh).blocks(unit).array
     dealt = np.setdiff1d(np.arange(taker.size), everywhere)
     for chunk, (start, stop) in enumerate(split_evenly(len(dealt), 2 * ring)):

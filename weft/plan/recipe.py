@@ -3,17 +3,20 @@
 ulysses         heads over all ranks                 gather        each rank fetches the keys it needs
 ring            keys and values travel around        usp:4x2       heads over 4, a ring over 2
 swapped:4x2     as usp, the ring inside a machine    gather:4x2    heads over 4, fetched over 2
+torus:4x2       as swapped, in stages by machine     torus:4x2c2d1 in halves, 1 own stage left for the end
 …+balanced      heads and blocks dealt by load       …+cuts        blocks in order, cut by load
 """
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
 from weft.core.codec import value
 from weft.core.errors import InputError
 from weft.core.mesh import Mesh
+from weft.core.topology import Topology
 
 BALANCES = ("none", "balanced", "cuts", "zigzag")
 NAMES = ("ulysses", "ring", "zigzag", "gather")
@@ -22,19 +25,38 @@ NAMES = ("ulysses", "ring", "zigzag", "gather")
 @value
 @dataclass(frozen=True)
 class Recipe:
-    """`ulysses` × `ring` ranks; `exchange` is usp (a ring), swapped (the ring inside) or gather."""
+    """`ulysses` × `ring` ranks; `exchange` is usp (a ring), swapped (the ring inside), torus or gather."""
 
     ulysses: int
     ring: int
     exchange: str = "usp"
     balance: str = "none"
+    chunks: int = 1
+    """Torus: parts of what comes from one machine."""
+    defer: int | None = None
+    """Torus: stages whose keys the queries at home meet only at the end; None: all."""
+
+    @property
+    def across(self) -> bool:
+        """Whether machines are put on the Ulysses axis first."""
+        return self.exchange in ("swapped", "torus")
 
     @property
     def mesh(self) -> Mesh:
-        """The last axis runs fastest: it is the one inside a machine."""
-        if self.exchange == "swapped":
+        """On one machine. The last axis runs fastest: it is the one inside a machine."""
+        if self.across:
             return Mesh.of(ulysses=self.ulysses, ring=self.ring)
         return Mesh.of(ring=self.ring, ulysses=self.ulysses)
+
+    def mesh_on(self, topology: Topology) -> Mesh:
+        """On these machines: swapped and torus take as many of them on the Ulysses axis as they can."""
+        if not self.across or topology.machines == 1:
+            return self.mesh
+        if topology.ranks != self.ulysses * self.ring:
+            raise InputError(
+                f"{self} is for {self.ulysses * self.ring} ranks, {topology.name} has {topology.ranks}."
+            )
+        return placed(self.ulysses, topology.machines, topology.devices)
 
     def __str__(self) -> str:
         name = self._exchange()
@@ -43,6 +65,10 @@ class Recipe:
         return name if self.balance == "none" else f"{name}+{self.balance}"
 
     def _exchange(self) -> str:
+        if self.exchange == "torus":
+            tail = "" if self.defer is None else f"d{self.defer}"
+            parts = "" if self.chunks == 1 else f"c{self.chunks}"
+            return f"torus:{self.ulysses}x{self.ring}{parts}{tail}"
         if self.exchange == "gather":
             return "gather" if self.ulysses == 1 else f"gather:{self.ulysses}x{self.ring}"
         if self.ulysses == 1:
@@ -54,20 +80,24 @@ class Recipe:
     @staticmethod
     def parse(name: str, ranks: int) -> Recipe:
         """The recipe of a name, for so many ranks."""
-        match = re.fullmatch(r"(usp|swapped|gather):(\d+)x(\d+)(?:\+(\w+))?", name)
+        shape = r"(?:(usp|swapped|gather)|torus):(\d+)x(\d+)(?(1)|(?:c(\d+))?(?:d(\d+))?)(?:\+(\w+))?"
+        match = re.fullmatch(shape, name)
         if match:
             ulysses, ring = int(match[2]), int(match[3])
             if ulysses * ring != ranks:
-                legal = ", ".join(f"{match[1]}:{u}x{r}" for u, r in factors(ranks))
+                legal = ", ".join(f"{match[1] or 'torus'}:{u}x{r}" for u, r in factors(ranks))
                 raise InputError(
                     f"{name} needs {ulysses * ring} ranks; there are {ranks}.", hint=f"Legal here: {legal}."
                 )
-            return Recipe(ulysses, ring, match[1], _balance(match[4], name))
+            if match[4] and not int(match[4]):
+                raise InputError(f"{name}: c0 leaves nothing to send.", hint="Use c1 or more.")
+            chunks, defer = int(match[4] or 1), int(match[5]) if match[5] else None
+            return Recipe(ulysses, ring, match[1] or "torus", _balance(match[6], name), chunks, defer)
         plain, _, balance = name.partition("+")
         if plain not in NAMES:
             raise InputError(
                 f"There is no strategy {name!r}.",
-                hint=f"Use auto, {', '.join(NAMES)}, usp:UxR, swapped:UxR or gather:UxR; "
+                hint=f"Use auto, {', '.join(NAMES)}, usp:UxR, swapped:UxR, torus:UxR or gather:UxR; "
                 "add +balanced or +cuts.",
             )
         how = _balance(balance, name)
@@ -92,3 +122,41 @@ def factors(ranks: int) -> list[tuple[int, int]]:
     [(1, 6), (2, 3), (3, 2), (6, 1)]
     """
     return [(u, ranks // u) for u in range(1, ranks + 1) if ranks % u == 0]
+
+
+def most_machines(ulysses: int, machines: int, devices: int) -> int:
+    """The most machines that can be on the Ulysses axis: a divisor of both, the rest of it on devices.
+
+    >>> most_machines(4, 2, 8), most_machines(2, 3, 2), most_machines(6, 3, 2)
+    (2, 1, 3)
+    """
+    fits = (n for n in range(machines, 0, -1) if machines % n == ulysses % n == 0)
+    return next(n for n in fits if devices % (ulysses // n) == 0)
+
+
+def placed(ulysses: int, machines: int, devices: int) -> Mesh:
+    """Ulysses over as many machines as it can; device i only ever has to do with device i of the others.
+
+    Position (ulysses = torus·u + i, ring = group·r + j) is device i·r + j of machine group·N_u + torus.
+    """
+    torus = most_machines(ulysses, machines, devices)
+    inside = ulysses // torus
+    groups, hops = machines // torus, devices // inside
+    order = tuple(
+        (group * torus + t) * devices + i * hops + j
+        for t in range(torus)
+        for i in range(inside)
+        for group in range(groups)
+        for j in range(hops)
+    )
+    return Mesh.of(ulysses=ulysses, ring=groups * hops).arranged(order)
+
+
+def gcd_degrees(machines: int, devices: int, heads: int) -> tuple[int, int]:
+    """StreamFusion's rule for (ulysses, ring), a baseline: the most ranks that divide the heads.
+
+    >>> gcd_degrees(4, 8, 24), gcd_degrees(5, 8, 24)
+    ((8, 4), (8, 5))
+    """
+    ulysses = math.gcd(machines * devices, heads)
+    return ulysses, machines * devices // ulysses

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
@@ -33,6 +34,11 @@ class Roster:
     kv_unit: int
 
     @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for rosters that deal alike."""
+        return self.shares, self.rows.tobytes(), self.cols.tobytes(), self.q_unit, self.kv_unit
+
+    @property
     def widest(self) -> float:
         """The slice that has most heads, whole or in part, over the mean of whole heads."""
         counts = [len(group) for group in self.shares]
@@ -40,6 +46,7 @@ class Roster:
         return max(counts) * len(counts) / len(heads)
 
 
+@lru_cache(maxsize=64)
 def home(layout: Layout, unit: int, mesh: Mesh) -> IntArray:
     """The ring coordinate that holds most of each unit; units that all hold are dealt evenly in order."""
     size = -(-layout.size // unit)
@@ -52,6 +59,7 @@ def home(layout: Layout, unit: int, mesh: Mesh) -> IntArray:
     whole = replicated(layout, unit, mesh).blocks(unit).array
     for ring, (start, stop) in enumerate(split_evenly(len(whole), mesh.size("ring"))):
         found[whole[start:stop]] = ring
+    found.setflags(write=False)  # it is remembered
     return found
 
 

@@ -6,6 +6,8 @@ are put together again for every use.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -38,6 +40,7 @@ class _Rank:
         self.schedule, self.rank, self.q, self.scale = schedule, rank, q, scale
         self.held: Held = []
         self.parts: dict[Piece, list[tuple[Tensor, Tensor]]] = {}
+        self.outputs = _disjoint(op.q for _, op in schedule.attends() if op.rank == rank)
         for tensor, planes in (("q", (q,)), ("kv", (k, v))):
             layout = schedule.problem.home(tensor)
             rows = torch.from_numpy(layout.order(rank).argsort())
@@ -50,7 +53,10 @@ class _Rank:
         kv_of = [list(op.kv.heads).index(head // share) for head in op.q.heads]
         tiles = Tiles.of(self.schedule.mask, op)
         part = Reference().attend(query, key[:, kv_of], value[:, kv_of], tiles, self.scale)
-        self.parts.setdefault(Piece("o", op.q.heads, op.q.tokens), []).append(part)
+        whole = Piece("o", op.q.heads, op.q.tokens)
+        for piece in filter(whole.covers, self.outputs):
+            heads, tokens = _cells(piece, whole)
+            self.parts.setdefault(piece, []).append((part[0][:, heads, tokens], part[1][:, heads, tokens]))
 
     def find(self, wanted: Piece) -> tuple[Tensor, ...]:
         """Put a piece together from what is held; outputs that nothing was computed for are 0."""
@@ -80,6 +86,16 @@ class _Rank:
         rows = torch.from_numpy(problem.q.order(self.rank).argsort().argsort())
         padding = self.q.shape[2] - len(rows)
         return torch.nn.functional.pad(out[:, :, rows], (0, 0, 0, padding))
+
+
+def _disjoint(queries: Iterable[Piece]) -> list[Piece]:
+    """Outputs, cut so that each is a whole part of every attention that touches it."""
+    found: list[Piece] = []
+    for query in queries:
+        piece = Piece("o", query.heads, query.tokens)
+        new = piece.without(found)
+        found = [part for had in found for part in (had & piece, *had.minus(piece)) if part] + new
+    return found
 
 
 def _cells(part: Piece, whole: Piece) -> tuple[Tensor, Tensor]:

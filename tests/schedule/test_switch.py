@@ -1,0 +1,228 @@
+"""Switches as schedules: proved, counted, timed; and spoiled ones are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.core.codec import dumps, loads
+from weft.core.errors import InputError, ScheduleError
+from weft.core.indices import Indices
+from weft.core.layout import Layout
+from weft.core.mask import BlockMask
+from weft.core.problem import Problem, Switch
+from weft.core.schedule import Attend, Exchange, Piece, Schedule, Transfer
+from weft.core.topology import Link, Topology
+from weft.plan.choose import build
+from weft.schedule.measure import measure
+from weft.schedule.switch import gather, switch, turned
+from weft.schedule.verify import verify
+from weft.simulate.critical import critical_path
+from weft.simulate.events import simulate
+from weft.simulate.predict import predict
+
+SIZES = st.integers(1, 23)
+RANKS = st.integers(1, 7)
+
+
+def even(time: int, space: int, ranks: int, *, width: int = 4, dtype: str = "float32") -> Schedule:
+    before, after = Layout.even(time, ranks, dim="time"), Layout.even(space, ranks, dim="space")
+    return switch(Switch.of(before, after, width=width, dtype=dtype))
+
+
+def moved(schedule: Schedule, whole: np.ndarray) -> list[np.ndarray]:
+    """Run it on [tokens, heads]: what each rank has in the end, NaN where it has nothing."""
+    problem = schedule.problem
+    have = [np.full(whole.shape, np.nan) for _ in range(problem.ranks)]
+    for rank in range(problem.ranks):
+        rows = problem.q.held(rank).array
+        have[rank][rows] = whole[rows]
+    for op in schedule.ops:
+        assert isinstance(op, Exchange)
+        for t in op.transfers:
+            where = np.ix_(t.piece.tokens.array, t.piece.heads.array)
+            assert not np.isnan(have[t.src][where]).any()
+            have[t.dst][where] = have[t.src][where]
+    return have
+
+
+@settings(max_examples=150)
+@given(time=SIZES, space=SIZES, ranks=RANKS)
+def test_any_sizes_on_any_ranks_arrive(time: int, space: int, ranks: int) -> None:
+    schedule = even(time, space, ranks)
+    verify(schedule)
+    verify(turned(schedule))
+    whole = np.arange(time * space, dtype=float).reshape(time, space)
+    for rank, have in enumerate(moved(schedule, whole)):
+        columns = Layout.even(space, ranks).held(rank).array
+        assert np.array_equal(have[:, columns], whole[:, columns])
+
+
+@settings(max_examples=80)
+@given(time=SIZES, space=SIZES, ranks=RANKS, seed=st.integers(0, 999))
+def test_any_layouts_arrive(time: int, space: int, ranks: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+
+    def permuted(size: int) -> Layout:
+        return Layout.permuted(np.split(rng.permutation(size), np.sort(rng.integers(0, size + 1, ranks - 1))))
+
+    problem = Switch.of(permuted(time), permuted(space), width=1)
+    verify(switch(problem))
+    verify(turned(switch(problem)))
+
+
+@settings(max_examples=80)
+@given(time=SIZES, ranks=RANKS)
+def test_a_gather_is_a_switch_to_what_everybody_holds(time: int, ranks: int) -> None:
+    schedule = gather(Layout.even(time, ranks, dim="time"), width=6)
+    verify(schedule)
+    verify(turned(schedule))
+    whole = np.arange(time, dtype=float)[:, None]
+    assert all(np.array_equal(have, whole) for have in moved(schedule, whole))
+    report = measure(schedule)
+    assert report.total_bytes == (ranks - 1) * time * 6 * 4
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_every_rank_sends_its_share_of_a_shard_in_one_message_a_peer(ranks: int) -> None:
+    report = measure(even(2 * ranks, 3 * ranks, ranks, width=10, dtype="bfloat16"))
+    M = 2 * ranks * 3 * ranks * 10 * 2
+    assert {report.sent(rank) for rank in range(ranks)} == {M * (ranks - 1) // ranks**2}
+    assert set(report.messages.values()) == {1}
+    assert len(report.messages) == ranks * (ranks - 1)
+    # What was, what will be, and what has just come.
+    assert set(report.peak_memory) == {2 * M // ranks + M * (ranks - 1) // ranks**2}
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_layer_sends_half_of_ulysses_and_an_nth_of_a_ring(ranks: int) -> None:
+    """Space is the batch of an attention through time, whose tokens are sharded."""
+    T, S, heads, dim = 2 * ranks, 3 * ranks, 2 * ranks, 5
+    time = Layout.even(T, ranks)
+    problem = Problem(batch=S, heads=heads, kv_heads=heads, head_dim=dim, q=time, kv=time)
+    there = measure(even(T, S, ranks, width=heads * dim)).sent(0)
+    back = measure(even(S, T, ranks, width=heads * dim)).sent(0)
+    ulysses, ring = (
+        measure(build(n, problem, BlockMask.dense(heads, T))).sent(0) for n in ("ulysses", "ring")
+    )
+    assert 2 * (there + back) == ulysses
+    assert ranks * (there + back) == ring
+
+
+def test_a_whole_tensor_is_split_without_a_message() -> None:
+    whole = Layout.replicated(5, 3, dim="time")
+    schedule = switch(Switch.of(whole, Layout.even(7, 3), width=2))
+    assert schedule.ops == ()
+    verify(schedule)
+
+
+def test_in_each_round_nobody_is_sent_to_by_two() -> None:
+    [op] = even(8, 8, 4).ops
+    assert isinstance(op, Exchange)
+    for number in range(3):
+        part = op.transfers[4 * number : 4 * number + 4]
+        assert len({t.dst for t in part}) == len({t.src for t in part}) == 4
+
+
+def test_a_switch_is_a_value_like_any_other() -> None:
+    schedule = even(5, 7, 3)
+    assert loads(dumps(schedule)) == schedule
+    assert schedule.digest != even(5, 7, 3, width=5).digest != turned(schedule).digest
+    assert schedule.ops[0].label == "time → space"  # pyright: ignore
+    assert turned(schedule).ops[0].label == "time → space backward"  # pyright: ignore
+
+
+def test_predicted_time_is_latency_and_bytes() -> None:
+    link = Link(latency=1e-3, bandwidth=1e6)
+    topology = Topology(devices=4, intra=link)
+    schedule = even(8, 8, 4, width=100)
+    sent = measure(schedule).sent(0)
+    for timing in (predict(schedule, topology), critical_path(schedule, topology)):
+        assert timing.seconds == pytest.approx(sent / 1e6 + 3e-3, rel=0.7)
+        assert timing.seconds >= sent / 1e6
+    timeline = simulate(schedule, topology)
+    assert timeline.traffic.sum(axis=1).tolist() == [sent] * 4
+    assert {span.name for span in timeline.spans if span.kind == "send" and span.rank == 1} == {
+        f"send time → space → {peer}" for peer in (0, 2, 3)
+    }
+
+
+def test_both_copies_are_timed() -> None:
+    slow = Topology(devices=2, memory_bandwidth=1e6)
+    schedule = even(4, 6, 2, width=10)
+    copies = simulate(schedule, slow).computing
+    # Half of the shard is packed, all of it is put in place; a copy reads and writes.
+    assert copies.tolist() == pytest.approx([1.5 * 2 * 4 * 6 * 10 * 4 / 2 / 1e6] * 2)
+
+
+def without_one(schedule: Schedule) -> Schedule:
+    [op] = schedule.ops
+    assert isinstance(op, Exchange)
+    return replace(schedule, ops=(replace(op, transfers=op.transfers[1:]),))
+
+
+def twice(schedule: Schedule) -> Schedule:
+    return replace(schedule, ops=schedule.ops * 2)
+
+
+def changed(schedule: Schedule, change: Callable[[Transfer], Transfer]) -> Schedule:
+    [op] = schedule.ops
+    assert isinstance(op, Exchange)
+    return replace(schedule, ops=(replace(op, transfers=(change(op.transfers[0]), *op.transfers[1:])),))
+
+
+def to_the_wrong_rank(t: Transfer) -> Transfer:
+    return replace(t, dst=(t.dst + 1) % 3 if (t.dst + 1) % 3 != t.src else (t.dst + 2) % 3)
+
+
+def of_what_it_has_not(t: Transfer) -> Transfer:
+    return replace(t, piece=replace(t.piece, tokens=Indices.span(0, 7)))
+
+
+def too_little(t: Transfer) -> Transfer:
+    return replace(t, piece=replace(t.piece, tokens=Indices.of([t.piece.tokens.array[0]])))
+
+
+def of_another_tensor(t: Transfer) -> Transfer:
+    return replace(t, piece=replace(t.piece, tensor="q"))
+
+
+@pytest.mark.parametrize("direction", [lambda s: s, turned])
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        without_one,
+        twice,
+        lambda s: changed(s, to_the_wrong_rank),
+        lambda s: changed(s, of_what_it_has_not),
+        lambda s: changed(s, too_little),
+        lambda s: changed(s, of_another_tensor),
+    ],
+)
+def test_a_spoiled_switch_is_refused(
+    spoil: Callable[[Schedule], Schedule], direction: Callable[[Schedule], Schedule]
+) -> None:
+    schedule = direction(even(7, 11, 3))
+    verify(schedule)
+    with pytest.raises(ScheduleError):
+        verify(spoil(schedule))
+
+
+def test_a_switch_attends_to_nothing() -> None:
+    schedule = even(1, 1, 1)
+    mine = Indices.of([0])
+    attend = Attend(0, Piece("q", mine, mine), Piece("kv", mine, mine))
+    with pytest.raises(ScheduleError, match="attends to nothing"):
+        verify(replace(schedule, ops=(attend,)))
+
+
+def test_layouts_that_do_not_belong_together_are_refused() -> None:
+    with pytest.raises(InputError, match="over 2 ranks"):
+        Switch.of(Layout.even(4, 2), Layout.even(4, 3), width=1)
+    with pytest.raises(InputError, match="forward switch"):
+        turned(turned(even(2, 2, 2)))

@@ -1,0 +1,221 @@
+"""Torus: heads exchanged between machines in stages, each hidden behind the attention of the one before.
+
+    own queries × own keys             while the first queries of another machine are pulled
+    queries of machine +i × own keys   while those of the next, and at last the first keys, are pulled
+    all queries × keys of machine +j   while the next keys are pulled
+    each machine's × the last keys     its finished outputs are pushed home …
+    own queries × the deferred keys    … while the queries at home meet the keys that were left for the end
+
+What a rank computes is what the partition says, so any mask and any balance will do. A block belongs to
+the machine that holds its first token. Machines are visited in cyclic order, so each is read by one other
+at a time. What leaves a machine is first put together on the device that has the same number as its
+reader, and what has come is passed on to the ring's other ranks on the machine once, for all queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain, islice
+
+import numpy as np
+
+from weft.core.errors import InputError
+from weft.core.indices import EMPTY, Indices
+from weft.core.mask import BlockMask, BoolArray
+from weft.core.mesh import Mesh
+from weft.core.partition import Partition
+from weft.core.problem import Problem
+from weft.core.schedule import Attend, Exchange, Op, Piece, Schedule, Transfer
+from weft.schedule.machines import by_machine, in_stages, mates_and_columns, tours, view
+from weft.schedule.usp import needed_columns, without_empty, without_idle
+
+
+def torus(  # noqa: PLR0913 - a strategy, and what there is to tune
+    problem: Problem,
+    mask: BlockMask,
+    mesh: Mesh,
+    partition: Partition,
+    *,
+    machines: int,
+    chunks: int = 1,
+    defer: int | None = None,
+    name: str = "torus",
+) -> Schedule:
+    """`chunks` parts of what comes from a machine; `defer`: the last key stages that own queries put off."""
+    if machines < 1 or problem.ranks % machines or chunks < 1 or (defer or 0) < 0:
+        raise InputError(
+            f"A torus of {problem.ranks} ranks on {machines} machines, chunks={chunks}, defer={defer}.",
+            hint="Machines divide the ranks, chunks are 1 or more, defer is 0 or more.",
+        )
+    build = _Build(problem, mask, mesh, without_idle(mask, partition), machines, chunks)
+    return Schedule(name, problem, mask, mesh, without_empty(build.ops(defer)))
+
+
+class _Build:
+    """Rows and keys of every rank by stage (0: of its own machine), and what each rank has been sent."""
+
+    def __init__(
+        self, problem: Problem, mask: BlockMask, mesh: Mesh, partition: Partition, machines: int, chunks: int
+    ) -> None:
+        self.problem, self.mask, self.partition = problem, mask, partition
+        self.devices, self.chunks = problem.ranks // machines, chunks
+        self.tours = tours(mesh, machines)
+        self.held = {"q": by_machine(problem.q, machines), "kv": by_machine(problem.kv, machines)}
+        units = (1, 1) if mask.is_dense else (mask.block_q, mask.block_k)
+        rows, cols = (
+            [view(held, unit, tour) for tour in self.tours for _ in range(self.devices)]
+            for held, unit in zip(self.held.values(), units, strict=True)
+        )
+        self.rows = [
+            [in_stages(work.rows, seen, units[0], chunks) for work in works]
+            for works, seen in zip(partition.work, rows, strict=True)
+        ]
+        self.mates, fetched = mates_and_columns(mesh, partition, machines)
+        self.hops = max(map(len, self.mates))
+        self.needed = [needed_columns(mask, works) for works in partition.work]
+        self.keys = [
+            [Piece("kv", self._heads(mates), part) for part in in_stages(tokens, seen, units[1], chunks)]
+            for mates, tokens, seen in zip(
+                self.mates, map(self._read, self.mates, fetched), cols, strict=True
+            )
+        ]
+        self.sent: list[list[Piece]] = [[] for _ in self.mates]
+        self.needs: dict[Piece, BoolArray] = {}
+
+    def _heads(self, mates: tuple[int, ...]) -> Indices:
+        runs = chain.from_iterable(self.partition.heads_of(mate).runs for mate in mates)
+        return self.problem.kv_heads_of(Indices.from_runs(runs))
+
+    def _read(self, mates: tuple[int, ...], cols: Indices) -> Indices:
+        """Of some columns, the blocks that any of some ranks read."""
+        needed = np.logical_or.reduce([self.needed[mate] for mate in mates])
+        edges = np.flatnonzero(np.diff(needed, prepend=False, append=False)).reshape(-1, 2)
+        block, size = self.mask.block_k, self.mask.kv_len
+        return cols & Indices(tuple((a * block, min(b * block, size)) for a, b in edges.tolist()))
+
+    def ops(self, defer: int | None) -> list[Op]:
+        stages = range(1, 1 + (len(self.tours) - 1) * self.chunks)
+        rows = [i for i in stages if any(work[i] for works in self.rows for work in works)]
+        keys = [i for i in stages if any(chunks[i] for chunks in self.keys)]
+        scatter = (*self._pull("q", 0)[1], *self._pull("kv", 0)[1])
+        passes = {0: self._passes(0)}
+        pulls: list[Exchange] = []
+        gathered: dict[str, list[Transfer]] = {"q": [], "kv": []}
+        for tensor, some in (("q", rows), ("kv", keys)):
+            for i in some:
+                gather, moves = self._pull(tensor, i)
+                gathered[tensor] += gather
+                pulls.append(Exchange(moves, f"pull {tensor} {i}"))
+                passes |= {i: self._passes(i)} if tensor == "kv" else {}
+        # The first queries leave before keys are put together; where there are none, keys are first.
+        pulls.insert(min(1, len(rows)), Exchange(tuple(gathered["kv"]), "gather kv"))
+        ahead = iter(pulls)
+        found: list[Op] = [Exchange(tuple(gathered["q"]), "gather q"), Exchange(scatter, "scatter")]
+        for i in (0, *rows):
+            found += islice(ahead, 1 if i else 1 + self.chunks)
+            found += self._meet((i,), 0, passes.pop(0, []))
+        put_off = len(keys) if defer is None else min(defer, len(keys))
+        late = keys[len(keys) - put_off :] if rows else []
+        for i in keys:
+            found += islice(ahead, 1)
+            own = () if i in late else (0,)
+            groups = [(*own, *rows)] if i != keys[-1] else [*((row,) for row in rows), own]
+            for group in groups:
+                found += self._meet(group, i, passes.pop(i, []))
+                if i == keys[-1] and group != own:
+                    found.append(self._push(*group))
+        found += [] if keys else [self._push(row) for row in rows]
+        for i in late:
+            found += self._meet((0,), i, [])
+        return [*found, self._push(0)]
+
+    def _meet(self, rows: Sequence[int], keys: int, passes: list[Exchange]) -> list[Op]:
+        """Some stages of rows against one of keys, which the ranks of a machine pass on meanwhile."""
+        found: list[Op] = []
+        for hop in range(self.hops):
+            found += passes[hop : hop + 1]
+            for rank in range(self.problem.ranks):
+                found += self._attends(rank, rows, keys, hop)
+        return found
+
+    def _attends(self, rank: int, rows: Sequence[int], keys: int, hop: int) -> list[Attend]:
+        mates = self.mates[rank]
+        if hop >= len(mates):
+            return []
+        tokens = self.keys[mates[mates.index(rank) - hop]][keys].tokens
+        if keys == hop == 0:
+            # The rank's own copy of replicated keys joins its own columns, so it costs no extra call.
+            tokens = tokens | self.partition.shared
+        found: list[Attend] = []
+        for work, stages in zip(self.partition.work[rank], self.rows[rank], strict=True):
+            q = Piece("q", work.heads, Indices.from_runs(run for i in rows for run in stages[i].runs))
+            if q and q not in self.needs:
+                self.needs[q] = self.mask.needed(q.heads, q.tokens)
+            if q and self._meets(self.needs[q], tokens):
+                found.append(Attend(rank, q, Piece("kv", self.problem.kv_heads_of(work.heads), tokens)))
+        return found
+
+    def _meets(self, needed: BoolArray, tokens: Indices) -> bool:
+        return any(needed[a:b].any() for a, b in tokens.blocks(self.mask.block_k).runs)
+
+    def _queries(self, rank: int, stage: int) -> list[Piece]:
+        works = zip(self.partition.work[rank], self.rows[rank], strict=True)
+        return [Piece("q", work.heads, rows[stage]) for work, rows in works if rows[stage]]
+
+    def _pull(self, tensor: str, stage: int) -> tuple[list[Transfer], tuple[Transfer, ...]]:
+        """Moves inside the machines that put together what is to leave them, and the moves that bring it."""
+        gather: list[Transfer] = []
+        moves: list[Transfer] = []
+        for rank in range(self.problem.ranks):
+            machine = self.tours[rank // self.devices][-(-stage // self.chunks)]
+            door = machine * self.devices + rank % self.devices
+            for piece in self._queries(rank, stage) if tensor == "q" else [self.keys[rank][stage]]:
+                through = piece.tokens & self.held[tensor][machine] if door != rank else EMPTY
+                gather += self._from_home(Piece(tensor, piece.heads, through), door)
+                moves += self._send(Piece(tensor, piece.heads, through), door, rank)
+                # What is here already on this machine; of a block that lies on two machines, the rest.
+                moves += self._from_home(Piece(tensor, piece.heads, piece.tokens - through), rank)
+        return gather, tuple(moves)
+
+    def _from_home(self, piece: Piece, rank: int) -> list[Transfer]:
+        """From whoever holds the tokens, on the same machine where that can be."""
+        layout, found = self.problem.home(piece.tensor), list[Transfer]()
+        machine, rest = rank // self.devices, piece.tokens - layout.held(rank)
+        for source in sorted(layout.holders(rest), key=lambda r: r // self.devices != machine):
+            part = rest & layout.held(source)
+            found += self._send(Piece(piece.tensor, piece.heads, part), source, rank)
+            rest = rest - part
+        return found
+
+    def _send(self, piece: Piece, source: int, rank: int) -> list[Transfer]:
+        """What the rank does not hold at home and was not sent before."""
+        held = self.problem.home(piece.tensor).held(rank)
+        left = Piece(piece.tensor, piece.heads, piece.tokens - held)
+        had = [sent for sent in self.sent[rank] if sent.tensor == piece.tensor and sent.meets(left)]
+        pieces = left.without(had) if left else []
+        self.sent[rank] += pieces
+        return [Transfer(part, source, rank) for part in pieces]
+
+    def _passes(self, stage: int) -> list[Exchange]:
+        """A rank's keys of a stage to the first, second, … next of its ring on the machine."""
+        found: list[Exchange] = []
+        for hop in range(1, self.hops):
+            moves: list[Transfer] = []
+            for rank, mates in enumerate(self.mates):
+                to, piece = mates[(mates.index(rank) + hop) % len(mates)], self.keys[rank][stage]
+                if hop < len(mates) and self._meets(self.needed[to], piece.tokens):
+                    moves += self._send(piece, rank, to)
+            found.append(Exchange(tuple(moves), f"pass kv {stage}"))
+        return found
+
+    def _push(self, *stages: int) -> Exchange:
+        """Finished outputs to every rank that holds the query's token."""
+        moves = tuple(
+            Transfer(Piece("o", piece.heads, tokens), rank, home)
+            for stage in stages
+            for rank in range(self.problem.ranks)
+            for piece in self._queries(rank, stage)
+            for home in self.problem.q.holders(piece.tokens)
+            if home != rank and (tokens := piece.tokens & self.problem.q.held(home))
+        )
+        return Exchange(moves, "return" if stages == (0,) else f"push o {stages[0]}")
