@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from weft.core.problem import Problem
     from weft.core.schedule import Schedule
     from weft.core.topology import Topology
+    from weft.models.stages import stages
     from weft.run.attention import attention
+    from weft.run.switch import gather, keep, split, switch
     from weft.run.trace import trace
 
 __version__ = "0.1.0"
@@ -30,6 +32,11 @@ __all__ = [
     "Topology",
     "WeftError",
     "attention",
+    "gather",
+    "keep",
+    "split",
+    "stages",
+    "switch",
     "trace",
 ]
 
@@ -42,6 +49,11 @@ _HOMES = {
     "Topology": "weft.core.topology",
     "WeftError": "weft.core.errors",
     "attention": "weft.run.attention",
+    "gather": "weft.run.switch",
+    "keep": "weft.run.switch",
+    "split": "weft.run.switch",
+    "stages": "weft.models.stages",
+    "switch": "weft.run.switch",
     "trace": "weft.run.trace",
 }
 

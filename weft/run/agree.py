@@ -19,7 +19,7 @@ def count_rows(comm: Comm, q_rows: int, kv_rows: int) -> tuple[tuple[int, int], 
     return tuple((row[1], row[2]) for row in _meet(comm, COUNT, q_rows, kv_rows))
 
 
-def agree(comm: Comm, facts: dict[str, str]) -> None:
+def agree(comm: Comm, facts: dict[str, str], what: str = "attentions") -> None:
     """Compare facts over all ranks; a difference raises on every rank and names who differs in what."""
     everyone = [json.loads(text) for text in _gather_text(comm, json.dumps(facts))]
     for rank, theirs in enumerate(everyone):
@@ -34,7 +34,7 @@ def agree(comm: Comm, facts: dict[str, str]) -> None:
             found.append(f"{', '.join(odd[:4])}, the others {usual}")
     if found:
         raise AgreementError(
-            f"The ranks are about to run different attentions: {'; '.join(found)}.",
+            f"The ranks are about to run different {what}: {'; '.join(found)}.",
             hint="Give every rank the same call: same mask, plan, sizes, dtype and scale.",
         )
 

@@ -5,6 +5,7 @@ The operations are walked once, in order, on boolean arrays over heads × token 
   coverage   every active (head, q block, kv block) is computed exactly once
   readiness  nothing is read on a rank before it is there, no output leaves before its last tile
   delivery   every output (backward: every gradient) gets home, once
+  switching  every element of a tensor reaches each rank that is to hold it, once
   pairing    one list for all ranks: a transfer is both its send and its receive, and each operation
              waits only for earlier ones, so by induction over the list nobody waits for ever
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from weft.core.mask import BoolArray
+from weft.core.problem import Switch
 from weft.core.schedule import Attend, Schedule, Transfer
 from weft.schedule.measure import Report, measure
 from weft.schedule.proof import Proof
@@ -21,7 +23,10 @@ from weft.schedule.proof import Proof
 
 def verify(schedule: Schedule) -> Report:
     """Raise ScheduleError at the first operation that breaks a rule; else tell bytes and memory."""
-    proof = _BackwardProof(schedule) if schedule.backward else _ForwardProof(schedule)
+    if isinstance(schedule.problem, Switch):
+        proof = _SwitchProof(schedule, schedule.problem)
+    else:
+        proof = _BackwardProof(schedule) if schedule.backward else _ForwardProof(schedule)
     for index, op in enumerate(schedule.ops):
         proof.step(index, op)
     proof.end()
@@ -140,3 +145,40 @@ class _BackwardProof(Proof):
             if lost.any():
                 rank, head, _ = (int(axis[0]) for axis in np.nonzero(lost))
                 self.fail(f"d{name} of head {head}, computed on rank {rank}, never gets home.")
+
+
+class _SwitchProof(Proof):
+    """Elements reach every rank that is to hold them.
+
+    A backward switch takes each partial gradient to every copy it is part of. It is sound if, with the
+    two ends of each transfer swapped, it takes each copy to where the partial gradients are.
+    """
+
+    def __init__(self, schedule: Schedule, problem: Switch) -> None:
+        super().__init__(schedule)
+        self.after = problem.after
+        self.held["x"] = self.held["q"]
+
+    def attended(self, op: Attend, rows: BoolArray, cols: BoolArray) -> None:  # noqa: ARG002
+        self.fail("a switch attends to nothing.")
+
+    def ahead(self, transfer: Transfer) -> Transfer:
+        back = self.schedule.backward
+        return Transfer(transfer.piece, transfer.dst, transfer.src) if back else transfer
+
+    def leave(self, transfer: Transfer) -> None:
+        if transfer.piece.tensor != "x":
+            self.fail(f"a switch moves x, not {transfer.piece.tensor!r}.")
+        src = self.ahead(transfer).src
+        self.require(self.held["x"][src], transfer.piece, f"rank {src} does not have")
+
+    def arrive(self, transfer: Transfer) -> None:
+        self.copy_in(self.ahead(transfer), self.held["x"])
+
+    def end(self) -> None:
+        self.check_all_done()
+        for rank, held in enumerate(self.held["x"]):
+            missing = ~held[self.after.held(rank).array]
+            if missing.any():
+                row = self.after.held(rank).array[int(np.nonzero(missing)[0][0])]
+                self.fail(f"not all of {self.after.dim} {row} reaches rank {rank}.")

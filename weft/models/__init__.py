@@ -1,0 +1,1 @@
+"""Models: how a sharded sequence runs through modules that know nothing of it."""

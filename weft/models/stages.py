@@ -1,0 +1,232 @@
+"""`weft.stages`: say which dims the parts of a model mix, and it runs with its sequence sharded.
+
+    weft.stages(
+        model,
+        {"blocks.*.spatial": "space", "blocks.*.temporal": "time"},
+        dims="batch time space channel",
+    )
+
+Before each stage the tensor is switched as `plan.stages.place` found cheapest; the first stage gets its part
+of the whole tensor, the last one's output is gathered. All that lies between stages must be pointwise.
+What is declared is tested: when a module has run 1, 2, 4, 8, … times, one row of the sharded dim is run
+again beside a random one, and must come out the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from weft.core.errors import InputError
+from weft.models.probe import Call, mixed_dim
+from weft.models.sites import Declared, Groups, Mixes, Site, beside, check_apart, find_sites
+from weft.models.stream import Stream
+from weft.plan.stages import WHOLE, Placement, State, place
+from weft.run.world import World, world_of
+
+__all__ = ["Mixes", "Stages", "stages"]
+
+
+def stages(
+    model: nn.Module,
+    declared: Declared | Sequence[Declared],
+    *,
+    dims: str,
+    shard: str = "",
+    mesh: Any = None,
+    exit: str = WHOLE,
+) -> Stages:
+    """Shard the tensor that runs through the stages of a model; the model gets hooks.
+
+    declared   names of submodules, where * is any one part of a name, with the dims that each mixes. One dict
+               is one loop: its entries run in turn, layer by layer. Several loops are a list of dicts.
+    dims       the dims of the tensor: the first tensor argument, and the first output, of each stage.
+    shard      those that may be sharded; by default all but the first and the last.
+    mesh       a process group or DeviceMesh; one of several axes shards as many dims at once.
+    exit       how the output is left: whole, or sharded by a dim (one for each axis).
+
+    Every rank gives the model the same input. Gradients: see `weft.switch`; of a gathered output, the mean
+    over the ranks is the gradient, as with DDP.
+    """
+    loops = [declared] if isinstance(declared, Mapping) else list(declared)
+    names, leave = dims.split(), tuple(exit.split())
+    cut = tuple(shard.split() or names[1:-1])
+    if unknown := [dim for dim in (*cut, *leave) if dim not in (*names, WHOLE)]:
+        raise InputError(f"There is no dim {unknown[0]!r}.", hint=f"The dims are {', '.join(names)}.")
+    sites = [site for loop in loops for site in find_sites(model, loop, names, cut)]
+    check_apart(sites)
+    if not sites or len(set(names)) < len(names):
+        raise InputError(
+            f"There are {len(sites)} stages with the dims {dims!r}.", hint="Declare one, name dims once."
+        )
+    return Stages(model, sites, Stream(names, _worlds(mesh)), cut, leave)
+
+
+class Stages:
+    """What switches between the stages of a model; `remove` takes it off again."""
+
+    def __init__(
+        self, model: nn.Module, sites: list[Site], stream: Stream, shard: tuple[str, ...], leave: State
+    ) -> None:
+        self.sizes: dict[str, int] = {}
+        """Of the whole tensor, to be told where the first stage has several dims in one."""
+        self.placement: Placement | None = None
+        """What was decided for the last input."""
+        self._sites, self._stream, self._shard, self._leave = sites, stream, shard, leave
+        self._known: dict[tuple[int, ...], Placement] = {}
+        self._next = 0
+        self._runs: dict[str, int] = {}
+        self._probing = False
+        self._hooks = [
+            hook
+            for at, site in enumerate(sites)
+            for hook in (
+                site.module.register_forward_pre_hook(self._before(at), with_kwargs=True),
+                site.module.register_forward_hook(self._after(at), with_kwargs=True),
+            )
+        ]
+        self._hooks += [
+            model.register_forward_pre_hook(lambda *_: self._begin()),
+            *(
+                module.register_forward_hook(self._beside(name), with_kwargs=True)
+                for name, module in beside(model, sites)
+            ),
+        ]
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _begin(self) -> None:
+        """What the model is given is whole."""
+        self._stream.layout = self._stream.whole
+
+    def _before(self, at: int) -> Any:
+        site = self._sites[at]
+
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if self._probing:
+                return None
+            call = _call(site, args, kwargs)
+            self._count(at)
+            if at == 0:
+                self._stream.measure(site, call.x, self.sizes)
+                self.placement = self._place(call.x.element_size())
+            assert self.placement is not None
+            self._stream.layout = self.placement.layouts[at - 1] if at else self._stream.whole
+            x = self._stream.move(
+                self._stream.apart(site, call.x), self.placement.moves[at], f"Stage {site.name}"
+            )
+            return call.given(self._stream.together(site, x))
+
+        return hook
+
+    def _after(self, at: int) -> Any:
+        site = self._sites[at]
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+            if self._probing:
+                return None
+            assert self.placement is not None
+            call = _call(site, args, kwargs)
+            y = out[0] if isinstance(out, tuple) else out
+            if not isinstance(y, Tensor) or y.shape != call.x.shape:
+                found = list(y.shape) if isinstance(y, Tensor) else f"a {type(y).__name__}"
+                raise InputError(
+                    f"Stage {site.name} turns a tensor of shape {list(call.x.shape)} into {found}.",
+                    hint="The first output of a stage must have the shape of its first input.",
+                )
+            if not site.stage.inside:
+                self._test(site.name, module, call, site.groups, site.stage.mixes)
+            if at < len(self._sites) - 1:
+                return None
+            y = self._stream.move(
+                self._stream.apart(site, y), self.placement.moves[-1], f"The end, after {site.name}"
+            )
+            y = self._stream.together(site, y)
+            return (y, *out[1:]) if isinstance(out, tuple) else y
+
+        return hook
+
+    def _beside(self, name: str) -> Any:
+        """Modules between stages get what is sharded, and must not mix it."""
+        alone: Groups = tuple((dim,) for dim in self._stream.dims)
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
+            call = None if self._probing else Call.find(args, kwargs)
+            sizes = self._stream.local(self._stream.layout)
+            if call is not None and list(call.x.shape) == list(sizes.values()):
+                self._test(name, module, call, alone, ())
+
+        return hook
+
+    def _place(self, item_bytes: int) -> Placement:
+        sizes = self._stream.sizes
+        key = (*sizes.values(), item_bytes)
+        if key not in self._known:
+            self._known[key] = place(
+                [site.stage for site in self._sites],
+                {dim: sizes[dim] for dim in self._shard},
+                [world.comm.size for world in self._stream.worlds],
+                width=item_bytes * prod(size for dim, size in sizes.items() if dim not in self._shard),
+                exit=self._leave if len(self._leave) > 1 else "".join(self._leave),
+            )
+        return self._known[key]
+
+    def _count(self, at: int) -> None:
+        """Stages run in the order in which they were declared."""
+        if _again():
+            return
+        if at not in (0, self._next):
+            wanted = self._sites[self._next].name if self._next < len(self._sites) else "nothing"
+            raise InputError(
+                f"Stage {self._sites[at].name} runs where {wanted} was declared to run.",
+                hint="One dict is one loop, whose entries run in turn; give a list of dicts for several.",
+            )
+        self._next = at + 1
+
+    def _test(self, name: str, module: nn.Module, call: Call, groups: Groups, mixes: tuple[str, ...]) -> None:
+        """Raise if a module mixes a dim that is sharded and that it was not declared to mix."""
+        if _again():
+            return
+        stream = self._stream
+        over = zip(stream.layout, stream.worlds, strict=True)
+        dims = [dim for dim, world in over if world.comm.size > 1 and dim not in (WHOLE, *mixes)]
+        runs = self._runs[name] = self._runs.get(name, 0) + bool(dims)
+        if not dims or runs & (runs - 1):
+            return
+        self._probing = True
+        try:
+            mixed = mixed_dim(module, call, dims, groups, stream.local(stream.layout))
+        finally:
+            self._probing = False
+        if mixed is not None:
+            raise InputError(
+                f"Stage {name} mixes {mixed}, which is sharded while it runs.",
+                hint=f'Declare that it does: {{"{name}": "{" ".join((*mixes, mixed))}"}}.',
+            )
+
+
+def _call(site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    call = Call.find(args, kwargs)
+    if call is None:
+        raise InputError(f"Stage {site.name} is given no tensor.")
+    return call
+
+
+def _again() -> bool:
+    """Whether a stage runs once more for its gradients, because a checkpoint kept nothing of it."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _worlds(mesh: Any) -> tuple[World, ...]:
+    """One for each axis."""
+    if isinstance(mesh, DeviceMesh) and mesh.ndim > 1:
+        mesh = [mesh[name] for name in mesh.mesh_dim_names or ()]
+    axes = mesh if isinstance(mesh, list | tuple) else [mesh]
+    return tuple(axis if isinstance(axis, World) else world_of(axis, 60.0) for axis in axes)
