@@ -19,13 +19,13 @@ def ulysses_bytes(tokens: int, heads: int, dim: int, ranks: int, *, backward: bo
     return crossings * share * (ranks - 1) // ranks * 4
 
 
-def exchange(nbytes: int) -> Callable[[], None]:
-    """A call that sends `nbytes` to the other rank while it receives as many, in one message.
+def exchange(nbytes: int, peer: int | None = None) -> Callable[[], None]:
+    """A call that sends `nbytes` to a rank, of two the other one, while it receives as many, in one message.
 
     The buffers live on, so that the time is the link's and not that of fresh pages.
     """
     out, back = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
-    peer = 1 - dist.get_rank()
+    peer = 1 - dist.get_rank() if peer is None else peer
 
     def call() -> None:
         arrived = dist.irecv(back, peer)

@@ -5,6 +5,7 @@ The layers of one model may each have a plan of their own, and only one of them 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate
 
 import torch
@@ -25,15 +26,22 @@ class Arena:
 
     def lend(self, sizes: dict[str, int], device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:
         """The block, and a buffer of each size in it; they are good until the block is another one."""
-        ends = list(accumulate(-(-size // ALIGN) * ALIGN for size in sizes.values()))
-        total = ends[-1] if ends else 0
+        return cut(sizes, lambda total: self._block(total, device))
+
+    def _block(self, total: int, device: torch.device) -> Tensor:
         block = self._blocks.get(device)
         if block is None or block.numel() < total:
             self._blocks.pop(device, None)  # give the old one back before asking for more
             del block
             block = self._blocks[device] = torch.empty(total, dtype=torch.uint8, device=device)
-        starts = [0, *ends[:-1]]
-        return block, {
-            name: block[start : start + size]
-            for (name, size), start in zip(sizes.items(), starts, strict=False)
-        }
+        return block
+
+
+def cut(sizes: dict[str, int], block_of: Callable[[int], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """A block that is large enough, and a buffer of each size in it, aligned and apart."""
+    ends = list(accumulate(-(-size // ALIGN) * ALIGN for size in sizes.values()))
+    block = block_of(ends[-1] if ends else 0)
+    starts = [0, *ends[:-1]]
+    return block, {
+        name: block[start : start + size] for (name, size), start in zip(sizes.items(), starts, strict=False)
+    }

@@ -21,10 +21,13 @@ from weft.masks.random import random_mask
 from weft.run.attention import attention
 from weft.run.kernels import choose
 from weft.run.kernels.tiles import Tiles
+from weft.run.world import world_of
 
 SMALL, LARGE = 64, 8 << 20  # bytes
 MANY = 9
 HEADS, TOKENS, BLOCK = 4, 2048, 64
+IN_PLACE = 1e12  # bytes/s of what is not moved at all
+TIMEOUT = 60.0  # as attention has it, so that it is the same world
 
 
 def calibrate(*, head_dim: int = 64, dtype: str = "float32", machines: int = 1) -> Topology:
@@ -54,7 +57,8 @@ def calibrate(*, head_dim: int = 64, dtype: str = "float32", machines: int = 1) 
         tile_seconds=tile,
         memory_bandwidth=memory,
         post_seconds=measure_post(0, 1, device) if devices > 1 else 0.0,
-        two_sided=True,
+        nic_bandwidth=measure_card(machines, device) if machines > 1 and devices > 1 else 0.0,
+        two_sided=machines > 1 or not _reads_in_place(device),
     )
     return _from_first(found)
 
@@ -62,24 +66,61 @@ def calibrate(*, head_dim: int = 64, dtype: str = "float32", machines: int = 1) 
 def measure_link(a: int, b: int, device: torch.device) -> Link:
     """Two ranks send to each other at the same time, as they do in a schedule; the others wait."""
     small, large = (_exchange_seconds(a, b, size, device) for size in (SMALL, LARGE))
-    seconds = max(large - small, 1e-9)
+    seconds = max(large - small, LARGE / IN_PLACE)
     return _from_first(Link(latency=small, bandwidth=(LARGE - SMALL) / seconds))
 
 
 def _exchange_seconds(a: int, b: int, size: int, device: torch.device, messages: int = 1) -> float:
-    dist.barrier()
-    rank = dist.get_rank()
-    if rank not in (a, b):
-        return 1.0
-    peer = b if rank == a else a
-    out, back = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
-    both = [dist.P2POp(dist.irecv, back, peer), dist.P2POp(dist.isend, out, peer)] * messages
+    """Through the transport that attention uses; there a call is one of all ranks, so the others call too."""
+    comm = world_of(None, TIMEOUT).comm
+    peer = {a: b, b: a}.get(comm.rank)
+    own = {name: torch.zeros(size, dtype=torch.uint8, device=device) for name in ("out", "back")}
 
     def exchange() -> None:
-        for work in dist.batch_isend_irecv(both):
-            work.wait()
+        lender = comm.begin(device)
+        if peer is not None:
+            given = lender.lend(dict.fromkeys(own, size)) if lender else own
+            posts = range(messages)
+            under_way = [
+                comm.post([(peer, given["out"])], [(peer, given["back"])], "calibration", 0) for _ in posts
+            ]
+            for transit in under_way:
+                transit.wait_for(peer)
+                transit.finish()
+        if lender:
+            lender.end()
 
-    return _seconds(exchange, device, repeats=40)
+    dist.barrier()
+    return _seconds(exchange, device, repeats=40 if size == SMALL else 10)
+
+
+def _reads_in_place(device: torch.device) -> bool:
+    """Whether ranks read each other's memory, so that no message waits for its receiver."""
+    lender = world_of(None, TIMEOUT).comm.begin(device)
+    if lender:
+        lender.end()
+    return lender is not None
+
+
+def measure_card(machines: int, device: torch.device) -> float:
+    """Bytes/s that the devices of a machine together send to the next machine, while all machines do."""
+    dist.barrier()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    out, back = (torch.zeros(LARGE // 4, dtype=torch.uint8, device=device) for _ in range(2))
+    before, after = ((rank + step * ranks // machines) % ranks for step in (-1, 1))
+    shift = [dist.P2POp(dist.irecv, back, before), dist.P2POp(dist.isend, out, after)]
+    _pass(shift)
+    dist.barrier()
+    began = time.perf_counter()
+    for _ in range(MANY):
+        _pass(shift)
+    dist.barrier()  # devices do not get equal shares, and the last one counts
+    return _from_first(MANY * ranks // machines * out.numel() / (time.perf_counter() - began))
+
+
+def _pass(messages: list[dist.P2POp]) -> None:
+    for work in dist.batch_isend_irecv(messages):
+        work.wait()
 
 
 def measure_post(a: int, b: int, device: torch.device) -> float:

@@ -104,3 +104,5 @@ def _run(program: Program, schedule: Schedule, frame: Frame) -> None:
         program.run(frame)
     else:
         trace.active.run(program, schedule, frame)
+    if frame.lender is not None:
+        frame.lender.end()

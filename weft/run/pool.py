@@ -10,6 +10,7 @@ A run that fails ends its ranks, and the one after it gets fresh ones.
 
 from __future__ import annotations
 
+import os
 import pickle
 import signal
 import sys
@@ -67,16 +68,23 @@ class Pool:
     """`size` local ranks in one gloo process group, ready when the constructor returns.
 
     `timeout` is that of the process group. `limit` bounds a whole run; without one, a run in which
-    no rank fails takes as long as it needs.
+    no rank fails takes as long as it needs. `transport` is WEFT_TRANSPORT, by default this process's.
     """
 
     def __init__(
-        self, size: int, *, threads: int = 1, timeout: float = 30.0, limit: float | None = None
+        self,
+        size: int,
+        *,
+        threads: int = 1,
+        timeout: float = 30.0,
+        limit: float | None = None,
+        transport: str = "",
     ) -> None:
         if size < 1 or threads < 1:
             raise InputError(f"a pool has 1 rank and 1 thread or more, not {size} and {threads}.")
         self.size = size
         self.threads = threads
+        self.transport = transport or os.environ.get("WEFT_TRANSPORT", "auto")
         self.timeout = timeout
         self.limit = inf if limit is None else limit
         self._closed = False
@@ -143,7 +151,7 @@ class Pool:
     def _fresh_ranks(self) -> _Ranks:
         ranks = _Ranks(self.size)
         try:
-            failures = ranks.launch(self.threads, self.timeout)
+            failures = ranks.launch(self.threads, self.timeout, self.transport)
             if failures:
                 raise RankFailure(failures, self.size, START_HINT)
         except BaseException:
@@ -198,12 +206,12 @@ class _Ranks:
     def pids(self) -> tuple[int, ...]:
         return tuple(process.pid or 0 for process in self._processes)
 
-    def launch(self, threads: int, timeout: float) -> dict[int, Failure]:
+    def launch(self, threads: int, timeout: float, transport: str) -> dict[int, Failure]:
         for process, pipe in start_ranks(self._size, self._directory):
             self._processes.append(process)
             self._pipes.append(pipe)
         # First all get ready: the time-out of one must not run out while another imports torch.
-        self.tell([call(get_ready, threads)] * self._size)
+        self.tell([call(get_ready, threads, transport)] * self._size)
         failures = _failures(self.answers(REPLY_SECONDS, inf))
         if failures:
             return failures

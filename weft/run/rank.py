@@ -110,10 +110,11 @@ def call(fn: Callable[..., Any], *args: Any) -> bytes:
     return pickle.dumps((sys.path, pickled))
 
 
-def get_ready(threads: int) -> None:
+def get_ready(threads: int, transport: str) -> None:
     """The first call of every rank."""
     import torch
 
+    os.environ["WEFT_TRANSPORT"] = transport
     os.environ["OMP_NUM_THREADS"] = str(threads)  # for what a rank may start itself
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     torch.set_num_threads(threads)

@@ -21,6 +21,7 @@ from weft.core.timeline import Span, Timeline
 from weft.run.clocks import Clock, CudaClock, HostClock, align
 from weft.run.comm import Comm
 from weft.run.comm.group import GroupComm
+from weft.run.comm.onesided import OneSidedComm
 from weft.run.program import Program
 from weft.run.steps import Calculation, Frame, Post, Wait
 from weft.run.world import is_launched, machines, world_of
@@ -95,7 +96,7 @@ class Recorder:
 
     def __init__(self, directory: Path, comm: Comm) -> None:
         self.rank = _members(comm)[comm.rank]
-        self.ranks = dist.get_world_size() if isinstance(comm, GroupComm) else comm.size
+        self.ranks = dist.get_world_size() if isinstance(comm, GroupComm | OneSidedComm) else comm.size
         self.alignment = align(comm)
         directory.mkdir(parents=True, exist_ok=True)
         if self.rank == 0:
@@ -184,7 +185,9 @@ class Tracer:
 
 def _members(comm: Comm) -> Sequence[int]:
     """The ranks of a group as the world counts them."""
-    return dist.get_process_group_ranks(comm.group) if isinstance(comm, GroupComm) else range(comm.size)
+    if isinstance(comm, GroupComm | OneSidedComm):
+        return dist.get_process_group_ranks(comm.group)
+    return range(comm.size)
 
 
 def _clear(directory: Path, ranks: int) -> None:

@@ -92,6 +92,9 @@ class _Silence:
         self.rank, self.size, self.bytes_sent = rank, size, 0
         self.noise = torch.empty(0, dtype=dtype)
 
+    def begin(self, device: torch.device) -> None:
+        """Messages may lie anywhere."""
+
     def post(self, sends: list[Message], receives: list[Message], label: str, tag: int) -> _Silence:
         del sends, label, tag
         for _, buffer in receives:

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from weft.run.comm import Comm, Transit
+from weft.run.comm import Comm, Lender, Transit
 from weft.run.kernels import Kernel
 from weft.run.kernels.tiles import Tiles
-from weft.run.places import Index, Planes, is_slice, pick, put
+from weft.run.places import Index, Planes, is_slice, move, pick, put
+
+Message = tuple[int, int]
+"""(op, peer)."""
 
 
 class Frame:
-    """One run of a program: slots by name, messages by (op, peer), and who does the work."""
+    """One run of a program: slots and buffers by name, messages by (op, peer), and who does the work."""
 
     def __init__(self, comm: Comm, kernel: Kernel, scale: float, device: torch.device) -> None:
         self.comm, self.kernel, self.scale, self.device = comm, kernel, scale, device
         self.slots: dict[str, Planes] = {}
-        self.outgoing: dict[tuple[int, int], Tensor] = {}
-        self.incoming: dict[tuple[int, int], Tensor] = {}
+        self.buffers: dict[str, Tensor] = {}
+        self.outgoing: dict[Message, str] = {}
+        self.incoming: dict[Message, str] = {}
+        """Buffers of messages, by name."""
+        self.kept: dict[str, Tensor] = {}
+        self.lender: Lender | None = None
+        self.land: Callable[[Frame, str, Tensor], None]
+        """What a program does with a message that lies elsewhere than in its buffer."""
         self.transits: dict[int, Transit] = {}
         self.started: set[str] = set()
 
@@ -37,7 +47,7 @@ class Copy:
 
     def run(self, frame: Frame) -> None:
         for given, into in zip(frame.slots[self.source], frame.slots[self.target], strict=True):
-            put(into, self.target_index, pick(given, self.source_index), add=self.add)
+            move(given, self.source_index, into, self.target_index, add=self.add)
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,8 +74,8 @@ class Post:
 
     def run(self, frame: Frame) -> None:
         frame.transits[self.op] = frame.comm.post(
-            [(peer, frame.outgoing[self.op, peer]) for peer in self.sends],
-            [(peer, frame.incoming[self.op, peer]) for peer in self.receives],
+            [(peer, frame.buffers[frame.outgoing[self.op, peer]]) for peer in self.sends],
+            [(peer, frame.buffers[frame.incoming[self.op, peer]]) for peer in self.receives],
             self.label,
             self.tag,
         )
@@ -79,7 +89,9 @@ class Wait:
     peer: int
 
     def run(self, frame: Frame) -> None:
-        frame.transits[self.op].wait_for(self.peer)
+        found = frame.transits[self.op].wait_for(self.peer)
+        if found is not None:
+            frame.land(frame, frame.incoming[self.op, self.peer], found)
 
 
 @dataclass(frozen=True, eq=False)

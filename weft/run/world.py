@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,14 +15,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.core.errors import CommError, InputError
 from weft.core.mesh import Mesh
 from weft.run.arena import Arena
-from weft.run.comm import Comm, Message
+from weft.run.comm import Comm, Message, shm, symmetric
 from weft.run.comm.group import GroupComm
+from weft.run.comm.onesided import OneSidedComm
+
+TRANSPORTS = ("auto", "group", "shm", "symmetric")
 
 
 class SoloComm:
     """One rank has nobody to talk to."""
 
     rank, size, bytes_sent = 0, 1, 0
+
+    def begin(self, device: torch.device) -> None:
+        """No messages, no memory for them."""
 
     def post(self, sends: list[Message], receives: list[Message], label: str, tag: int) -> Any:
         raise CommError(f"{label}: a world of one rank has nobody to send to.")
@@ -51,8 +58,27 @@ def world_of(mesh: Any, timeout: float) -> World:
         return _alone
     known = _worlds.setdefault(group, {})
     if timeout not in known:
-        known[timeout] = World(GroupComm(group, timeout))
+        known[timeout] = World(_comm(group, timeout))
     return known[timeout]
+
+
+def transport() -> str:
+    """What $WEFT_TRANSPORT asks for: shared memory where it is (auto), for all ranks (shm), never (group).
+
+    symmetric is the memory of GPUs, not yet run on any.
+    """
+    asked = os.environ.get("WEFT_TRANSPORT", "auto")
+    if asked not in TRANSPORTS:
+        raise InputError(f"WEFT_TRANSPORT={asked!r} is none of {', '.join(TRANSPORTS)}.")
+    return asked
+
+
+def _comm(group: dist.ProcessGroup, timeout: float) -> Comm:
+    base, asked = GroupComm(group, timeout), transport()
+    if asked == "group" or base.size == 1:
+        return base
+    meet = partial(symmetric.meet, group) if asked == "symmetric" else shm.meet
+    return OneSidedComm(base, meet, timeout, group=group, strict=asked != "auto")
 
 
 def _group_of(mesh: Any) -> dist.ProcessGroup | None:

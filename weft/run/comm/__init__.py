@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 Message = tuple[int, Tensor]
@@ -13,12 +14,27 @@ Message = tuple[int, Tensor]
 class Transit(Protocol):
     """Messages under way. A receive is waited for where its data is used, sends at the end."""
 
-    def wait_for(self, peer: int) -> None:
-        """Until the message from `peer` is in its buffer."""
+    def wait_for(self, peer: int) -> Tensor | None:
+        """Until the message from `peer` is here: in its buffer, or in the tensor that is returned."""
         ...
 
     def finish(self) -> None:
         """Until every buffer of this transit may be written again."""
+        ...
+
+
+class Lender(Protocol):
+    """Memory for the messages of one call that peers read in place."""
+
+    near: frozenset[int]
+    """Peers whose messages stay in their own memory: no buffer is needed to receive them."""
+
+    def lend(self, sizes: dict[str, int]) -> dict[str, Tensor]:
+        """A buffer of each size, the same ones whenever the same sizes are asked for."""
+        ...
+
+    def end(self) -> None:
+        """The call is over: this rank reads nothing of its peers any more."""
         ...
 
 
@@ -29,6 +45,10 @@ class Comm(Protocol):
     size: int
     bytes_sent: int
     """Payload handed to the transport so far."""
+
+    def begin(self, device: torch.device) -> Lender | None:
+        """A call begins, on all ranks; where messages have to lie in certain memory, who lends it."""
+        ...
 
     def post(self, sends: list[Message], receives: list[Message], label: str, tag: int) -> Transit:
         """Start all of them and return at once; the n-th post of a pair and tag meets its peer's n-th.

@@ -24,6 +24,9 @@ class GroupComm:
         self.rank, self.size = group.rank(), group.size()
         self.bytes_sent = 0
 
+    def begin(self, device: torch.device) -> None:
+        """Messages may lie anywhere."""
+
     def post(self, sends: list[Message], receives: list[Message], label: str, tag: int) -> GroupTransit:
         self.bytes_sent += sum(buffer.numel() * buffer.element_size() for _, buffer in sends)
         try:

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from weft.core.errors import CommError
@@ -38,6 +39,9 @@ class ThreadComm:
         self._sent: dict[tuple[int, int], int] = {}
         self._received: dict[tuple[int, int], int] = {}
         self._gathered = 0
+
+    def begin(self, device: torch.device) -> None:
+        """Messages may lie anywhere."""
 
     def post(self, sends: list[Message], receives: list[Message], label: str, tag: int) -> _ThreadTransit:
         for peer, buffer in sends:

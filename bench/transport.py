@@ -1,0 +1,273 @@
+"""Shared memory against gloo between two ranks of one machine: messages, whole attentions, a straggler.
+
+    python -m bench.transport [--quick] [--json FILE]
+
+Two processes with one thread each; contenders take turns in rounds, the slower rank counts, and a ratio is
+the median over rounds. Messages: both ranks send and receive one that is packed already, until the
+receiver may read it: gloo, shared memory read in place, and shared memory with the message copied out and
+the sender told that it may write again. Attention: float32, 8 heads of 64, weft over shared memory, weft
+over gloo, and the limit: the same kernel on half of the heads, while the other rank has the other half.
+A straggler: rank 1 sleeps 50 ms once in each call, at a random stage of a ring; what the call loses by it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.progress import Progress
+
+from bench.links import exchange
+from bench.rows import (
+    Line,
+    Report,
+    Round,
+    Row,
+    Took,
+    interleave,
+    main,
+    median_ratio,
+    quartiles,
+    take_turns,
+    undisturbed,
+)
+from weft.core.layout import Layout
+from weft.core.mask import BlockMask
+from weft.core.problem import Problem
+from weft.plan.choose import build
+from weft.run.attention import attention
+from weft.run.comm import shm
+from weft.run.comm.group import GroupComm
+from weft.run.comm.onesided import OneSidedComm
+from weft.run.execute import Executor
+from weft.run.kernels import Kernel, choose
+from weft.run.kernels.tiles import Tiles
+from weft.run.pool import Pool
+
+RANKS, HEADS, DIM = 2, 8, 64
+CPU = torch.device("cpu")
+SLEEP = 0.05
+GLOO, SHM, COPY, FLAGS, COMPUTE = "gloo", "shared memory", "with copy and ack", "sync=flags", "compute alone"
+MB = 1 << 20
+TIMEOUTS = {GLOO: 120.0, SHM: 121.0}  # a world is made once for each time-out, with the transport of then
+
+# On a rank.
+
+_stage: dict[str, Callable[[], object]] = {}
+
+
+def prepare_messages(num_bytes: int) -> None:
+    _stage.clear()
+    _stage[GLOO] = exchange(num_bytes)
+    _stage[SHM] = _message(num_bytes, copied=False)
+    _stage[COPY] = _message(num_bytes, copied=True)
+
+
+def _comm(kind: str) -> Any:
+    assert dist.group.WORLD is not None
+    base = GroupComm(dist.group.WORLD, TIMEOUTS[GLOO])
+    if kind == GLOO:
+        return base
+    return OneSidedComm(base, shm.meet, base.timeout, sync="flags" if kind == FLAGS else "barrier")
+
+
+def _message(num_bytes: int, *, copied: bool) -> Callable[[], None]:
+    comm, peer = _comm(SHM), 1 - dist.get_rank()
+    own = torch.zeros(num_bytes, dtype=torch.uint8)
+    nowhere = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
+
+    def call() -> None:
+        lender = comm.begin(CPU)
+        out = lender.lend({"message": num_bytes})["message"]
+        found = comm.post([(peer, out)], [(peer, nowhere)], "op 0 (message)", 0).wait_for(peer)
+        if copied:
+            own.copy_(found)
+        lender.end()
+        if copied:
+            comm.window.barrier(comm.calls, comm.timeout)
+
+    for turn in range(2):  # both halves get their pages, and the reader its view of them
+        lender = comm.begin(CPU)
+        lender.lend({"message": num_bytes})["message"].fill_(turn)
+        lender.end()
+        call()
+        own.copy_(comm.window.get(peer, 0, num_bytes))
+    return call
+
+
+def prepare_attention(tokens: int) -> None:
+    """Every contender once, so that plans are made, memory is there, and answers are the same."""
+    _stage.clear()
+    torch.manual_seed(tokens)
+    whole = [torch.randn(1, HEADS, tokens, DIM) for _ in range(3)]
+    mine = torch.arange(tokens).chunk(RANKS)[dist.get_rank()]
+    shards = [x[:, :, mine].contiguous() for x in whole]
+    for kind, asked in ((GLOO, "group"), (SHM, "shm")):
+        os.environ["WEFT_TRANSPORT"] = asked
+        _stage[kind] = partial(attention, *shards, tokens=tokens, timeout=TIMEOUTS[kind])
+    some = HEADS // RANKS
+    half = [x[:, dist.get_rank() * some :][:, :some].contiguous() for x in whole]
+    _stage[COMPUTE] = partial(choose("auto").attend, *half, Tiles(None, 64, 64, tokens, tokens), DIM**-0.5)
+    answers = [call() for call in (_stage[GLOO], _stage[SHM], _stage[SHM])]
+    if not all(torch.equal(answers[0], answer) for answer in answers):  # type: ignore[call-overload]
+        raise RuntimeError("the transports do not agree")
+
+
+class _Sleepy:
+    """A kernel that sleeps before one of its next calls."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel, self.name, self.awake = kernel, kernel.name, -1
+        self.attend_backward = kernel.attend_backward
+
+    def attend(self, *given: Any, **named: Any) -> Any:
+        if self.awake == 0:
+            time.sleep(SLEEP)
+        self.awake -= 1
+        return self.kernel.attend(*given, **named)
+
+
+def prepare_straggler(tokens: int) -> None:
+    _stage.clear()
+    layout = Layout.even(tokens, RANKS)
+    problem = Problem(
+        batch=1, heads=HEADS, kv_heads=HEADS, head_dim=DIM, q=layout, kv=layout, dtype="float32"
+    )
+    schedule = build("ring", problem, BlockMask.dense(HEADS, tokens))
+    shards = [torch.randn(1, HEADS, layout.rows(dist.get_rank()), DIM) for _ in range(3)]
+    chance = random.Random(dist.get_rank())
+    for kind in (GLOO, SHM, FLAGS):
+        kernel = _Sleepy(choose("auto"))
+        executor = Executor(schedule, _comm(kind), kernel, name=kind)
+
+        def call(*, sleepy: bool, kernel: _Sleepy = kernel, executor: Executor = executor) -> None:
+            kernel.awake = chance.randrange(RANKS) if sleepy and dist.get_rank() == 1 else -1
+            executor.forward(*shards, DIM**-0.5, keep=False)  # type: ignore[call-arg]
+
+        _stage[kind], _stage[f"{kind}, asleep"] = partial(call, sleepy=False), partial(call, sleepy=True)
+    for call_once in [*_stage.values()] * 2:
+        call_once()
+
+
+def play(turn: int) -> dict[str, Took]:
+    return take_turns(_stage, turn, before=dist.barrier)
+
+
+# In the parent.
+
+
+def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - the command line's call
+    report = Report()
+    sizes = (1, 16) if quick else (1, 4, 16, 64)
+    lengths = (1024, 4096) if quick else (1024, 2048, 4096, 8192)
+    share = 4.0 if quick else 12.0
+
+    def rounds(prepare: Callable[[int], None], argument: int, seconds: float) -> Sequence[Round]:
+        pool.run(prepare, argument)
+        task = progress.add_task(f"{prepare.__name__} {argument}", total=seconds)
+        played: list[Round] = []
+        for one in interleave(partial(pool.run, play), seconds):
+            played.append(one)
+            progress.update(task, completed=one.spent)
+        return undisturbed(played)
+
+    with Pool(RANKS, threads=1, timeout=120.0) as pool:
+        for size in sizes:
+            _messages(report, f"{size} MB", rounds(prepare_messages, size * MB, share))
+        for tokens in lengths:
+            seconds = share if tokens < 4096 else 2 * share
+            _attention(report, tokens, rounds(prepare_attention, tokens, seconds))
+        _straggler(report, rounds(prepare_straggler, 1024, share))
+    return report
+
+
+def _messages(report: Report, case: str, played: Sequence[Round]) -> None:
+    wall = _walls(played)
+    for name, least in ((SHM, 5.0), (COPY, 3.0)):
+        ratio = median_ratio(wall[GLOO], wall[name])
+        report.rows.append(
+            Row(
+                case=f"{case} {'read in place' if name == SHM else name}",
+                measured=median(wall[name]),
+                unit="ms",
+                peer=median(wall[GLOO]),
+                peer_name="gloo",
+                limit=None,
+                bar=f"gloo/weft ≥ {least:g} (is {ratio:.1f})",
+                holds=ratio >= least,
+            )
+        )
+    _add_lines(report, case, played)
+
+
+def _attention(report: Report, tokens: int, played: Sequence[Round]) -> None:
+    wall = _walls(played)
+    over_limit, over_gloo = median_ratio(wall[SHM], wall[COMPUTE]), median_ratio(wall[GLOO], wall[SHM])
+    long = tokens >= 4096
+    bar = f"weft/limit ≤ 1.03 (is {over_limit:.3f})" if long else f"gloo/weft ≥ 1.05 (is {over_gloo:.3f})"
+    report.rows.append(
+        Row(
+            case=f"attention S={tokens}",
+            measured=median(wall[SHM]),
+            unit="ms",
+            peer=median(wall[GLOO]),
+            peer_name="weft over gloo",
+            limit=median(wall[COMPUTE]),
+            bar=bar,
+            holds=over_limit <= 1.03 if long else over_gloo >= 1.05,
+        )
+    )
+    _add_lines(report, f"attention S={tokens}", played)
+
+
+def _straggler(report: Report, played: Sequence[Round]) -> None:
+    wall = _walls(played)
+    lost = {
+        kind: median(
+            late - on_time for late, on_time in zip(wall[f"{kind}, asleep"], wall[kind], strict=True)
+        )
+        for kind in (GLOO, SHM, FLAGS)
+    }
+    report.rows.append(
+        Row(
+            case="a rank sleeps 50 ms: lost",
+            measured=lost[SHM],
+            unit="ms",
+            peer=lost[GLOO],
+            peer_name="weft over gloo",
+            limit=SLEEP * 1e3,
+            bar="lost ≤ 1.05 × the sleep",
+            holds=lost[SHM] <= 1.05e3 * SLEEP,
+        )
+    )
+    _add_lines(report, "straggler", played)
+
+
+def _walls(played: Sequence[Round]) -> dict[str, list[float]]:
+    return {name: [one.took[name].wall * 1e3 for one in played] for name in played[0].took}
+
+
+def _add_lines(report: Report, case: str, played: Sequence[Round]) -> None:
+    wall = _walls(played)
+    for name, times in wall.items():
+        report.lines.append(
+            Line(
+                case=case,
+                name=name,
+                measured=median(times),
+                quartiles=quartiles(times),
+                cpu=median(one.took[name].cpu * 1e3 for one in played),
+                ratio=None if name == SHM else median_ratio(times, wall[SHM]),
+            )
+        )
+
+
+if __name__ == "__main__":
+    main(measure, __doc__ or "")

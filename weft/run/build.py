@@ -1,0 +1,96 @@
+"""Build a C library once, at first use, into a cache; a missing compiler is an error that says so."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.core.errors import MissingError
+
+
+@dataclass(frozen=True)
+class Library:
+    """C sources and how each is compiled; `what` and `instead` are for who has no compiler."""
+
+    name: str
+    folder: Path
+    units: tuple[tuple[str, tuple[str, ...]], ...]
+    """(source file, flags); one source may be compiled several times, with different flags."""
+    what: str
+    instead: str
+
+    def path(self) -> Path:
+        """The shared library, built if it is not in the cache yet."""
+        sources = b"".join(path.read_bytes() for path in sorted(self.folder.iterdir()))
+        content = sources + repr((self.units, platform.machine())).encode()
+        target = _cache_dir() / f"{self.name}-{hashlib.sha256(content).hexdigest()[:16]}.so"
+        with _alone_in(target.parent):
+            if not target.exists():
+                self._build(target)
+        return target
+
+    def _build(self, target: Path) -> None:
+        found = compiler()
+        if found is None:
+            hint = f"Install gcc (Debian: apt install gcc), or use {self.instead}."
+            raise MissingError(f"{self.what} needs a C compiler, and none is here.", hint=hint)
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            objects = [f"{i}.o" for i in range(len(self.units))]
+            calls = [
+                [found, *flags, "-fPIC", "-c", str(self.folder / source), "-o", output]
+                for (source, flags), output in zip(self.units, objects, strict=True)
+            ]
+            self._run_all(calls, folder)
+            link = [found, "-shared", *objects, "-o", "whole.so", "-lm", "-lpthread", "-ldl"]
+            self._run_all([link], folder)
+            # Renamed when it is whole: a build that is cut off leaves nothing that could be loaded.
+            Path(folder, "whole.so").replace(target)
+
+    def _run_all(self, calls: list[list[str]], folder: str) -> None:
+        running = [
+            subprocess.Popen(call, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            for call in calls
+        ]
+        outputs = [process.communicate()[0] for process in running]
+        for process, output in zip(running, outputs, strict=True):
+            if process.returncode:
+                message = f"{self.what} does not build here: {output.strip()[:400]}"
+                raise MissingError(message, hint=f"Use {self.instead}.")
+
+
+def compiler() -> str | None:
+    """The C compiler that would be used."""
+    return next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """One process at a time: ranks that start together need one build, not one each."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _cache_dir() -> Path:
+    """A folder of the user's own, since what lies in it is loaded and run."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = base / "weft"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.stat().st_uid == os.getuid() and os.access(folder, os.W_OK):
+            return folder
+    except OSError:
+        pass
+    return Path(tempfile.mkdtemp(prefix="weft-"))

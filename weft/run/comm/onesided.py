@@ -1,0 +1,177 @@
+"""One-sided messages: written once in the sender's memory and read there, by peers that share a window.
+
+A message costs a few words: where it lies. A ring that passes one on passes these words. Peers that are
+not in the window are served by the process group.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.core.errors import CommError
+from weft.run.arena import cut
+from weft.run.comm import Comm, Message, Transit
+from weft.run.comm.window import HALVES, Late, Window, Words
+
+Meet = Callable[[Comm], tuple[Window | None, str]]
+
+
+class OneSidedComm:
+    """`base` is for agreement and for peers out of reach; the window is made by the first call.
+
+    sync    when a rank may write its memory again.
+            barrier: calls alternate between two halves, so a call waits only for peers that are still in
+            the call before the last. flags: one half, so every peer must have left the last call.
+    """
+
+    def __init__(
+        self,
+        base: Comm,
+        meet: Meet,
+        timeout: float,
+        *,
+        group: dist.ProcessGroup | None = None,
+        sync: str = "barrier",
+        strict: bool = False,
+    ) -> None:
+        self.base, self.timeout, self.group = base, timeout, group
+        self.rank, self.size, self.bytes_sent = base.rank, base.size, 0
+        self.window: Window | None = None
+        self.reason = "no call yet"
+        self._meet, self._strict = meet, strict
+        self._halves = HALVES if sync == "barrier" else 1
+        self._lent: list[Half] = []
+        self._met = False
+        self.calls = 0
+        self._expected: dict[tuple[int, int], int] = {}
+        self._arrived: dict[tuple[int, int], int] = {}
+        self._inbox: dict[tuple[int, int, int], Words] = {}
+
+    def begin(self, device: torch.device) -> Half | None:
+        if not self._met:
+            self.window, self.reason = self._meet(self.base)
+            self._met = True
+        if self._strict and self.reason:
+            raise CommError(f"Not all ranks share memory: {self.reason}.", hint="Use transport='auto'.")
+        window = self.window
+        if window is None or device.type != window.device_type:
+            return None
+        if not self._lent:
+            self._lent = [Half(window, number, self.end) for number in range(self._halves)]
+        self.calls += 1
+        try:
+            window.barrier(self.calls - self._halves, self.timeout)
+        except Late as late:
+            raise self.late(late, "op 0 (leave to write again)", self.timeout) from late
+        return self._lent[self.calls % self._halves]
+
+    def end(self) -> None:
+        assert self.window is not None
+        self.window.arrive(self.calls)
+
+    def post(self, sends: list[Message], receives: list[Message], label: str, tag: int) -> Transit:
+        self.bytes_sent += sum(buffer.numel() * buffer.element_size() for _, buffer in sends)
+        window = self.window
+        if window is None or any(
+            x.device.type not in (window.device_type, "meta") for _, x in sends + receives
+        ):
+            return self.base.post(sends, receives, label, tag)
+        near = window.near
+        far_sends, far_receives = ([m for m in some if m[0] not in near] for some in (sends, receives))
+        by_group = None
+        if far_sends or far_receives:
+            by_group = self.base.post(far_sends, far_receives, label, tag)
+        for peer, buffer in sends:
+            if peer in near:
+                self._tell(window, peer, buffer, label, tag)
+        coming: dict[int, tuple[int, int]] = {}
+        for peer, buffer in receives:
+            if peer in near:
+                number = self._expected[peer, tag] = self._expected.get((peer, tag), 0) + 1
+                coming[peer] = number, buffer.numel()
+        return OneSidedTransit(self, (label, tag), coming, dict(far_receives), by_group)
+
+    def gather_numbers(self, numbers: list[int]) -> list[list[int]]:
+        return self.base.gather_numbers(numbers)
+
+    def _tell(self, window: Window, peer: int, buffer: Tensor, label: str, tag: int) -> None:
+        place = window.place(buffer)
+        if place is None:
+            raise CommError(f"{label}: the message to rank {peer} is not in memory that begin() lent.")
+        try:
+            window.put(peer, Words(tag, *place, buffer.numel()), self.timeout)
+        except Late as late:
+            raise self.late(late, label, self.timeout, way="to") from late
+
+    def message(self, peer: int, label: str, tag: int, number: int) -> Tensor:
+        """The n-th message of a peer and tag, where it lies."""
+        assert self.window is not None
+        began = time.monotonic()
+        while (peer, tag, number) not in self._inbox:
+            try:
+                words = self.window.wait(peer, began + self.timeout - time.monotonic())
+            except Late as late:
+                raise self.late(late, label, time.monotonic() - began) from late
+            count = self._arrived[peer, words.tag] = self._arrived.get((peer, words.tag), 0) + 1
+            self._inbox[peer, words.tag, count] = words
+        words = self._inbox.pop((peer, tag, number))
+        return self.window.get(words.owner, words.offset, words.num_bytes)
+
+    def late(self, late: Late, label: str, seconds: float, way: str = "from") -> CommError:
+        return CommError(
+            f"Rank {self.rank} waited {seconds:.1f} s for {label} {way} rank {late.peer}: {late}.",
+            hint="That rank is lost, stuck or late; look at its own error first.",
+        )
+
+
+class Half:
+    """Memory that one call writes its messages into."""
+
+    def __init__(self, window: Window, number: int, end: Callable[[], None]) -> None:
+        self.near, self.end = window.near, end
+        self._window, self._number = window, number
+
+    def lend(self, sizes: dict[str, int]) -> dict[str, Tensor]:
+        """Buffers for a program's messages; they stay where they are for good."""
+        return cut(sizes, lambda total: self._window.allocate(self._number, total))[1]
+
+
+class OneSidedTransit:
+    """Messages of one post. Those in the window are read where they lie, so nothing of a send is awaited."""
+
+    def __init__(
+        self,
+        comm: OneSidedComm,
+        what: tuple[str, int],
+        coming: dict[int, tuple[int, int]],
+        received: dict[int, Tensor],
+        by_group: Transit | None,
+    ) -> None:
+        self.comm, self.coming, self.received, self.by_group = comm, coming, received, by_group
+        self.label, self.tag = what
+
+    def wait_for(self, peer: int) -> Tensor | None:
+        if self.by_group is not None and peer in self.received:
+            self.by_group.wait_for(peer)
+            return self.received[peer]
+        if peer not in self.coming:
+            return None
+        number, expected = self.coming.pop(peer)
+        found = self.comm.message(peer, self.label, self.tag, number)
+        if found.numel() != expected:
+            raise CommError(
+                f"{self.label}: rank {peer} sent {found.numel()} bytes, expected {expected}.",
+                hint="The ranks run different plans.",
+            )
+        return found
+
+    def finish(self) -> None:
+        for peer in list(self.coming):
+            self.wait_for(peer)
+        if self.by_group is not None:
+            self.by_group.finish()
