@@ -54,8 +54,8 @@ def test_a_traced_run_goes_through_the_report(run, tmp_path):
     assert case["traffic"] == measure(schedule).matrix().tolist()  # one forward's, not all six calls'
     shares = case["summary"]["compute"] + case["summary"]["exposed"] + case["summary"]["idle"]
     assert shares == pytest.approx(1.0)
-    assert case["loads"]["bound"] is None and "One state only" in case["loads"]["note"]
-    assert {"timeline", "loads", "traffic"} == set(found["figures"])
+    assert case["loads"]["after"] == list(measure(schedule).work)
+    assert {"timeline", "loads", "traffic", "mask-head-0", "memory"} <= set(found["figures"])
 
 
 def test_its_perfetto_trace_is_valid_and_has_every_call(run, tmp_path):
@@ -67,17 +67,17 @@ def test_its_perfetto_trace_is_valid_and_has_every_call(run, tmp_path):
     assert {span["name"].split()[0] for span in spans} >= {"attend", "gradient", "send", "wait"}
 
 
-def test_with_its_schedule_it_has_everything_but_a_cluster(run, tmp_path):
+def test_a_trace_alone_says_what_is_missing(run, tmp_path):
     folder, schedule = run
-    both = tmp_path / "both"
-    both.mkdir()
+    assert Schedule.load(folder / "schedule.json") == schedule
+    bare = tmp_path / "bare"
+    bare.mkdir()
     for path in folder.glob("*.jsonl"):
-        (both / path.name).write_bytes(path.read_bytes())
-    (both / "schedule.json").write_text(dumps(schedule))
-    found = report(both, "-o", tmp_path / "out")
+        (bare / path.name).write_bytes(path.read_bytes())
+    found = report(bare, "-o", tmp_path / "out")
     [case] = found["cases"]
-    assert case["loads"]["after"] == list(measure(schedule).work)
-    assert {"mask-head-0", "memory", "loads"} <= set(found["figures"])
+    assert case["loads"]["bound"] is None and "One state only" in case["loads"]["note"]
+    assert {"timeline", "loads", "traffic"} == set(found["figures"])
 
 
 def test_it_lies_over_its_own_simulation(run, tmp_path):

@@ -14,9 +14,10 @@ from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.problem import ITEM_BYTES, Problem
 from weft.core.schedule import Schedule
-from weft.core.topology import Topology
+from weft.core.topology import Link, Topology
 from weft.plan.choose import Plan, build, choose
 from weft.run.kernels import IMPLEMENTATIONS
+from weft.run.world import machines
 from weft.schedule.verify import verify
 
 Counts = tuple[tuple[int, ...], ...]
@@ -154,13 +155,26 @@ def schedule_for(
     )
 
 
+# Until `weft calibrate` says better: shared memory inside a machine, 10 Gbit/s between machines.
+SOMEWHERE = Topology(
+    name="not calibrated",
+    intra=Link(latency=3e-5, bandwidth=1e10),
+    inter=Link(latency=1e-4, bandwidth=1.25e9),
+    nic_bandwidth=1.25e9,
+)
+
+
 def topology_for(given: Topology | None, ranks: int) -> Topology:
     """What the caller says, else what was calibrated here; the same on all ranks, or they will not agree."""
     if given is not None:
         return given
-    path = os.environ.get("WEFT_TOPOLOGY")
-    found = Topology.from_toml(path) if path else Topology()
-    return replace(found, devices=ranks) if found.machines == 1 and not found.links else found
+    if path := os.environ.get("WEFT_TOPOLOGY"):
+        found = Topology.from_toml(path)
+        return replace(found, devices=ranks) if found.machines == 1 and not found.links else found
+    # A group of some of the ranks may lie anywhere: only of all of them is it known.
+    whole = ranks == int(os.environ.get("WORLD_SIZE", "1")) and ranks % machines() == 0
+    several = machines() if whole else 1
+    return replace(SOMEWHERE, machines=several, devices=ranks // several)
 
 
 def facts(schedule: Schedule, tensors: Tensors, options: Options, kernel: str) -> dict[str, str]:

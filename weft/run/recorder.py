@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from weft.core.codec import dumps
 from weft.core.schedule import Schedule
 from weft.core.timeline import Span, Timeline
 from weft.run.clocks import Clock, CudaClock, HostClock, align
@@ -105,6 +106,8 @@ class Recorder:
         self.name, self.calls, self.held, self.written = "", 0, 0, time.monotonic()
         self.pending: list[tuple[int, Texts, list[Any], Clock]] = []
         self.texts: WeakKeyDictionary[Program, Texts] = WeakKeyDictionary()
+        self.saved = directory / "schedule.json"
+        self.schedules: dict[str, Schedule] = {}
         self.clocks: dict[torch.device, Clock] = {}
 
     def run(self, program: Program, schedule: Schedule, frame: Frame) -> None:
@@ -113,6 +116,8 @@ class Recorder:
             spans = outline(program, schedule, _members(frame.comm), frame.comm.rank)
             texts = self.texts[program] = [(_beginning(span), start, end) for span, start, end in spans]
             self.name = self.name or schedule.name
+            if not schedule.backward:
+                self.schedules[schedule.digest] = schedule
         marks: list[Any] = []
         clock = self._clock(frame.device)
         self.pending.append((self.calls, texts, marks, clock))
@@ -144,6 +149,17 @@ class Recorder:
     def close(self) -> None:
         self.write()
         self.file.close()
+        self._save_schedule()
+
+    def _save_schedule(self) -> None:
+        """Beside the trace, a report has masks and loads of it too; of several, none would fit all calls."""
+        if self.rank:
+            return
+        self.saved.unlink(missing_ok=True)
+        if len(self.schedules) == 1:
+            (only,) = self.schedules.values()
+            if only.problem.ranks == self.ranks and only.mask.heads:
+                self.saved.write_text(dumps(only), encoding="utf-8")
 
     def _head(self) -> str:
         clocks = tuple((ahead / 1e9, unsure / 1e9) for ahead, unsure in self.alignment.clocks)
