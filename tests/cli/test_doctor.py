@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -86,12 +85,10 @@ def test_no_compiler_is_a_row_with_a_command(monkeypatch: pytest.MonkeyPatch) ->
     assert rows()["C compiler"].add == "apt install gcc"
 
 
-def test_little_shared_memory_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = namedtuple("usage", "total")
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: usage(2**26))
-    monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/dev/shm")
-    memory, shared = doctor._memory()
-    assert (memory.status, shared.status, shared.found) == ("ok", "limited", "0.0625 GiB")
+def test_ranks_that_cannot_share_memory_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weft.run.comm.shm.missing", lambda: "no C compiler")
+    shared = rows()["shared memory"]
+    assert shared.status == "limited" and "no C compiler" in shared.note
 
 
 def test_gpus_are_named_with_memory_and_peers() -> None:

@@ -56,6 +56,7 @@ def examine() -> list[Finding]:
         "backends": lambda: _backends(torch),
         "cores": _cores,
         "memory": _memory,
+        "shared memory": lambda: _sharing(torch),
         "GPUs": lambda: _gpus(torch),
         "compilers": _compilers,
         "CPU kernel": lambda: _cpu_kernel(torch),
@@ -143,16 +144,18 @@ def _memory() -> list[Finding]:
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.exists() and (text := limit.read_text().strip()) != "max":
         size = min(size, int(text))
-    rows = [Finding(name="memory", status="ok", found=_gib(size))]
-    shared = Path("/dev/shm")
-    if shared.exists():
-        size = shutil.disk_usage(shared).total
-        # Containers start with 64 MiB, less than the K and V of one video layer.
-        low = size < 2**30
-        note = "little; start the container with --shm-size=4g" if low else ""
-        status: Status = "limited" if low else "ok"
-        rows.append(Finding(name="shared memory", status=status, found=_gib(size), note=note))
-    return rows
+    return [Finding(name="memory", status="ok", found=_gib(size))]
+
+
+def _sharing(torch: ModuleType | None) -> list[Finding]:
+    if torch is None:
+        return []
+    from weft.run.comm.shm import missing
+
+    if reason := missing():
+        note = f"ranks of this machine talk by sockets: {reason}"
+        return [Finding(name="shared memory", status="limited", note=note)]
+    return [Finding(name="shared memory", status="ok", found="read in place by the ranks of this machine")]
 
 
 def _gpus(torch: ModuleType | None) -> list[Finding]:
