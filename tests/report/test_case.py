@@ -79,7 +79,7 @@ def test_own_tensors_are_less_than_the_peak():
 def test_of_several_calls_the_median_one_is_shown():
     toy = two_ranks()
     spans = [
-        replace(s, call=call, start=10 * call + s.start * factor, end=10 * call + s.end * factor)
+        s._replace(call=call, start=10 * call + s.start * factor, end=10 * call + s.end * factor)
         for call, factor in enumerate((1.5, 0.5, 1.0))
         for s in toy.spans
     ]
@@ -93,8 +93,7 @@ def test_a_forward_is_shown_and_a_backward_counted():
     toy = two_ranks()
     # A forward, its backward of twice the time, a slower forward, its backward.
     spans = tuple(
-        replace(
-            s,
+        s._replace(
             call=call,
             start=20 * call + s.start * factor,
             end=20 * call + s.end * factor,

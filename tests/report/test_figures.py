@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -44,7 +43,7 @@ def test_the_timeline_of_a_toy_is_to_scale():
 
 
 def test_two_timelines_share_one_axis():
-    slow = two_ranks(spans=tuple(replace(s, start=2 * s.start, end=2 * s.end) for s in two_ranks().spans))
+    slow = two_ranks(spans=tuple(s._replace(start=2 * s.start, end=2 * s.end) for s in two_ranks().spans))
     figure = gantt([Case("fast", two_ranks()), Case("slow", slow)])
     first, second = rects(figure, "wait")
     assert second.width == pytest.approx(2 * first.width) and second.y > first.y
@@ -52,7 +51,7 @@ def test_two_timelines_share_one_axis():
 
 
 def test_a_timeline_that_would_be_a_hair_has_its_own_axis():
-    slow = two_ranks(spans=tuple(replace(s, start=99 * s.start, end=99 * s.end) for s in two_ranks().spans))
+    slow = two_ranks(spans=tuple(s._replace(start=99 * s.start, end=99 * s.end) for s in two_ranks().spans))
     figure = gantt([Case("fast", two_ranks()), Case("slow", slow)])
     first, second = rects(figure, "wait")
     assert second.width == pytest.approx(first.width)

@@ -20,7 +20,7 @@ def test_the_path_goes_through_the_send_that_was_waited_for():
 
 def test_computing_does_not_wait_for_its_own_sends():
     toy = two_ranks()
-    longer = replace(toy.spans[1], peer=1, end=2.0), replace(toy.spans[2], start=2.0, end=5.0)
+    longer = toy.spans[1]._replace(peer=1, end=2.0), toy.spans[2]._replace(start=2.0, end=5.0)
     timeline = replace(toy, spans=(toy.spans[0], *longer))
     assert [s.kind for s in critical_path(timeline)] == ["attend", "attend"]
 
@@ -31,7 +31,7 @@ def test_nothing_has_no_path():
 
 def test_spans_of_no_length_do_not_trap_the_walk():
     toy = two_ranks()
-    still = tuple(replace(toy.spans[0], start=1.0, end=1.0, op=op) for op in range(5, 9))
+    still = tuple(toy.spans[0]._replace(start=1.0, end=1.0, op=op) for op in range(5, 9))
     path = critical_path(replace(toy, spans=(*toy.spans, *still)))
     assert path[-1].end == 4.0 and len(path) <= 7
 

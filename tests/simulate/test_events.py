@@ -138,6 +138,14 @@ def test_sending_takes_a_core_from_computing():
     assert timeline.seconds == pytest.approx(12)
 
 
+def test_what_leaves_a_machine_takes_no_core():
+    four = Link(latency=0.0, bandwidth=SHARD / 4)
+    apart = Topology(machines=2, devices=1, intra=UNIT, inter=four, cores=1)
+    timeline = play(apart, sends((0, 1)), attend(0), attend(1), seconds={1: 10.0, 2: 10.0})
+    assert of_kind(timeline, "send") == [(0, 0.0, 4.0)]
+    assert timeline.seconds == 10
+
+
 def test_many_messages_of_one_rank_are_one_lane():
     two = play(flat(3, cores=1), sends((0, 1), (0, 2)), attend(1), seconds={1: 2.0})
     # The lane that sends has half of the core, as has the one that computes: 2 s of work each.

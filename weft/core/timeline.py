@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,8 +23,7 @@ LANES = ("compute", "comm")
 KINDS = ("attend", "copy", "send", "wait", "barrier")
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """One thing on one lane of one rank; times are seconds since the timeline's zero."""
 
     rank: int
@@ -134,7 +134,7 @@ class Timeline:
     def to_jsonl(self) -> str:
         """A line for the timeline, then one for each span: what runs write, rank by rank."""
         head = {name: field for name, field in asdict(self).items() if name != "spans"}
-        return "\n".join([json.dumps(head), *(json.dumps(asdict(span)) for span in self.spans)]) + "\n"
+        return "\n".join([json.dumps(head), *(json.dumps(span._asdict()) for span in self.spans)]) + "\n"
 
     @staticmethod
     def from_jsonl(text: str) -> Timeline:

@@ -42,7 +42,7 @@ def one_call(timeline: Timeline) -> Timeline:
     middle = median_low(took.values())
     chosen = next(call for call in sorted(took) if took[call] == middle)
     zero = begins[chosen]
-    spans = tuple(replace(s, start=s.start - zero, end=s.end - zero) for s in calls[chosen])
+    spans = tuple(s._replace(start=s.start - zero, end=s.end - zero) for s in calls[chosen])
     return replace(timeline, spans=spans)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -215,7 +214,7 @@ def _clear(directory: Path, ranks: int) -> None:
 
 
 def _beginning(span: Span) -> str:
-    fields = asdict(span)
+    fields = span._asdict()
     for later in ("call", "start", "end"):
         del fields[later]
     return json.dumps(fields)[:-1]

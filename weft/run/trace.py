@@ -79,7 +79,7 @@ def read_trace(directory: str | Path, call: int | None = None) -> Timeline:
         raise InputError(f"{directory} holds no trace.", hint="Look for a folder with rank0.jsonl in it.")
     spans = [span for part in parts for span in part.spans if call in (None, span.call)]
     zero = min((span.start for span in spans), default=0.0)
-    spans = [replace(span, start=span.start - zero, end=span.end - zero) for span in spans]
+    spans = [span._replace(start=span.start - zero, end=span.end - zero) for span in spans]
     first = max(parts, key=lambda part: len(part.clocks))
     return replace(first, ranks=max(part.ranks for part in parts), spans=tuple(_arrived(spans)))
 
@@ -97,5 +97,5 @@ def _arrived(spans: Iterable[Span]) -> Iterator[Span]:
         if span.kind == "send":
             there = waited.get((span.call, span.op, span.rank, span.peer), span.end)
             # Clocks of two machines agree only so far; nothing arrives before it was sent.
-            span = replace(span, end=max(span.start, min(span.end, there)))
+            span = span._replace(end=max(span.start, min(span.end, there)))
         yield span

@@ -41,11 +41,13 @@ def usp(
                 if reach[origin] > hop:
                     shift += _pass_on(problem, chunks[origin], rank, ring[(position + 1) % len(ring)])
                 # The rank's own copy of replicated keys joins its own columns, so it costs no extra call.
-                tokens = chunks[origin].tokens | (partition.shared if hop == 0 else EMPTY)
+                tokens = chunks[origin].tokens
+                if hop == 0 and partition.shared:
+                    tokens = tokens | partition.shared
                 if tokens and chunks[origin].heads:
                     blocks = tokens.blocks(mask.block_k)
                     attends += [
-                        Attend(rank, want.q, Piece("kv", want.kv_heads, tokens))
+                        Attend(rank, want.q, _keys(chunks[origin], want.kv_heads, tokens))
                         for want in wants[rank]
                         if _meets(want.columns, blocks)
                     ]
@@ -124,6 +126,12 @@ def _pass_on(problem: Problem, chunk: Piece, rank: int, following: int) -> list[
     # Mostly the whole chunk: the same piece again, so that a long ring is no more objects than it must be.
     piece = Piece("kv", chunk.heads, chunk.tokens - held) if chunk.tokens.meets(held) else chunk
     return [Transfer(piece, rank, following)] if piece else []
+
+
+def _keys(chunk: Piece, heads: Indices, tokens: Indices) -> Piece:
+    """Mostly the whole chunk: the same piece again, here too."""
+    same = tokens is chunk.tokens and heads == chunk.heads
+    return chunk if same else Piece("kv", heads, tokens)
 
 
 class _Want(NamedTuple):

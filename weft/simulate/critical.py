@@ -125,7 +125,8 @@ def shared_seconds(topology: Topology, compute: list[float], sending: list[float
         return 0.0
     busy = [0.0] * topology.machines
     for rank in range(topology.ranks):
-        busy[topology.machine(rank)] += compute[rank] + sending[rank]
+        # Where there are several machines, most of what is sent waits for the network and not for a core.
+        busy[topology.machine(rank)] += compute[rank] + sending[rank] * (topology.machines == 1)
     return max(busy) / min(topology.cores, topology.devices)
 
 

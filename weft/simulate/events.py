@@ -73,7 +73,7 @@ def _without_collector() -> Generator[None]:
 
 class _Run:
     def __init__(self, topology: Topology, programs: list[list[Step]]) -> None:
-        self.topology, self.programs = topology, programs
+        self.topology, self.programs, self.cores = topology, programs, topology.cores
         self.now = 0.0
         self.events: list[tuple[float, int, int, Task | Message]] = []
         self.count = 0
@@ -111,7 +111,7 @@ class _Run:
         while self.at[rank] < len(steps):
             step = steps[self.at[rank]]
             if isinstance(step, Work):
-                self._add(Task(rank, step, step.seconds, 1.0, ()))
+                self._add(Task(rank, step, step.seconds, 1.0, (), self.cores > 0))
                 return
             if isinstance(step, Wait):
                 if not step.message.done:
@@ -150,7 +150,9 @@ class _Run:
         """The first byte arrives: from here on it shares."""
         route = self.network.route(message.src, message.dst)
         left = message.num_bytes + self.topology.half_bytes
-        self._add(Task(message.src, message, left, route.rate, route.pools))
+        # What leaves a machine waits for its network, not for a core.
+        on_core = self.cores > 0 and route.near
+        self._add(Task(message.src, message, left, route.rate, route.pools, on_core))
 
     def _add(self, task: Task) -> None:
         task.start = task.since = self.now
@@ -183,14 +185,14 @@ class _Run:
             self.computing[rank] = task if change > 0 else None
             alone = True
         else:
-            self.sending[rank] += change
+            self.sending[rank] += change * task.on_core
             alone = self.sending[rank] == max(0, change)
             if self.topology.comm_slowdown:
                 for end in (thing.src, thing.dst):
                     self.talking[end] += change
                     if hindered := self.computing[end]:
                         self.dirty[hindered] = None
-        if self.topology.cores:
+        if task.on_core:
             self._share_cores(task, change if alone else 0)
 
     def _share_cores(self, task: Task, change: int) -> None:
@@ -222,9 +224,9 @@ class _Run:
             speed = min(speed, pool.capacity / len(pool.tasks))
         if self.talking[task.rank] and isinstance(task.thing, Work):
             speed *= 1 - self.topology.comm_slowdown
-        if cores := self.topology.cores:
+        if task.on_core:
             lanes = self.lanes[self.topology.machine(task.rank)]
-            speed *= min(1.0, cores / lanes)
+            speed *= min(1.0, self.cores / lanes)
         return speed
 
     def _arrive(self, message: Message) -> None:

@@ -36,7 +36,8 @@ class Message:
     done: bool = False
 
 
-_Key = tuple[str, tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]
+_Key = int
+"""Equal pieces have equal numbers: they are asked for so often that even their hash would be too slow."""
 
 
 class Wait(NamedTuple):
@@ -104,6 +105,8 @@ class Programmer:
         self.posts = 2 if topology.two_sided else 1
         self.byte_seconds = 2 / topology.memory_bandwidth if topology.memory_bandwidth else 0.0
         self.results = RESULTS[schedule.backward]
+        self.numbers: dict[tuple[object, ...], _Key] = {}
+        self.tensors: list[str] = []
         self.known: dict[int, tuple[_Key, int]] = {}
 
     def write(self, works: dict[int, int], seconds: dict[int, float] | None = None) -> list[list[Step]]:
@@ -151,7 +154,12 @@ class Programmer:
         """Key and bytes of a piece; the same one goes around a ring, and is asked only once."""
         found = self.known.get(id(piece))
         if found is None:
-            found = self.known[id(piece)] = (_key(piece), piece.num_bytes(self.problem))
+            number = self.numbers.setdefault(
+                (piece.tensor, piece.heads.runs, piece.tokens.runs), len(self.tensors)
+            )
+            if number == len(self.tensors):
+                self.tensors.append(piece.tensor)
+            found = self.known[id(piece)] = (number, piece.num_bytes(self.problem))
         return found
 
     def _pack(self, message: Message, pieces: list[Piece]) -> None:
@@ -191,7 +199,8 @@ class Programmer:
         for tensor in self.results:
             arrived = list(dict.fromkeys(message for _, message in rank.arrivals[tensor]))
             self._wait(rank, arrived)
-            parts = {key for key in rank.operands if key[0] == tensor.lstrip("d").replace("o", "q")}
+            operand = tensor.lstrip("d").replace("o", "q")
+            parts = [key for key in rank.operands if self.tensors[key] == operand]
             if arrived or len(parts) > 1:
                 planes, heads = (2, problem.kv_heads) if tensor == "dkv" else (1, problem.heads)
                 rows = problem.home(tensor).rows(number)
@@ -211,10 +220,6 @@ def by_pair(transfers: tuple[Transfer, ...]) -> dict[tuple[int, int], list[Piece
     for transfer in transfers:
         found.setdefault((transfer.src, transfer.dst), []).append(transfer.piece)
     return found
-
-
-def _key(piece: Piece) -> _Key:
-    return piece.tensor, piece.heads.runs, piece.tokens.runs
 
 
 def _in_place(piece: Piece, key: _Key, sources: list[Message]) -> bool:

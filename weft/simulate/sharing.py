@@ -26,17 +26,26 @@ class Route(NamedTuple):
     latency: float
     rate: float
     pools: tuple[Pool, ...]
+    near: bool
+    """Inside one machine."""
 
 
 class Task:
     """What is left to do, at which speed, since when. A version tells stale events from the real one."""
 
-    __slots__ = ("left", "pools", "rank", "rate", "since", "speed", "start", "thing", "version")
+    __slots__ = ("left", "on_core", "pools", "rank", "rate", "since", "speed", "start", "thing", "version")
 
-    def __init__(
-        self, rank: int, thing: Work | Message, left: float, rate: float, pools: tuple[Pool, ...]
+    def __init__(  # noqa: PLR0913 - all that makes it fast or slow
+        self,
+        rank: int,
+        thing: Work | Message,
+        left: float,
+        rate: float,
+        pools: tuple[Pool, ...],
+        on_core: bool,  # noqa: FBT001
     ) -> None:
         self.rank, self.thing, self.left, self.rate, self.pools = rank, thing, left, rate, pools
+        self.on_core = on_core
         self.speed = self.since = self.start = 0.0
         self.version = 0
 
@@ -66,7 +75,7 @@ class Network:
                 rate = min(rate, nic)
                 shared += [("nic out", a, nic), ("nic in", b, nic)]
         pools = tuple(self._pool(kind, where, size, rate) for kind, where, size in shared)
-        self.routes[src, dst] = Route(link.latency, rate, pools)
+        self.routes[src, dst] = Route(link.latency, rate, pools, a == b)
         return self.routes[src, dst]
 
     def _pool(self, kind: str, where: int, capacity: float, rate: float) -> Pool:
