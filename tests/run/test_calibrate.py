@@ -4,7 +4,7 @@ import torch
 
 from tests.worlds import world
 from weft.core.topology import Topology
-from weft.run.calibrate import calibrate, measure_kernel
+from weft.run.calibrate import calibrate, measure_card, measure_kernel
 
 
 def test_two_ranks_measure_one_topology(tmp_path):
@@ -17,6 +17,12 @@ def test_two_ranks_measure_one_topology(tmp_path):
     path = tmp_path / "here.toml"
     path.write_text(first.to_toml())
     assert Topology.from_toml(path) == first
+
+
+def test_the_devices_of_a_machine_share_its_card():
+    cards = world(4).run(measure_card, 2, torch.device("cpu"))
+    assert len(set(cards)) == 1
+    assert 1e6 < cards[0] < 1e13
 
 
 def test_a_kernel_has_a_speed_and_a_cost_of_calling():

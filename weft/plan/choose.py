@@ -30,7 +30,9 @@ from weft.simulate.predict import predict
 
 FINALISTS = 6
 WORTH = 1.01  # a torus has many messages, and each of its settings its reason: not for less than this
-TORI = 4  # beside them, where there are machines: many are alike, and must not crowd out what is not
+RISK = 0.01  # of the time of sending between machines: what is hidden stays so only while nothing is late
+CHUNKS = (1, 2, 3)
+TORI = 6  # beside them, where there are machines: many are alike, and must not crowd out what is not
 HOPE = 1.1  # a torus takes long to build and to time: only what is guessed this near to the best
 
 
@@ -191,7 +193,7 @@ def candidates(problem: Problem, mask: BlockMask, topology: Topology) -> list[Re
             balances.append("cuts")
         found += [Recipe(heads, hops, exchange, how) for exchange in exchanges for how in balances]
         if topology.machines > 1 and most_machines(heads, topology.machines, topology.devices) > 1:
-            found += [Recipe(heads, hops, "torus", how, chunks) for chunks in (1, 2) for how in balances]
+            found += [Recipe(heads, hops, "torus", how, chunks) for chunks in CHUNKS for how in balances]
     return found
 
 
@@ -206,8 +208,7 @@ def choose(problem: Problem, mask: BlockMask, topology: Topology | None = None) 
     guessed: list[tuple[float, Recipe]] = []
     for recipe in candidates(problem, mask, topology):
         ways = [(_guess(way, deals), way) for way in _tuned(recipe, topology)]
-        best = min(guess for guess, _ in ways)
-        guessed.append(next(item for item in ways if item[0] <= WORTH * best))
+        guessed.append(min(ways, key=lambda item: item[0]))  # of equal ones the first
     guessed.sort(key=lambda item: item[0])  # stable: equal guesses stay in the order of the list
     built: dict[tuple[Op, ...], tuple[Recipe, Schedule]] = {}
     seen: set[tuple[object, ...]] = set()
@@ -239,7 +240,9 @@ def choose(problem: Problem, mask: BlockMask, topology: Topology | None = None) 
 
 
 def _worth(option: Option) -> float:
-    return option.seconds * (WORTH if option.recipe.exchange == "torus" else 1)
+    reason = WORTH if option.recipe.exchange == "torus" else 1
+    sending = min(option.seconds, max(option.timing.sending)) if option.inter_bytes else 0.0
+    return option.seconds * reason + RISK * sending
 
 
 def _tuned(recipe: Recipe, topology: Topology) -> list[Recipe]:
