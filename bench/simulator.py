@@ -197,7 +197,8 @@ def _told(topology: Topology) -> str:
     return (
         f"{topology.intra.bandwidth / 1e9:.2f} GB/s, {topology.intra.latency * 1e6:.0f} µs, "
         f"{topology.post_seconds * 1e6:.0f} µs a post; {topology.flops / 1e9:.0f} GFLOP/s, "
-        f"{topology.call_seconds * 1e6:.0f} µs a call, {topology.tile_seconds * 1e9:.0f} ns a tile; "
+        f"{topology.call_seconds * 1e6:.0f} µs a call, {topology.row_seconds * 1e6:.1f} µs a row, "
+        f"{topology.tile_seconds * 1e9:.0f} ns a tile; "
         f"memory {topology.memory_bandwidth / 1e9:.1f} GB/s; {topology.cores} cores"
     )
 

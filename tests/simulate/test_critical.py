@@ -190,3 +190,13 @@ def test_no_call_is_faster_than_its_operands_come():
     schedule = dense("ring", 1)
     topology = replace(cluster(1, FREE, flops=1e30), call_seconds=0.0, memory_bandwidth=1e6)
     assert critical_path(schedule, topology).seconds == pytest.approx(4 * 12 * 840 * 8 * 4 / 1e6)
+
+
+def test_a_row_of_blocks_costs_in_every_call_that_goes_through_it():
+    mask = BlockMask.dense(2, 256)
+    layout = Layout.even(256, 2)
+    problem = Problem(batch=1, heads=2, kv_heads=2, head_dim=8, q=layout, kv=layout)
+    topology = Topology(devices=2, row_seconds=1.0, call_seconds=0.0, flops=1e30, intra=FREE)
+    # A rank of a ring goes through its 128 rows of 2 heads twice, one of ulysses through 256 of 1 head once.
+    ring, ulysses = (critical_path(build(name, problem, mask), topology) for name in ("ring", "ulysses"))
+    assert (ring.seconds, ulysses.seconds) == pytest.approx((8.0, 4.0))

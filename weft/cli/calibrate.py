@@ -64,7 +64,7 @@ def _words(found: Topology, out: Path) -> str:
     lines = [
         f"{found.machines} × {found.devices} devices{shared}",
         f"attention  {found.flops / 1e9:,.1f} GFLOP/s, {found.call_seconds * 1e6:,.0f} µs a call, "
-        f"{found.tile_seconds * 1e9:,.0f} ns a tile",
+        f"{found.row_seconds * 1e6:,.1f} µs a row of blocks, {found.tile_seconds * 1e9:,.0f} ns a tile",
     ]
     for name in ("intra", "inter") if found.machines > 1 else ("intra",):
         link = getattr(found, name)

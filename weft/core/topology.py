@@ -62,8 +62,8 @@ class Speed:
 LOOPBACK = Link(latency=1e-4, bandwidth=1e9)
 LINK_HINT = "Write latency = seconds, bandwidth = bytes/s."
 COSTS = (
-    "cores", "call_seconds", "tile_seconds", "memory_bandwidth", "post_seconds", "pair_bandwidth",
-    "nic_bandwidth", "half_bytes", "comm_slowdown",
+    "cores", "call_seconds", "tile_seconds", "row_seconds", "memory_bandwidth", "post_seconds",
+    "pair_bandwidth", "nic_bandwidth", "half_bytes", "comm_slowdown",
 )  # fmt: skip
 
 
@@ -85,6 +85,8 @@ class Topology:
     """What every attention call costs, however small; on GPUs a launch and a merge."""
     tile_seconds: float = 0.0
     """What every tile of a sparse mask costs beyond its FLOPs."""
+    row_seconds: float = 0.0
+    """What every row of blocks costs in a call, by head, however few its tiles: queries in, outputs out."""
     memory_bandwidth: float = 0.0
     """Bytes/s that one device reads and writes; a copy does both. 0: memory costs nothing."""
     post_seconds: float = 0.0

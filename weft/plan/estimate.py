@@ -21,7 +21,7 @@ from weft.core.problem import Problem
 from weft.core.topology import Topology
 from weft.plan.balance import step_loads
 from weft.plan.recipe import Recipe, most_machines
-from weft.simulate.critical import shared_seconds
+from weft.simulate.critical import ROW, shared_seconds
 
 
 class Way(NamedTuple):
@@ -64,7 +64,8 @@ def estimate(
     wide, long = (spread(topology, mesh, axis, widest) for axis in ("ulysses", "ring"))
     scatter = _phase(topology, (wide, (q + kv) * swap), (long, sum(moves))) + copy * (q + kv) * (slices > 1)
     back = _phase(topology, (wide, q * swap), (long, moves[0])) + copy * q * (slices > 1)
-    by_step = step_loads(seconds + topology.call_seconds * (seconds > 0))
+    rows = topology.row_seconds * problem.batch * problem.heads / slices * problem.q.size / ring / ROW
+    by_step = step_loads(seconds + (topology.call_seconds + rows) * (seconds > 0))
     if recipe.exchange == "gather":
         fetched = kv * (ring - 1) * needed
         sent = _phase(topology, (long, fetched))

@@ -10,12 +10,11 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from weft.core.mask import BlockMask
 from weft.core.topology import LOOPBACK, Link, Topology
 from weft.masks.random import random_mask
 from weft.run.attention import attention
@@ -25,7 +24,8 @@ from weft.run.world import world_of
 
 SMALL, LARGE = 64, 8 << 20  # bytes
 MANY = 9
-HEADS, TOKENS, BLOCK = 4, 2048, 64
+HEADS, TOKENS, BLOCK, SHARES = 4, 2048, 64, (1 / 4, 1 / 16)
+ROUNDS = 12
 IN_PLACE = 1e12  # bytes/s of what is not moved at all
 TIMEOUT = 60.0  # as attention has it, so that it is the same world
 
@@ -39,10 +39,10 @@ def calibrate(*, head_dim: int = 64, dtype: str = "float32", machines: int = 1) 
     inter = measure_link(0, devices, device) if machines > 1 else intra
     cores = _cores() if device.type == "cpu" else 0
     # Cores that are all busy share caches and memory, and a schedule keeps them all busy.
-    flops, call, tile, memory = 1.0, 0.0, 0.0, 0.0
+    kernel, memory = Kernel(), 0.0
     if ranks == 1 or dist.get_rank() < min(devices, cores or 1):
-        flops, call, tile = measure_kernel(head_dim, dtype, device)
-        memory = measure_memory(device)
+        kernel, memory = measure_kernel(head_dim, dtype, device), measure_memory(device)
+    call = kernel.call
     if ranks > 1:
         call = max(call, measure_call(ranks, intra, device) * min(1.0, cores / devices if cores else 1.0))
     found = Topology(
@@ -51,10 +51,11 @@ def calibrate(*, head_dim: int = 64, dtype: str = "float32", machines: int = 1) 
         devices=devices,
         intra=intra,
         inter=inter,
-        flops=flops,
+        flops=kernel.flops,
         cores=cores,
         call_seconds=call,
-        tile_seconds=tile,
+        tile_seconds=kernel.tile,
+        row_seconds=kernel.row,
         memory_bandwidth=memory,
         post_seconds=measure_post(0, 1, device) if devices > 1 else 0.0,
         nic_bandwidth=measure_card(machines, device) if machines > 1 and devices > 1 else 0.0,
@@ -156,35 +157,51 @@ def measure_memory(device: torch.device) -> float:
     return 2 * source[0, 0].numel() * source.element_size() / seconds
 
 
-def measure_kernel(head_dim: int, dtype: str, device: torch.device) -> tuple[float, float, float]:
-    """(FLOP/s on dense tiles, seconds of the smallest call, seconds of a tile beyond its FLOPs)."""
+class Kernel(NamedTuple):
+    """FLOP/s on dense tiles; seconds that a call, a tile of a sparse mask and a row of blocks add."""
+
+    flops: float = 1.0
+    call: float = 0.0
+    tile: float = 0.0
+    row: float = 0.0
+
+
+def measure_kernel(head_dim: int, dtype: str, device: torch.device) -> Kernel:
+    """All tiles, a quarter and a sixteenth of them, in turns: a machine's speed changes by the second."""
     kernel = choose("auto", dtype, str(device))
     draw = [torch.randn(1, HEADS, TOKENS, head_dim, device=device) for _ in range(3)]
     q, k, v = (x.to(getattr(torch, dtype)) for x in draw)
-    sparse = random_mask(HEADS, TOKENS, TOKENS, block=BLOCK, density=0.25)
+    one_q, one_k, one_v = (x[:, :1, :BLOCK] for x in (q, k, v))
+    masks = [random_mask(HEADS, TOKENS, TOKENS, block=BLOCK, density=share) for share in SHARES]
+    calls = [Tiles(None, TOKENS, TOKENS, TOKENS, TOKENS)]
+    calls += [Tiles(mask.tiles, BLOCK, BLOCK, TOKENS, TOKENS) for mask in masks]
+    scale = head_dim**-0.5
+    one = Tiles(None, BLOCK, BLOCK, BLOCK, BLOCK)
+    call = _seconds(lambda: kernel.attend(one_q, one_k, one_v, one, scale), device)
+    rounds = [
+        [_once(lambda tiles=tiles: kernel.attend(q, k, v, tiles, scale), device) for tiles in calls]
+        for _ in range(2 + ROUNDS)
+    ][2:]
+    dense = statistics.quantiles((took[0] for took in rounds), n=8)[0]
+    some, fewer = (dense * statistics.median(took[i] / took[0] for took in rounds) for i in (1, 2))
+    tiles = [int(mask.tiles.sum()) for mask in masks]
+    rows, all_tiles = HEADS * TOKENS // BLOCK, HEADS * (TOKENS // BLOCK) ** 2
+    sparse = (some - fewer) / (tiles[0] - tiles[1])
+    row = max(0.0, fewer - call - tiles[1] * sparse) / rows
+    full = max(1e-12, dense - call - rows * row) / all_tiles
+    return Kernel(4 * head_dim * BLOCK**2 / full, call, max(0.0, sparse - full), row)
 
-    def attend(mask: BlockMask, tokens: int) -> float:
-        active = None if mask.is_dense else mask.tiles
-        tiles = Tiles(active, mask.block_q, mask.block_k, tokens, tokens)
-        q_few, k_few, v_few = (x[:, : mask.heads, :tokens] for x in (q, k, v))
-        return _seconds(lambda: kernel.attend(q_few, k_few, v_few, tiles, head_dim**-0.5), device)
 
-    call = attend(BlockMask.dense(1, BLOCK), BLOCK)
-    dense, some = attend(BlockMask.dense(HEADS, TOKENS), TOKENS), attend(sparse, TOKENS)
-    flops = 4 * head_dim * HEADS * TOKENS**2 / max(dense - call, 1e-9)
-    tiles = int(sparse.tiles.sum())
-    extra = some - call - tiles * 4 * head_dim * BLOCK**2 / flops
-    return flops, call, max(0.0, extra) / tiles
+def _once(what: Callable[[], object], device: torch.device) -> float:
+    began = time.perf_counter()
+    what()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began
 
 
 def _seconds(what: Callable[[], object], device: torch.device, repeats: int = 12) -> float:
-    taken: list[float] = []
-    for _ in range(repeats + 2):
-        began = time.perf_counter()
-        what()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        taken.append(time.perf_counter() - began)
+    taken = [_once(what, device) for _ in range(repeats + 2)]
     # The first ones pay for fresh pages and connections; the slow ones have met other processes.
     return statistics.quantiles(taken[2:], n=8)[0]
 

@@ -20,6 +20,8 @@ from weft.core.schedule import Attend, Exchange, Piece, Schedule
 from weft.core.topology import Topology
 from weft.schedule.measure import attend_works
 
+ROW = 64  # queries that a kernel takes at a time where the mask has no blocks of its own
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -89,14 +91,22 @@ def attend_seconds(
     memory gives it its operands.
     """
     flops = 4 * problem.head_dim * problem.batch * pairs
+    call = topology.call_seconds
+    if op is not None and topology.row_seconds:
+        call += topology.row_seconds * block_rows(problem, mask, op.q.heads.size, op.q.tokens.size)
     if op is not None and (speed := measured_speed(topology, problem, mask, pairs, op)):
-        return topology.call_seconds + flops / speed
+        return call + flops / speed
     tiles = 0.0 if mask.is_dense else problem.batch * pairs / (mask.block_q * mask.block_k)
     busy = flops / topology.flops + tiles * topology.tile_seconds
     if op is not None and topology.memory_bandwidth:
         moved = 2 * op.q.num_bytes(problem) + op.kv.num_bytes(problem)
         busy = max(busy, moved / topology.memory_bandwidth)
-    return topology.call_seconds + busy
+    return call + busy
+
+
+def block_rows(problem: Problem, mask: BlockMask, heads: float, tokens: float) -> float:
+    """Rows of blocks, by head, that a call over so many heads and queries goes through."""
+    return problem.batch * heads * tokens / (ROW if mask.is_dense else mask.block_q)
 
 
 def measured_speed(
