@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import combinations
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -128,8 +129,8 @@ def _family(
     measured = {name: seconds_of(name, rounds, topology) for name in plans}
     predicted = {name: predict(build(name, problem, mask, topology), topology).seconds for name in plans}
     # Of many that are equally good, the luckiest looks best: it is found in some rounds and judged in others.
-    best = min(plans, key=lambda name: seconds_of(name, rounds[1::2], topology))
-    behind = seconds_of(chosen, rounds[::2], topology) / seconds_of(best, rounds[::2], topology)
+    best = min(plans, key=lambda name: median(played.took[name].wall for played in rounds[1::2]))
+    behind = median(played.took[chosen].wall / played.took[best].wall for played in rounds[::2])
     report.rows.append(
         Row(
             case=f"{family}: the chosen plan, {chosen}",

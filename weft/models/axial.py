@@ -71,12 +71,12 @@ class CrossAttention(nn.Module):
         return self.out(out.transpose(1, 2).reshape(x.shape))
 
 
-def rotated(x: Tensor) -> Tensor:
-    """Rotary positions along L of [B, …, L, H, D]; an odd last channel stays."""
+def rotated(x: Tensor, first: int = 0) -> Tensor:
+    """Rotary positions, from the first on, along L of [B, …, L, H, D]; an odd last channel stays."""
     L, D = x.shape[-3], x.shape[-1]
     half = D // 2
     speeds = 100.0 ** -(torch.arange(half, device=x.device, dtype=torch.float64) / max(1, half))
-    angles = torch.arange(L, device=x.device, dtype=torch.float64)[:, None, None] * speeds
+    angles = torch.arange(first, first + L, device=x.device, dtype=torch.float64)[:, None, None] * speeds
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     a, b, rest = x.split((half, half, D - 2 * half), -1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos, rest), -1)
