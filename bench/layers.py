@@ -77,7 +77,7 @@ class Toy(nn.Module):
             for layer in range(LAYERS):
                 q, k, v = (
                     part.unflatten(-1, (HEADS, DIM)).transpose(1, 2)
-                    for part in self.qkv[layer](x).chunk(3, -1)
+                    for part in self.qkv[layer](nn.functional.layer_norm(x, x.shape[-1:])).chunk(3, -1)
                 )
                 x = x + attend(step, layer, q, k, v).transpose(1, 2).flatten(2)
                 x = x + self.mlp[layer](nn.functional.layer_norm(x, x.shape[-1:]))
@@ -148,12 +148,13 @@ def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - bench.
         topology = pool.run(partial(calibrate, head_dim=DIM))[0]
         found = pool.run(prepare, topology, steps)
         progress.update(task, description="rounds")
-        rounds = list(interleave(partial(pool.run, play), 12 if quick else 60, least=5))
+        rounds = list(interleave(partial(pool.run, play), 12 if quick else 150, least=5))
     errors = {name: max(rank[name][0] for rank in found) for name in found[0]}
     wall = {name: [played.took[name].wall * 1e3 for played in rounds] for name in errors}
     statics = [name for name in wall if name != CHOSEN]
-    best = min(statics, key=lambda name: median_ratio(wall[name], wall[CHOSEN]))
-    ratio = median_ratio(wall[best], wall[CHOSEN])
+    # Of some that are equally good, the luckiest looks best: it is found in some rounds and judged in others.
+    best = min(statics, key=lambda name: median_ratio(wall[name][1::2], wall[CHOSEN][1::2]))
+    ratio = median_ratio(wall[best][::2], wall[CHOSEN][::2])
     case = f"{LAYERS} layers × {steps} steps, {RANKS} ranks"
     report = Report()
     report.rows.append(
