@@ -78,7 +78,7 @@ class Limits:
     """Largest share of the rows, and of the columns, of a slice that are away from home."""
     cap: float = 1.05
     """Most blocks of a rank, over the even share; what it has to begin with it may keep."""
-    target: float = 1.01
+    target: float = 1.013
     """A ratio with which it stops: every further swap would travel for little."""
 
     def __post_init__(self) -> None:
