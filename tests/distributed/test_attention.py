@@ -33,9 +33,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-# Each plan with each shape on three ranks, where nothing divides; on two and four with one of them.
+# Each plan with each shape on three ranks, where nothing divides, on two and four with one; all in the soak.
 SHAPED = [(3, plan, shape) for plan in kinds(3) for shape in SHAPES]
 SHAPED += [(size, plan, shape) for size in (2, 4) for plan, shape in zip(kinds(size), cycle(SHAPES))]
+REST = {(size, plan, shape) for size, plan in ALL for shape in SHAPES} - set(SHAPED)
+SHAPED += [pytest.param(*case, marks=pytest.mark.soak) for case in sorted(REST)]
 
 
 @pytest.mark.parametrize(("size", "plan", "shape"), SHAPED)

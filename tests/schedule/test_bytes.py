@@ -156,7 +156,12 @@ def test_auto_keeps_keys_where_they_no_more_than_double_what_is_held(ranks):
 def test_no_rank_sends_more_gradient_than_it_received_of_the_tensor(case):
     forward, backward = case.schedule, reverse(case.schedule, keep="none")
     assert (matrix(backward, "do") == matrix(forward, "o").T).all()
-    assert (matrix(backward, "dq").sum(axis=1) <= matrix(forward, "q").sum(axis=0)).all()
+    if (
+        "torus" in case.name
+    ):  # its queries come through another device of their machine, dq goes straight home
+        assert (matrix(backward, "dq").sum(axis=1) <= matrix(forward, "q").sum(axis=0)).all()
+    else:
+        assert (matrix(backward, "dq") <= matrix(forward, "q").T).all()
     assert (matrix(backward, "kv") == matrix(forward, "kv")).all()
     assert (matrix(backward, "dkv").sum(axis=1) <= matrix(forward, "kv").sum(axis=0)).all()
     assert verify(backward).total_bytes <= 2 * verify(forward).total_bytes
