@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -165,3 +166,21 @@ def test_an_option_of_no_known_type_stops_all_ranks(worlds: Worlds) -> None:
 
 def test_a_time_out_may_be_endless(worlds: Worlds) -> None:
     worlds(2).run(call, {"timeout": float("inf")}, {})
+
+
+def with_a_transport_of_its_own() -> None:
+    if dist.get_rank() == ODD:
+        os.environ["WEFT_TRANSPORT"] = "group"
+    try:
+        weft.attention(*torch.zeros(3, 1, 3, 5, 4), tokens=15, timeout=9.0)  # a new time-out is a new world
+    finally:
+        if dist.get_rank() == ODD:
+            del os.environ["WEFT_TRANSPORT"]
+
+
+def test_a_rank_with_another_transport_is_named(worlds: Worlds) -> None:
+    with pytest.raises(RankFailure) as caught:
+        worlds(3).run(with_a_transport_of_its_own)
+    found = caught.value.failures
+    assert sorted(found) == [0, 1, 2]
+    assert all("rank 1 has transport group, the others shm" in one.message for one in found.values())

@@ -21,6 +21,7 @@ def count_rows(comm: Comm, q_rows: int, kv_rows: int) -> tuple[tuple[int, int], 
 
 def agree(comm: Comm, facts: dict[str, str], what: str = "attentions") -> None:
     """Compare facts over all ranks; a difference raises on every rank and names who differs in what."""
+    facts = facts | {"transport": comm.transport}
     everyone = [json.loads(text) for text in _gather_text(comm, json.dumps(facts))]
     for rank, theirs in enumerate(everyone):
         if "error" in theirs:

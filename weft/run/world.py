@@ -25,7 +25,7 @@ TRANSPORTS = ("auto", "group", "shm", "symmetric")
 class SoloComm:
     """One rank has nobody to talk to."""
 
-    rank, size, bytes_sent = 0, 1, 0
+    transport, rank, size, bytes_sent = "alone", 0, 1, 0
 
     def begin(self, device: torch.device) -> None:
         """No messages, no memory for them."""
@@ -77,8 +77,10 @@ def _comm(group: dist.ProcessGroup, timeout: float) -> Comm:
     base, asked = GroupComm(group, timeout), transport()
     if asked == "group" or base.size == 1:
         return base
-    meet = partial(symmetric.meet, group) if asked == "symmetric" else shm.meet
-    return OneSidedComm(base, meet, timeout, group=group, strict=asked != "auto")
+    if asked == "symmetric":
+        meet = partial(symmetric.meet, group)
+        return OneSidedComm(base, meet, timeout, group=group, strict=True, transport=asked)
+    return OneSidedComm(base, shm.meet, timeout, group=group, strict=asked != "auto")
 
 
 def _group_of(mesh: Any) -> dist.ProcessGroup | None:

@@ -41,6 +41,8 @@ class Lender(Protocol):
 class Comm(Protocol):
     """Point-to-point messages between the ranks of one group."""
 
+    transport: str
+    """Its name: ranks that have chosen differently would wait for each other."""
     rank: int
     size: int
     bytes_sent: int

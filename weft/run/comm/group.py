@@ -20,7 +20,7 @@ class GroupComm:
     """Messages over a process group, in group ranks. `timeout` is the longest wait for one message."""
 
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
-        self.group, self.timeout = group, timeout
+        self.transport, self.group, self.timeout = "group", group, timeout
         self.rank, self.size = group.rank(), group.size()
         self.bytes_sent = 0
 

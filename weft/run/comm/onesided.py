@@ -38,8 +38,9 @@ class OneSidedComm:
         group: dist.ProcessGroup | None = None,
         sync: str = "barrier",
         strict: bool = False,
+        transport: str = "shm",
     ) -> None:
-        self.base, self.timeout, self.group = base, timeout, group
+        self.transport, self.base, self.timeout, self.group = transport, base, timeout, group
         self.rank, self.size, self.bytes_sent = base.rank, base.size, 0
         self.window: Window | None = None
         self.reason = "no call yet"

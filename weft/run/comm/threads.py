@@ -34,6 +34,8 @@ class _Board:
 class ThreadComm:
     """One rank's end of the board."""
 
+    transport = "threads"
+
     def __init__(self, board: _Board, rank: int) -> None:
         self.board, self.rank, self.size, self.bytes_sent = board, rank, board.size, 0
         self._sent: dict[tuple[int, int], int] = {}
