@@ -25,7 +25,7 @@ import weft
 from weft.core.indices import split_evenly
 from weft.models.axial import AxialBlock, rotated
 from weft.models.stdit import STDiT
-from weft.run.switch import _Move, _Request
+from weft.run.switch import reduce
 from weft.run.world import world_of
 
 DIMS = ("batch", "time", "space", "channel")
@@ -120,13 +120,7 @@ class Frames(nn.Module):
 
     def around(self, inner: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         """All-gather, then what gives this rank's summand of the whole, then reduce-scatter."""
-        return lambda x: self.add(inner(weft.gather(x, "time", dims=self.dims)))
-
-    def add(self, x: Tensor) -> Tensor:
-        """This rank's frames of the sum over ranks: what a gather is backward."""
-        shard = x[:, self.part(self.dims["time"] or 0)]
-        mover = _Request(shard, self.dims, None, "reduce-scatter time").mover("time", None)
-        return _Move.apply(x, mover.adjoint, None)  # pyright: ignore
+        return lambda x: reduce(inner(weft.gather(x, "time", dims=self.dims)), "time", dims=self.dims)
 
     def some_rows(self, linear: nn.Linear, rows: Tensor) -> nn.Linear:
         return _linear(linear.weight[rows], linear.bias[rows])

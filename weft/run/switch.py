@@ -74,6 +74,13 @@ def gather(x: Tensor, source: str, *, dims: Dims, mesh: Any = None, stage: str =
     return _Move.apply(x, request.mover(source, None), None)  # pyright: ignore[reportReturnType]
 
 
+def reduce(x: Tensor, target: str, *, dims: Dims, mesh: Any = None, stage: str = "") -> Tensor:
+    """This rank's part of `target` of the sum of all ranks' whole tensors: what a gather is backward."""
+    shard = split(x, target, dims=dims, mesh=mesh, stage=stage)
+    mover = _Request(shard, dims, mesh, stage or f"reduce {target}").mover(target, None)
+    return _Move.apply(x, mover.adjoint, None)  # pyright: ignore[reportReturnType]
+
+
 def split(x: Tensor, target: str, *, dims: Dims, mesh: Any = None, stage: str = "") -> Tensor:
     """This rank's part of `target` of a tensor that every rank has whole; nothing is sent."""
     request = _Request(x, dims, mesh, stage or f"split {target}")
