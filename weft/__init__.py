@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from weft.core.problem import Problem
     from weft.core.schedule import Schedule
     from weft.core.topology import Topology
+    from weft.models.adapter import Adapter, Cut
+    from weft.models.parallelize import parallelize, restore
     from weft.models.stages import stages
     from weft.run.attention import attention
     from weft.run.switch import gather, keep, split, switch
@@ -24,7 +26,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Adapter",
     "BlockMask",
+    "Cut",
     "Layout",
     "Mesh",
     "Problem",
@@ -34,6 +38,8 @@ __all__ = [
     "attention",
     "gather",
     "keep",
+    "parallelize",
+    "restore",
     "split",
     "stages",
     "switch",
@@ -41,6 +47,8 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Adapter": "weft.models.adapter",
+    "Cut": "weft.models.adapter",
     "BlockMask": "weft.core.mask",
     "Layout": "weft.core.layout",
     "Mesh": "weft.core.mesh",
@@ -51,6 +59,8 @@ _HOMES = {
     "attention": "weft.run.attention",
     "gather": "weft.run.switch",
     "keep": "weft.run.switch",
+    "parallelize": "weft.models.parallelize",
+    "restore": "weft.models.parallelize",
     "split": "weft.run.switch",
     "stages": "weft.models.stages",
     "switch": "weft.run.switch",

@@ -21,9 +21,12 @@ VERBS = {
     "calibrate": ("weft.cli.calibrate", "Measure links and kernel here, for the planner."),
     "demo": ("weft.cli.demo", "Run one attention on a few local ranks and check it."),
     "doctor": ("weft.cli.doctor", "Show what this machine can do and how to add what it cannot."),
+    "generate": ("weft.cli.generate", "Make an image or a video from a local checkpoint."),
     "mask": ("weft.cli.mask", "Draw a mask; show how dense and how uneven it is."),
+    "models": ("weft.cli.models", "List the models that weft.parallelize knows."),
     "plan": ("weft.cli.plan", "Rank the ways to run a model's attention on a cluster."),
     "report": ("weft.cli.report", "Write a page with figures of a run, a schedule or a plan."),
+    "run": ("weft.cli.run", "Run a script on several ranks."),
     "simulate": ("weft.cli.simulate", "Time plans on clusters of several sizes."),
     "testbed": ("weft.cli.testbed", "Build several machines on this one, with slow links between."),
     "verify": ("weft.cli.verify", "Prove that N ranks compute what one rank computes."),
@@ -49,7 +52,8 @@ class Verbs(TyperGroup):
 def load(name: str) -> Any:
     """The real command behind a verb of the table."""
     verb = typer.Typer(add_completion=False, rich_markup_mode=None)
-    verb.command(name)(import_module(VERBS[name][0]).run)
+    module = import_module(VERBS[name][0])
+    verb.command(name, context_settings=getattr(module, "SETTINGS", None))(module.run)
     return typer.main.get_command(verb)
 
 

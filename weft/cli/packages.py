@@ -22,8 +22,10 @@ PACKAGES = {
     # Not the newest: the one torch 2.13 is built with.
     "triton": Package(gives="GPU kernels", add="pip install triton==3.7.1"),
     "diffusers": Package(gives="ready-made models", add="pip install 'weft[models]'"),
+    "transformers": Package(gives="text encoders", add="pip install 'weft[models]'"),
+    "accelerate": Package(gives="loading checkpoints", add="pip install 'weft[models]'"),
     "safetensors": Package(gives="model weights", add="pip install 'weft[models]'"),
-    "av": Package(gives="writing video", add="pip install av"),
+    "av": Package(gives="writing video", add="pip install 'weft[models]'"),
     "fastapi": Package(gives="serving", add="pip install fastapi uvicorn"),
     "matplotlib": Package(gives="figures", add="pip install matplotlib"),
     "yunchang": Package(gives="a peer to measure against", add="pip install 'weft[bench]'"),

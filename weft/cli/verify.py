@@ -1,10 +1,11 @@
-"""`weft verify`: N ranks compute what one rank computes, on this machine, for every strategy."""
+"""`weft verify`: N ranks compute what one rank computes: every strategy, or a checkpoint's transformer."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -25,6 +26,9 @@ BALANCED = ("ulysses+balanced", "ring+balanced", "gather+cuts")
 
 
 def run(
+    model_dir: Annotated[
+        Path | None, typer.Argument(help="A Diffusers checkpoint directory: its transformers are tried.")
+    ] = None,
     *,
     ranks: Annotated[str, typer.Option(help="Numbers of ranks to try, such as 2,3.")] = "2,3",
     tokens: Annotated[int, typer.Option(help="Length of the whole sequence.")] = 509,
@@ -35,7 +39,12 @@ def run(
     strategy: Annotated[str, typer.Option(help="One strategy instead of all of them.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
 ) -> None:
-    """Prove that N ranks compute what one rank computes: outputs and gradients, every strategy."""
+    """Prove that N ranks compute what one rank computes: outputs and gradients, every strategy.
+
+    With a checkpoint directory: the outputs of its transformers, in float32 on a few tokens of noise.
+    """
+    if model_dir is not None:
+        return _verify_model(model_dir, counts(ranks, "ranks"), strategy or "auto", as_json=as_json)
     if dtype not in ITEM_BYTES:
         raise InputError(f"dtype {dtype!r} is not supported.", hint=f"Use one of {', '.join(ITEM_BYTES)}.")
     sizes = {"tokens": tokens, "heads": heads, "kv_heads": kv_heads or heads, "head_dim": head_dim}
@@ -46,12 +55,7 @@ def run(
         {"ranks": world, **asdict(trial), **asdict(outcome), "holds": outcome.holds}
         for world, trial, outcome in outcomes
     ]
-    if as_json:
-        typer.echo(json.dumps({"holds": all(row["holds"] for row in rows), "rows": rows}, indent=2))
-    else:
-        _show(rows)
-    if failed := [row for row in rows if not row["holds"]]:
-        raise CommError(f"{len(failed)} of {len(rows)} checks differ from one rank by more than they may.")
+    return _tell(rows, _table, as_json=as_json)
 
 
 def _outcomes(
@@ -74,10 +78,61 @@ def _outcomes(
                         yield world, trial, check(pool, trial)
 
 
-def _show(rows: list[dict[str, Any]]) -> None:
+def _tell(
+    rows: list[dict[str, Any]], table: Callable[[list[dict[str, Any]]], Table], *, as_json: bool
+) -> None:
+    """Show what was found, and fail if a row differs."""
+    if as_json:
+        typer.echo(json.dumps({"holds": all(row["holds"] for row in rows), "rows": rows}, indent=2))
+    else:
+        from rich.console import Console
+
+        Console().print(table(rows))
+    if failed := [row for row in rows if not row["holds"]]:
+        raise CommError(f"{len(failed)} of {len(rows)} checks differ from one rank by more than they may.")
+
+
+def _verify_model(model: Path, worlds: list[int], plan: str, *, as_json: bool) -> None:
     from rich.console import Console
 
-    Console().print(_table(rows))
+    from weft.cli.ranks import model_ranks, run_once
+    from weft.models import checkpoint, equal
+
+    checkpoint.check(model)
+    rows: list[dict[str, Any]] = []
+    with Console(stderr=True, quiet=as_json).status("loading …") as status:
+        call = equal.first_call(model)
+        for world in worlds:
+            with model_ranks(world) as pool:
+                for part in checkpoint.transformers(model):
+                    status.update(f"{world} ranks · {part}")
+                    run_once(pool, equal.alone, model, part, call)
+                    found = run_once(pool, equal.compare, model, part, call, plan)
+                    worst = max(found, key=lambda one: one.error)
+                    row = {**asdict(worst), "sent": max(one.sent for one in found)}
+                    row |= {"tolerance": equal.TOLERANCE, "holds": worst.error <= equal.TOLERANCE}
+                    rows.append({"ranks": world, "part": part, **row})
+    _tell(rows, _model_table, as_json=as_json)
+
+
+def _model_table(rows: list[dict[str, Any]]) -> Table:
+    from rich.table import Table
+
+    title = f"{rows[0]['model']}: N ranks against one, in float32"
+    table = Table(title=title, title_justify="left")
+    for name in ("ranks", "part", "plan", "output error", "allowed", "sent", ""):
+        table.add_column(name, justify="left" if name in ("part", "plan") else "right")
+    for row in rows:
+        table.add_row(
+            str(row["ranks"]),
+            row["part"],
+            ", ".join(row["plans"]) or row["attention"],
+            f"{row['error']:.1e}",
+            f"{row['tolerance']:.0e}",
+            f"{row['sent'] / 1e6:.2f} MB",
+            "ok" if row["holds"] else "DIFFERS",
+        )
+    return table
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:

@@ -28,7 +28,7 @@ BLOCKS = {
 
 def shard(model: nn.Module, mesh: Any = None) -> Latte:
     """Shard a Latte from its first block to its last; mesh (of one axis), gradients: see `weft.stages`."""
-    return Latte(model, mesh if isinstance(mesh, World) else world_of(mesh, 60.0))
+    return Latte(model, world_of(mesh, 60.0))
 
 
 class Latte:
@@ -84,6 +84,30 @@ class Latte:
             return forward(x, mask, text, None, timestep, *rest)
 
         return call
+
+
+class Switching:
+    """A Latte whose forward runs on whichever ranks it is given."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._forward = model, model.forward
+        self._latte: Latte | None = None
+
+    def run(self, mesh: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        world = world_of(mesh, 60.0)
+        if self._latte is None or self._latte._world is not world:
+            self.remove()
+            self._latte = Latte(self._model, world)
+        around, self._model.forward = self._model.forward, self._forward
+        try:
+            return self._model(*args, **kwargs)  # not its forward alone: the stages have hooks
+        finally:
+            self._model.forward = around
+
+    def remove(self) -> None:
+        if self._latte is not None:
+            self._latte.remove()
+        self._latte = None
 
 
 def _rows(side: Tensor | None, B: int, rows: int) -> Any:

@@ -229,4 +229,4 @@ def _worlds(mesh: Any) -> tuple[World, ...]:
     if isinstance(mesh, DeviceMesh) and mesh.ndim > 1:
         mesh = [mesh[name] for name in mesh.mesh_dim_names or ()]
     axes = mesh if isinstance(mesh, list | tuple) else [mesh]
-    return tuple(axis if isinstance(axis, World) else world_of(axis, 60.0) for axis in axes)
+    return tuple(world_of(axis, 60.0) for axis in axes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import suppress
 from dataclasses import replace
+from functools import lru_cache
 from operator import index
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch._guards import TracingContext
 
 from weft.core.errors import InputError, WeftError
-from weft.core.layout import Layout
+from weft.core.layout import Layout, Runs
 from weft.core.mask import BlockMask
 from weft.core.schedule import Schedule
 from weft.core.topology import Topology
@@ -25,6 +26,7 @@ from weft.run.kernels import choose as choose_kernel
 from weft.run.op import attention_op, forget, register
 from weft.run.world import World, axes_of, world_of
 
+Tokens = int | Layout | tuple[int, tuple[Runs, ...]] | None
 EXECUTORS = 1024  # of each world: some 20 steps of a 50-layer model whose masks all differ
 
 
@@ -37,8 +39,8 @@ def attention(  # noqa: PLR0913 - the one call users make; each option is a word
     plan: str | Plan | Schedule = "auto",
     mesh: Any = None,
     scale: float | None = None,
-    tokens: int | Layout | None = None,
-    kv_tokens: int | Layout | None = None,
+    tokens: Tokens = None,
+    kv_tokens: Tokens = None,
     prefix: int = 0,
     suffix: int = 0,
     impl: str = "auto",
@@ -47,8 +49,9 @@ def attention(  # noqa: PLR0913 - the one call users make; each option is a word
 ) -> Tensor:
     """Attention of this rank's queries to everybody's keys: [B, H, local tokens, D] in and out.
 
-    tokens, kv_tokens   the whole sequence's length (then shards are as even as can be) or its Layout.
-                        Left out, the mask tells; without a mask the ranks ask each other in each call.
+    tokens, kv_tokens   the whole sequence's length (then shards are as even as can be) or its Layout (or
+                        that one's size and shards, as constants for torch.compile). Left out, the mask
+                        tells; without a mask the ranks ask each other in each call.
     prefix, suffix      tokens at the ends of every rank's q, k, v that are the same on all ranks (text).
                         Each rank gets their output; their gradients are partial and sum over the ranks.
     plan                auto; ulysses, ring, zigzag, gather, usp:UxR, gather:UxR, each also with +balanced
@@ -79,6 +82,7 @@ def _executor(*given: Any) -> int:
     (q, k, v), dtypes, devices = given[:3], given[3:6], given[6:9]
     *rest, exact_scale, mesh, timeout = given[9:]
     tensors = Tensors(q, k, v, dtypes, devices)
+    rest[2:4] = (_layout(*given) if isinstance(given, tuple) else given for given in rest[2:4])
     options = Options(*rest, scale=exact_scale)
     with suppress(TypeError, ValueError):  # anything else is refused below, with the others told
         options = replace(options, scale=float.fromhex(exact_scale))
@@ -122,7 +126,17 @@ def _executor(*given: Any) -> int:
 _executor._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+_layout = lru_cache(1024)(Layout)
+
+
 def _make_room(world: World) -> None:
     """Masks that change from step to step make executors without end; the oldest ones go."""
     while len(world.compiled) >= EXECUTORS:
         forget(world.compiled.pop(next(iter(world.compiled))))
+
+
+def let_go(world: World, mask: BlockMask) -> None:
+    """What was compiled for a mask that will not come again; all ranks must say so at the same time."""
+    old = [key for key in world.compiled if key[1].mask is not None and key[1].mask.digest == mask.digest]
+    for key in old:
+        forget(world.compiled.pop(key))

@@ -131,7 +131,7 @@ class _Request:
     def __init__(self, x: Tensor, dims: Dims, mesh: Any, stage: str) -> None:
         self.x, self.dims, self.stage = x, dict(dims), stage
         self.names = list(self.dims)
-        self.world = mesh if isinstance(mesh, World) else world_of(mesh, 60.0)
+        self.world = world_of(mesh, 60.0)
         self.rank, self.ranks = self.world.comm.rank, self.world.comm.size
 
     def error(self, message: str, hint: str = "") -> InputError:

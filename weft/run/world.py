@@ -52,7 +52,9 @@ _worlds: WeakKeyDictionary[dist.ProcessGroup, dict[float, World]] = WeakKeyDicti
 
 
 def world_of(mesh: Any, timeout: float) -> World:
-    """The world of a process group, a DeviceMesh, or by default of all processes."""
+    """The world of a process group, a DeviceMesh, or by default of all processes; a World is itself."""
+    if isinstance(mesh, World):
+        return mesh
     group = _group_of(mesh)
     if group is None:
         return _alone

@@ -1,0 +1,52 @@
+"""`weft models`: what it lists is what the adapters say."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from weft.cli import models
+from weft.cli.main import main
+from weft.models.adapters import ADAPTERS
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as end:
+        main(["models", *words])
+    assert end.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_every_adapter_has_a_line_that_fits_a_terminal(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = [" ".join(line.split()) for line in said(capsys).splitlines()]
+    for name in ADAPTERS:
+        assert any(line.startswith(f"{name} ") for line in lines)
+    for row in ("CogVideoXTransformer3DModel joint yes", "LatteTransformer3DModel switching – yes"):
+        assert any(line.startswith(row) for line in lines)
+    assert any(line.startswith("WanTransformer3DModel self + cross yes yes yes 2.1") for line in lines)
+
+
+def test_json_has_the_same(capsys) -> None:
+    rows = json.loads(said(capsys, "--json"))
+    assert {row["model"]: row["attention"] for row in rows} == {n: a.kind for n, a in ADAPTERS.items()}
+    assert {row["model"] for row in rows if not row["masks"]} == {
+        n for n, a in ADAPTERS.items() if a.grid is None
+    }
+
+
+def test_the_vaes_of_every_model_are_found_in_diffusers(capsys, monkeypatch) -> None:
+    pytest.importorskip("diffusers")
+    found = models._decoders()
+    assert set(ADAPTERS) <= set(found)
+    assert found["WanTransformer3DModel"] == {"AutoencoderKLWan"}
+    assert found["FluxTransformer2DModel"] == {"AutoencoderKL"}
+    assert all(row["vae"] is True for row in json.loads(said(capsys, "--json")))
+    monkeypatch.setattr("weft.models.decode.KNOWN", {"AutoencoderKLWan"})
+    assert {row["model"]: row["vae"] for row in models._rows()}["FluxTransformer2DModel"] is False
+
+
+def test_without_diffusers_nothing_is_said_of_vaes(monkeypatch) -> None:
+    monkeypatch.setattr(models, "find_spec", lambda _: None)
+    assert {row["vae"] for row in models._rows()} == {None}

@@ -1,0 +1,153 @@
+"""`weft generate`: an image or a video from a local Diffusers checkpoint, on several ranks."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from weft.cli.packages import missing_package
+from weft.core.errors import InputError
+
+if TYPE_CHECKING:
+    from weft.models.request import Request
+
+SEEDS = 2**31
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def run(
+    model_dir: Annotated[
+        Path, typer.Argument(help="A Diffusers checkpoint directory, with model_index.json.")
+    ],
+    prompt: Annotated[str, typer.Argument(help="What to show.")],
+    *,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The .mp4 or .png to write.")],
+    ranks: Annotated[int, typer.Option(help="Ranks to start here; under torchrun its world is used.")] = 2,
+    size: Annotated[str, typer.Option(help="Width x height, such as 832x480.")] = "",
+    frames: Annotated[int | None, typer.Option(help="Frames of a video.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="The same seed makes the same, on any number of ranks.")
+    ] = None,
+    negative: Annotated[str | None, typer.Option(help="What not to show.")] = None,
+    guidance: Annotated[float | None, typer.Option(help="How closely to follow the prompt.")] = None,
+    image: Annotated[Path | None, typer.Option(help="The image that a video begins with.")] = None,
+    fps: Annotated[float | None, typer.Option(help="Frames per second.")] = None,
+    more: Annotated[
+        list[str] | None, typer.Option("--set", help="NAME=VALUE, an argument of this pipeline; repeatable.")
+    ] = None,
+    tiling: Annotated[bool, typer.Option("--tiling", help="Decode in tiles, each on one rank.")] = False,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    plan: Annotated[str, typer.Option(help="How attention is split; see weft plan.")] = "auto",
+    mask: Annotated[str | None, typer.Option(help="Sparse attention: sta, svg, radial, topk:0.2, …")] = None,
+    cfg: Annotated[str, typer.Option(help="Guidance on two halves of the ranks: auto, on, off.")] = "auto",
+    check: Annotated[str, typer.Option(help="first: prove rows of the first step; or none.")] = "first",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+) -> None:
+    """Generate an image or a video from a local Diffusers checkpoint, with its tokens split over ranks.
+
+    weft generate ./Wan2.1-T2V-1.3B-Diffusers "a loom at work" --ranks 4 -o loom.mp4
+    """
+    from weft.models import checkpoint, media
+
+    media.check_target(out)
+    checkpoint.check(model_dir)
+    if ranks < 1 or (image is not None and not image.is_file()) or dtype not in DTYPES:
+        raise InputError(
+            f"ranks={ranks}, image={image}, dtype={dtype}.",
+            hint=f"Ranks are 1 or more, an image is a file, dtype is one of {', '.join(DTYPES)}.",
+        )
+    _check_packages(out)
+    from weft.models.request import Request
+
+    width, height = _size(size)
+    request = Request(
+        model=model_dir, prompt=prompt, out=out, seed=_seed(seed), width=width, height=height, frames=frames,
+        steps=steps, negative=negative, guidance=guidance, image=image, fps=fps, more=_more(more or []),
+        tiling=tiling, dtype=dtype, plan=plan, mask=mask, cfg=cfg, check=check, quiet=as_json,
+    )  # fmt: skip
+    made = _generate(request, ranks)
+    if made is not None:
+        typer.echo(json.dumps(made, indent=2, default=vars) if as_json else _words(made))
+
+
+def _check_packages(out: Path) -> None:
+    needed = ["torch", "diffusers", "transformers", *(["av"] if out.suffix.lower() == ".mp4" else [])]
+    for name in needed:
+        if find_spec(name) is None and (missing := missing_package(name)):
+            raise missing
+
+
+def _size(text: str) -> tuple[int | None, int | None]:
+    if not text:
+        return None, None
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if match is None:
+        raise InputError(f"size={text!r} is not width x height.", hint="Write 832x480.")
+    return int(match[1]), int(match[2])
+
+
+def _seed(seed: int | None) -> int:
+    if seed is not None and not 0 <= seed < 2**63:
+        raise InputError(f"seed={seed} is out of range.", hint="A seed is from 0 to 2⁶³ - 1.")
+    return secrets.randbelow(SEEDS) if seed is None else seed
+
+
+def _more(pairs: list[str]) -> dict[str, Any]:
+    """NAME=VALUE, where a value is JSON if it can be."""
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name.isidentifier():
+            raise InputError(f"--set {pair} is not NAME=VALUE.", hint="Write --set max_sequence_length=256.")
+        try:
+            found[name] = json.loads(value)
+        except json.JSONDecodeError:
+            found[name] = value
+    return found
+
+
+def _generate(request: Request, ranks: int) -> dict[str, Any] | None:
+    """What was made, on the rank that tells."""
+    import torch
+
+    from weft.cli.ranks import model_ranks, run_once
+    from weft.models.generate import generate, prepare
+    from weft.run.world import is_launched, world_of
+
+    if is_launched():
+        made = generate(request)
+        return made if world_of(None, 60.0).comm.rank == 0 else None
+    if torch.cuda.is_available() and ranks > 1:  # pools are of CPUs
+        _launch(ranks)
+    with model_ranks(ranks) as pool:
+        run_once(pool, prepare, request)
+        return run_once(pool, generate, request)[0]
+
+
+def _launch(ranks: int) -> NoReturn:
+    """This command again, by torch's launcher."""
+    from weft.run.launch import Machines, launch
+
+    ended = launch(["-m", "weft.cli.main", *sys.argv[1:]], ranks, Machines())
+    typer.echo(ended.stack, err=True, nl=False)
+    sys.exit(ended.code)
+
+
+def _words(made: dict[str, Any]) -> str:
+    """What is told at the end: where it is, how to make it again, how it went."""
+    many = f", {made['frames']} frames" if made["frames"] > 1 else ""
+    plans = ", ".join(made["plans"]) or "one rank"
+    lines = [
+        f"{made['out']}: {made['size']}{many}, seed {made['seed']}",
+        f"{made['steps']} steps of {made['seconds_per_step']:.2f} s on {made['ranks']} ranks ({plans}), "
+        f"{made['seconds']:.1f} s in all",
+    ]
+    return "\n".join([*lines, *map(str, made["sparse"])])

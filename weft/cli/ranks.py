@@ -1,0 +1,28 @@
+"""Local ranks for the commands that run whole models, and their failures told once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import typer
+
+from weft.core.errors import WeftError
+from weft.run.launch import usable_cores
+from weft.run.pool import Pool, RankFailure
+
+
+def model_ranks(size: int) -> Pool:
+    return Pool(size, threads=max(1, usable_cores() // size), timeout=60.0)
+
+
+def run_once(pool: Pool, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """`pool.run`; what all ranks refuse alike is one sentence, and any other failure has one traceback."""
+    try:
+        return pool.run(fn, *args)
+    except RankFailure as failure:
+        first = next(iter(failure.failures.values()))
+        if isinstance(first.error, WeftError):
+            raise first.error from failure
+        typer.echo(first.traceback, err=True, nl=False)
+        raise

@@ -1,0 +1,149 @@
+"""Adapter: what weft must know of a model to shard its tokens. Data; the model's own code stays as it is.
+
+    Adapter(
+        "WanTransformer3DModel",
+        inputs={"blocks.0": {"hidden_states": Cut("video", 1)}},
+        outputs={"rope": Cut("video", 1)},
+        gather={"proj_out": Cut("video", 1)},
+        attention={"blocks.*.attn1": "video"},
+        local=("blocks.*.attn2",),
+    )
+
+A *stream* is a sequence of tokens that is split over the ranks: "video" (or an image), "text". In names of
+modules * is any one part; "" is the model itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from weft.core.errors import InputError
+
+
+class Cut(NamedTuple):
+    """A tensor whose dim `dim` is the tokens of a stream; in a list or tuple, all of them.
+
+    ndim   tensors of any other number of dims are left whole.
+    dim    None for an int: how many tokens from the first one on.
+    """
+
+    stream: str
+    dim: int | None
+    ndim: int = 0
+
+
+Cuts = Cut | tuple["Cut | None", ...] | None
+"""Of each item of a tuple, where they differ."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """How the tokens of one class of models are sharded.
+
+    inputs, outputs   arguments and results of modules that are cut; without gather, besides those of
+                      Diffusers' `_cp_plan`.
+    streams           with `_cp_plan`: the names in it that are of another stream than "video".
+    gather            outputs that are put together again.
+    attention         attention modules with the streams of their tokens in order; "video text?" where the
+                      module itself leaves out padded text tokens. Masks may leave out tokens of all streams
+                      but "video".
+    local             attention modules whose keys are whole on each rank, such as text: left alone.
+    grid              the (frames, rows, columns) of the video tokens, from the model and its arguments.
+    """
+
+    model: str
+    attention: Mapping[str, str]
+    inputs: Mapping[str, Mapping[str, Cuts]] = field(default_factory=dict)
+    outputs: Mapping[str, Cuts] = field(default_factory=dict)
+    gather: Mapping[str, Cut] = field(default_factory=dict)
+    streams: Mapping[str, str] = field(default_factory=dict)
+    local: tuple[str, ...] = ()
+    grid: Callable[[Any, Mapping[str, Any]], tuple[int, int, int]] | None = None
+    note: str = ""
+
+    @property
+    def kind(self) -> str:
+        if not self.attention:
+            return "switching"
+        joint = any(streams != "video" for streams in self.attention.values())
+        return "joint" if joint else "self + cross"
+
+    def for_model(self, model: nn.Module) -> Adapter:
+        """For one configuration: with the cuts of Diffusers' own plan, without attention that it has not.
+
+        A pattern under attention or local may name nothing: a model has no attention that is not named.
+        """
+        attention = {key: streams for key, streams in self.attention.items() if any(_matches(model, key))}
+        if not attention:
+            raise _nothing(model, " or ".join(map(repr, self.attention)))
+        local = tuple(key for key in self.local if any(_matches(model, key)))
+        cuts = {} if self.gather else self._planned(model)
+        return replace(self, attention=attention, local=local, **cuts)
+
+    def _planned(self, model: nn.Module) -> dict[str, Any]:
+        """Diffusers' cuts and gather, and what this says besides or instead."""
+        inputs: dict[str, Mapping[str, Cuts]] = {}
+        outputs: dict[str, Cuts] = {}
+        gather: dict[str, Cut] = {}
+        plan: Mapping[str, Any] = getattr(model, "_cp_plan", None) or {}
+        for module, said in plan.items():
+            if not isinstance(said, Mapping):
+                gather[module] = Cut("video", said.gather_dim)
+                continue
+            cuts = {
+                name: Cut(self._stream(module, name), cut.split_dim, cut.expected_dims or 0)
+                for name, cut in said.items()
+            }
+            if all(isinstance(name, int) for name in cuts):
+                outputs[module] = tuple(cuts.get(i) for i in range(max(cuts) + 1))  # pyright: ignore
+            else:
+                inputs[module] = cuts
+        return {
+            "inputs": {**inputs, **self.inputs},
+            "outputs": {**outputs, **self.outputs},
+            "gather": gather,
+        }
+
+    def _stream(self, module: str, name: str | int) -> str:
+        return self.streams.get(f"{module}.{name}", self.streams.get(str(name), "video"))
+
+
+def unwrapped(model: Any) -> Any:
+    """The module that torch.compile was given."""
+    return getattr(model, "_orig_mod", model)
+
+
+def modules(model: nn.Module) -> dict[str, nn.Module]:
+    """By name, compiled ones by their own: the outer one is what is called."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        found.setdefault(".".join(part for part in name.split(".") if part != "_orig_mod"), module)
+    return found
+
+
+def matching(model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
+    """The modules that a pattern names, in the model's order; it must name one."""
+    found = list(_matches(model, pattern))
+    if not found:
+        raise _nothing(model, repr(pattern))
+    return found
+
+
+def _matches(model: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
+    wanted = pattern.split(".")
+    for name, module in modules(model).items():
+        parts = name.split(".")
+        if len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted)):
+            yield name, module
+
+
+def _nothing(model: nn.Module, what: str) -> InputError:
+    return InputError(
+        f"A {type(unwrapped(model)).__name__} has no module {what}, which its adapter names.",
+        hint="In a pattern * is any one part of a name; print(model) shows them.",
+    )

@@ -1,0 +1,249 @@
+"""Site: an attention module of a model, whose attention runs over everybody's tokens.
+
+The module's own code runs as it is, on this rank's tokens; where it calls
+`scaled_dot_product_attention`, weft's attention answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial, update_wrapper
+from types import FunctionType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from weft.core.errors import InputError
+from weft.core.layout import Layout
+from weft.models.shards import Counts
+from weft.run.attention import attention
+
+if TYPE_CHECKING:
+    from weft.models.dropout import Dropped
+    from weft.models.region import Region
+
+QKV = tuple[Tensor, Tensor, Tensor]
+Forward = Callable[..., Any]
+NEVER = -9e3
+"""Added to a score, this or less leaves a weight of 0. Models add -10000, which in bfloat16 is -9984."""
+
+
+class Site:
+    """What happens around the forward of an attention module."""
+
+    def __init__(self, region: Region, name: str, streams: str, layer: int) -> None:
+        self.region, self.name, self.layer = region, name, layer
+        self.ragged = streams.endswith("?")
+        self.streams = tuple(streams.rstrip("?").split())
+        self.video = [stream for stream in self.streams if stream == "video"]
+
+    def around(self, forward: Forward, args: Any, kwargs: Any) -> Any:
+        catch = _Catch(self)
+        with catch:
+            out = self.region.expected(forward, args, kwargs)
+        if not catch.caught:
+            raise InputError(
+                f"{self.name} computed an attention that weft did not see, on this rank's tokens only.",
+                hint="Give it a processor that calls scaled_dot_product_attention or dispatch_attention_fn.",
+            )
+        return out
+
+    def attend(  # noqa: PLR0913 - scaled_dot_product_attention's own
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,  # noqa: FBT001, FBT002
+        scale: float | None = None,
+        enable_gqa: bool = False,  # noqa: ARG002, FBT001, FBT002 - heads tell
+    ) -> Tensor:
+        """What scaled_dot_product_attention would give this rank's queries, had it everybody's keys."""
+        if dropout_p or is_causal:
+            what = f"dropout_p={dropout_p}" if dropout_p else "is_causal=True"
+            raise InputError(f"{self.name} asks for attention with {what}, which weft cannot split.")
+        shards, rows = self.region.shards, query.shape[2]
+        most = shards.rows(self.streams)
+        if key.shape[2] != rows or rows > most or (rows < most and not self.ragged):
+            raise InputError(
+                f"{self.name} attends from {rows} to {key.shape[2]} tokens; this rank has {most} of "
+                f"{' and '.join(self.streams)}.",
+                hint="If its keys are whole on every rank, its adapter must list it under local.",
+            )
+        if self.ragged or attn_mask is not None or self.region.watched:
+            return self._with_care((query, key, value), attn_mask, scale)
+        tokens, mesh = shards.runs(self.streams), shards.mesh
+        return attention(
+            query, key, value, plan=self.region.plan, mesh=mesh, scale=scale, tokens=tokens, kv_tokens=tokens
+        )
+
+    def _with_care(self, qkv: QKV, mask: Tensor | None, scale: float | None) -> Tensor:
+        """What depends on more than shapes."""
+        if self.ragged:
+            count = qkv[0].shape[2] - self.region.shards.rows(self.video)
+            return self._call(qkv, scale, self._left(count))
+        return self._call(qkv, scale) if mask is None else self._padded(qkv, mask, scale)
+
+    # Numbers that are different each time are no constants: torch.compile leaves this to Python.
+    _with_care._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+    def _left(self, count: int) -> Counts:
+        """How many text tokens each rank has left in a module that drops padding: they must be the first.
+
+        Others it would put in their places, as if there were no other ranks.
+        """
+        shards = self.region.shards
+        (text,) = (stream for stream in self.streams if stream != "video")
+        left = tuple(count for (count,) in shards.world.comm.gather_numbers([count]))
+        short = [rank for rank in range(shards.ranks) if left[rank] < shards.rows([text], rank)]
+        if short and any(left[short[0] + 1 :]) and not shards.is_whole(text):
+            raise InputError(
+                f"{self.name} leaves out text tokens that others follow.",
+                hint="Pad texts at their ends.",
+            )
+        return left
+
+    def _call(self, qkv: QKV, scale: float | None, text: Counts | None = None) -> Tensor:
+        region, (q, k, v) = self.region, qkv
+        layout = Layout(*region.shards.runs(self.streams, text))
+        how = {"tokens": layout, **region.options(self, q, k, scale, layout)}
+        layout = how["tokens"]  # a mask may be over the tokens in another order
+        out = attention(q, k, v, mesh=region.shards.mesh, scale=scale, kv_tokens=layout, **how)
+        if region.proof is not None:
+            region.proof.check(self.name, qkv, out, scale, how.get("mask"), layout, region.shards.world)
+        return out
+
+    def _padded(self, qkv: QKV, mask: Tensor, scale: float | None) -> Tensor:
+        """With keys that a mask leaves out: so are their queries, whose outputs nothing reads; they are 0."""
+        q = qkv[0]
+        keep, counts = self._kept(mask, q)
+        if all(
+            row == [self.region.shards.rows(self.streams, rank)] * len(row) for rank, row in enumerate(counts)
+        ):
+            return self._call(qkv, scale)
+        video = [self.region.shards.rows(self.video, rank) for rank in range(len(counts))]
+        out = torch.zeros_like(q)
+        for lengths in sorted({tuple(row[b] for row in counts) for b in range(len(q))}):
+            samples = [b for b in range(len(q)) if tuple(row[b] for row in counts) == lengths]
+            chosen = torch.tensor(samples, device=q.device)
+            rows = torch.stack([keep[b].nonzero().flatten() for b in samples])
+            at = rows[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3])
+            text = tuple(length - own for length, own in zip(lengths, video, strict=True))
+            q_part, k_part, v_part = (x[chosen].gather(2, at[:, : x.shape[1]]) for x in qkv)
+            part = self._call((q_part, k_part, v_part), scale, text)
+            out = out.index_add(0, chosen, torch.zeros_like(q[chosen]).scatter(2, at, part))
+        return out
+
+    def _kept(self, mask: Tensor, q: Tensor) -> tuple[Tensor, list[list[int]]]:
+        """[B, rows]: the tokens of this rank that count; by rank and sample, how many do."""
+        shards = self.region.shards
+        layout, mine = Layout(*shards.runs(self.streams)), shards.world.comm.rank
+        keep = _keeps(self.name, mask).expand(len(q), -1)
+        if keep.shape[1] == layout.size and layout.size != q.shape[2]:
+            orders = [torch.from_numpy(layout.order(rank)).to(keep.device) for rank in range(shards.ranks)]
+            counts = [self._counts(keep[:, order], rank) for rank, order in enumerate(orders)]
+            keep = keep[:, orders[mine]]
+        elif keep.shape[1] == q.shape[2]:
+            counts = shards.world.comm.gather_numbers(self._counts(keep, mine))
+        else:
+            raise InputError(
+                f"{self.name} has a mask of {keep.shape[1]} keys; there are {layout.size}, {q.shape[2]} of "
+                "them on this rank."
+            )
+        if any(-1 in row for row in counts):
+            raise InputError(
+                f"{self.name} has a mask that leaves out tokens of the video.",
+                hint="weft leaves out padded text; for sparse attention use mask= of weft.parallelize.",
+            )
+        return keep, counts
+
+    def _counts(self, keep: Tensor, rank: int) -> list[int]:
+        """Tokens of each sample that count; -1 where some of the video do not."""
+        shards = self.region.shards
+        start = shards.rows(self.streams[: self.streams.index("video")], rank) if self.video else 0
+        video = keep[:, start : start + shards.rows(self.video, rank)].all(1)
+        return torch.where(video, keep.sum(1), -1).tolist()
+
+
+class Local:
+    """An attention module that needs nobody else's tokens."""
+
+    def __init__(self, region: Region) -> None:
+        self.region = region
+
+    def around(self, forward: Forward, args: Any, kwargs: Any) -> Any:
+        return self.region.expected(forward, args, kwargs)
+
+
+def put_around(module: nn.Module, site: Site | Local | Dropped) -> Callable[[], Any]:
+    """Let a site run a module's forward; what is returned takes it off.
+
+    A class of its own, not a function of its own: blocks that are alike stay alike for torch.compile.
+    """
+    plain = type(module)
+    if "forward" in vars(module):  # hooks of other libraries: theirs stays inside
+        inner = module.forward
+        module.forward = lambda *args, **kwargs: site.around(inner, args, kwargs)
+        return partial(setattr, module, "forward", inner)
+    vars(module)["_weft_site"] = site
+    module.__class__ = _sited(plain)
+
+    def remove() -> None:
+        module.__class__ = plain
+        del module._weft_site
+
+    return remove
+
+
+@lru_cache
+def _sited(plain: type[nn.Module]) -> type[nn.Module]:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._weft_site.around(partial(plain.forward, self), args, kwargs)
+
+    body = {"forward": update_wrapper(forward, plain.forward), "__module__": plain.__module__}
+    return type(plain.__name__, (plain,), body)
+
+
+class _Catch(TorchFunctionMode):
+    """Answers the attention of a site."""
+
+    def __init__(self, site: Site) -> None:
+        super().__init__()
+        self.site, self.caught = site, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            self.caught = True
+            return self.site.attend(*args, **(kwargs or {}))
+        return passed_on(func, args, kwargs or {})
+
+
+def passed_on(func: Any, args: Any, kwargs: Any) -> Any:
+    """The result of a function that a mode has no interest in.
+
+    torch.compile can trace the methods of a tensor, but not the functions in Python behind some of them.
+    """
+    if isinstance(func, FunctionType) and getattr(Tensor, func.__name__, None) is func:
+        return getattr(args[0], func.__name__)(*args[1:], **kwargs)
+    return func(*args, **kwargs)
+
+
+def _keeps(name: str, mask: Tensor) -> Tensor:
+    """[B or 1, keys]: whether a key counts, of a mask that is the same for all heads and queries that do."""
+    mask = mask[(None,) * (4 - mask.dim())]
+    seen = mask if mask.dtype == torch.bool else mask > NEVER
+    keep = seen.any(2, keepdim=True).any(1, keepdim=True)
+    differs = seen != keep if mask.dtype == torch.bool else (seen != keep) | (mask.masked_fill(~seen, 0) != 0)
+    if mask.shape[2] == mask.shape[3]:
+        differs = differs & keep.transpose(2, 3)
+    if differs.any():
+        raise InputError(
+            f"{name} has a mask that differs by query or head, or adds to scores.",
+            hint="weft splits attentions whose mask leaves out keys; sparse ones come from mask= of "
+            "weft.parallelize.",
+        )
+    return keep[:, 0, 0]

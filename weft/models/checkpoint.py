@@ -1,0 +1,100 @@
+"""Checkpoint: a directory as Diffusers saves pipelines in, read from disk only."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from weft.core.errors import InputError, MissingError
+
+INDEX = "model_index.json"
+
+
+def check(directory: Path) -> None:
+    """Needs no torch."""
+    if not (directory / INDEX).is_file():
+        raise InputError(
+            f"{directory} is no Diffusers checkpoint directory: it has no {INDEX}.",
+            hint="Give a local folder, as pipe.save_pretrained(…) writes it; weft downloads nothing.",
+        )
+
+
+def pipeline_class(directory: Path) -> Any:
+    return _class(directory, _index(directory)["_class_name"])
+
+
+def transformers(directory: Path) -> dict[str, str]:
+    """The transformers of a checkpoint, with the names of their classes: Wan 2.2 has two."""
+    index = _index(directory)
+    parts = {
+        name: said[1] for name, said in index.items() if isinstance(said, list) and "transformer" in name
+    }
+    found = {name: kind for name, kind in parts.items() if kind and "Transformer" in kind}
+    if not found:
+        kind, names = index["_class_name"], ", ".join(name for name in index if name[0] != "_")
+        raise InputError(f"{directory} is of a {kind}, which has no transformer.", hint=f"It has {names}.")
+    return found
+
+
+def load_part(directory: Path, part: str, **options: Any) -> Any:
+    return _load(_class(directory, transformers(directory)[part]), directory / part, options)
+
+
+def load_pipeline(directory: Path, **options: Any) -> Any:
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
+    return _load(DiffusionPipeline, directory, options)
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Loading bars and advice of two libraries, from every rank, are not for the terminal."""
+    from diffusers.utils import logging as of_diffusers
+    from transformers.utils import logging as of_transformers
+
+    libraries = (of_diffusers, of_transformers)
+    before = [library.get_verbosity() for library in libraries]
+    for library in libraries:
+        library.set_verbosity(logging.ERROR)
+        library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for library, level in zip(libraries, before, strict=True):
+            library.set_verbosity(level)
+            library.enable_progress_bar()
+
+
+def _index(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / INDEX).read_text())
+
+
+def _class(directory: Path, name: str) -> Any:
+    import diffusers
+
+    with quiet_libraries():  # it is imported only now
+        found = getattr(diffusers, name, None)
+    if found is None:
+        raise InputError(
+            f"{directory} has a {name}, which the installed Diffusers {diffusers.__version__} does not know.",
+            hint="Upgrade diffusers, or use weft.parallelize in a script of your own.",
+        )
+    return found
+
+
+def _load(kind: Any, directory: Path, options: dict[str, Any]) -> Any:
+    try:
+        with quiet_libraries():
+            return kind.from_pretrained(directory, local_files_only=True, **options)
+    except ValueError as error:
+        if find_spec("accelerate") is not None:
+            raise
+        raise MissingError(
+            f"Diffusers cannot load {directory} without accelerate: {error}",
+            hint="Add it with: pip install 'weft[models]'",
+        ) from error

@@ -1,0 +1,230 @@
+"""`weft.parallelize`: a Diffusers pipeline or transformer runs with its tokens split over the ranks.
+
+    pipe = weft.parallelize(pipe)             # under torchrun, or: weft run script.py --ranks 4
+    weft.restore(pipe)
+
+The pipeline is called as before, with the same arguments on every rank, and returns the same on all.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial, wraps
+from inspect import signature
+from typing import Any
+
+from torch import nn
+
+from weft.core.errors import InputError
+from weft.models.adapter import Adapter, unwrapped
+from weft.models.adapters import adapter_of, knows
+from weft.models.clock import Clock
+from weft.models.decode import spread
+from weft.models.guidance import Guidance
+from weft.models.latte import Switching
+from weft.models.producers import Geometric
+from weft.models.randomness import share_numbers
+from weft.models.region import Region
+from weft.models.sparsity import Sparsity
+from weft.run.world import World, axes_of, is_launched, world_of
+
+CHECKS = ("first", "none")
+
+
+def parallelize(  # noqa: PLR0913 - the one call users make; each option is a word of theirs
+    target: Any,
+    *,
+    plan: Any = "auto",
+    mask: Any = None,
+    cfg: str = "auto",
+    mesh: Any = None,
+    check: str = "none",
+    adapter: Adapter | None = None,
+) -> Any:
+    """Split the tokens of a pipeline's transformers, or of one transformer, over the ranks; return it.
+
+    plan      how attention is split: see `weft.attention`.
+    mask      sparse attention: sta, svg, radial, topk:0.2, … or a producer (`weft.models.sparsity`).
+    cfg       auto, on, off: the two branches of guidance each on half of the ranks.
+    mesh      a process group or DeviceMesh; all ranks by default.
+    check     first: in the first forward, sampled rows of each attention are computed again and compared.
+    adapter   for a model that weft does not know: see `weft.models.adapter`.
+
+    In training, gradients are those of DDP: the mean over the ranks is the gradient.
+    """
+    if check not in CHECKS:
+        raise InputError(f"check={check!r} is none of {', '.join(CHECKS)}.")
+    _refuse_others(target)
+    world, woven = _world(mesh), Woven()
+    try:
+        for name, model in _transformers(target).items():
+            _refuse_others(model)
+            said = adapter or adapter_of(model)
+            guidance = Guidance.of(model, mesh, cfg)
+            if world.comm.size == 1 and mask is None:
+                continue  # there is nothing to do
+            sparsity = (
+                None if mask is None else Sparsity(mask, plan=(plan == "auto" and axes_of(mesh)) or plan)
+            )
+            guidance.batched = sparsity is None or isinstance(sparsity.producer, Geometric)
+            if said.attention:
+                region = Region(
+                    model, said, plan=plan, sparsity=sparsity, clock=woven.clock, check=check == "first"
+                )
+            else:
+                region = _switching(model, sparsity)
+            woven.weave(name, model, region, guidance)
+        if not isinstance(target, nn.Module) and woven.regions:
+            woven.around(target, world)
+    except BaseException:
+        woven.undo()
+        raise
+    woven.mark(target)
+    return target
+
+
+def restore(target: Any) -> Any:
+    """Take off what `parallelize` put on."""
+    woven = getattr(target, "_weft", None)
+    if woven is None:
+        raise InputError(f"This {type(target).__name__} is not parallelized.")
+    woven.undo()
+    return target
+
+
+class Woven:
+    """What was put on a pipeline or a model."""
+
+    def __init__(self) -> None:
+        self.regions: dict[str, Region | Switching] = {}
+        self.clock = Clock()
+        self._guidance: list[Guidance] = []
+        self._undo: list[Callable[[], Any]] = []
+
+    def weave(self, name: str, model: nn.Module, region: Region | Switching, guidance: Guidance) -> None:
+        """Let a model's forward be that of its region, under guidance."""
+        before = vars(model).get("forward")
+        self.regions[name] = region
+        self._guidance.append(guidance)
+        self._undo.append(region.remove)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return guidance(region.run, args, kwargs)
+
+        # Blocks are compiled; what goes on around them is not.
+        forward._torchdynamo_disable = True  # type: ignore[attr-defined]
+        model.forward = forward
+        self._undo.append(partial(_put_back, model, before))
+        self.mark(model)
+
+    def mark(self, what: Any) -> None:
+        """Nobody else may split it."""
+        vars(what)["_weft"] = self
+        self._undo.append(lambda: vars(what).pop("_weft", None))
+
+    def around(self, pipe: Any, world: World) -> None:
+        """A pipeline draws rank 0's random numbers, and decodes on all ranks."""
+        plain, woven = type(pipe), self
+
+        @wraps(plain.__call__)
+        def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - it becomes one
+            share_numbers(world, (args, kwargs))
+            woven.begin(_steps(plain.__call__, self, args, kwargs))
+            try:
+                return plain.__call__(self, *args, **kwargs)
+            finally:
+                woven.end(tell=world.comm.rank == 0)
+
+        body = {"__call__": __call__, "__module__": plain.__module__, "__doc__": plain.__doc__}
+        pipe.__class__ = type(plain.__name__, (plain,), body)
+        self._undo.append(partial(setattr, pipe, "__class__", plain))
+        if isinstance(vae := getattr(pipe, "vae", None), nn.Module):
+            self._undo.append(spread(vae, world).remove)
+
+    @property
+    def sparsities(self) -> list[Sparsity]:
+        return [each for region in self.regions.values() if (each := getattr(region, "sparsity", None))]
+
+    def begin(self, steps: int | None) -> None:
+        """A run of so many steps, if that is known."""
+        self.clock.steps = steps
+        for sparsity in self.sparsities:
+            sparsity.reset()
+
+    def end(self, *, tell: bool) -> None:
+        """A run is over: what was learned of its calls is forgotten, what its masks left out is told."""
+        for guidance in self._guidance:
+            guidance.forget()
+        for sparsity in self.sparsities if tell else ():
+            sys.stderr.write(f"weft: {sparsity.summary()}\n")
+
+    def undo(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+
+def _put_back(model: Any, forward: Any) -> None:
+    if forward is None:
+        del model.forward
+    else:
+        model.forward = forward
+
+
+def _world(mesh: Any) -> World:
+    world = world_of(mesh, 60.0)
+    if mesh is None and world.comm.size == 1 and is_launched():
+        raise InputError(
+            "This process was started as one of several ranks, but its process group has one rank.",
+            hint="Leave init_process_group to weft, or give it the world size that the launcher set.",
+        )
+    return world
+
+
+def _switching(model: nn.Module, sparsity: Sparsity | None) -> Switching:
+    if sparsity is not None:
+        raise InputError(f"A {type(model).__name__} is split by switching dims, without masks.")
+    return Switching(model)
+
+
+def _steps(call: Callable[..., Any], *given: Any) -> int | None:
+    """How many steps a pipeline is asked for."""
+    pipe, args, kwargs = given
+    bound = signature(call).bind(pipe, *args, **kwargs)
+    bound.apply_defaults()
+    told = bound.arguments
+    listed = next((told[name] for name in ("timesteps", "sigmas") if told.get(name) is not None), None)
+    return told.get("num_inference_steps") if listed is None else len(listed)
+
+
+def _transformers(target: Any) -> dict[str, nn.Module]:
+    """The models of a pipeline that weft splits, by name; a model is one."""
+    if isinstance(target, nn.Module):
+        return {type(unwrapped(target)).__name__: unwrapped(target)}
+    parts = getattr(target, "components", None)
+    if not isinstance(parts, dict):
+        raise InputError(
+            f"weft.parallelize was given a {type(target).__name__}.",
+            hint="Give it a Diffusers pipeline, or a torch module.",
+        )
+    models = {name: unwrapped(part) for name, part in parts.items() if isinstance(part, nn.Module)}
+    known = {name: model for name, model in models.items() if "transformer" in name or knows(model)}
+    if not known:
+        raise InputError(
+            f"A {type(target).__name__} has no transformer; its parts are {', '.join(models) or 'none'}.",
+            hint="weft splits Diffusion Transformers; `weft models` lists those that it knows.",
+        )
+    return known
+
+
+def _refuse_others(model: Any) -> None:
+    """A model can be split once."""
+    if getattr(model, "_parallel_config", None) is not None:
+        raise InputError(
+            f"Diffusers' own parallelism is enabled on this {type(model).__name__}.",
+            hint="Call weft.parallelize instead of enable_parallelism, on a model loaded anew.",
+        )
+    if getattr(model, "_weft", None) is not None:
+        raise InputError(
+            f"This {type(model).__name__} is parallelized already.", hint="weft.restore it first."
+        )

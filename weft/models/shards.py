@@ -1,0 +1,112 @@
+"""Shards: the token streams of one forward, and which of their tokens this rank has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from weft.core.errors import InputError
+from weft.core.indices import split_evenly
+from weft.core.layout import Runs
+from weft.models.adapter import Cut, Cuts
+from weft.run.switch import gather
+from weft.run.world import World, world_of
+
+Counts = tuple[int, ...]
+"""Tokens of each rank."""
+
+
+class Shards:
+    """Streams are split as evenly as can be; one that has fewer tokens than there are ranks stays whole.
+
+    Models slice by the number of text tokens they have, and few can do without any.
+    """
+
+    def __init__(self, mesh: Any = None) -> None:
+        self.mesh = mesh
+        self.sizes: dict[str, int] = {}
+
+    @cached_property
+    def world(self) -> World:
+        return world_of(self.mesh, 60.0)
+
+    @property
+    def ranks(self) -> int:
+        return self.world.comm.size
+
+    def is_whole(self, stream: str) -> bool:
+        return self.sizes[stream] < self.ranks
+
+    def spans(self, stream: str) -> list[tuple[int, int]]:
+        """What each rank has of a stream."""
+        size = self.sizes[stream]
+        return [(0, size)] * self.ranks if self.is_whole(stream) else split_evenly(size, self.ranks)
+
+    def rows(self, streams: Sequence[str], rank: int | None = None) -> int:
+        """How many tokens of some streams a rank has, by default this one."""
+        at = self.world.comm.rank if rank is None else rank
+        return sum(stop - start for start, stop in (self.spans(stream)[at] for stream in streams))
+
+    def cut(self, value: Any, cuts: Cuts, what: str) -> Any:
+        """This rank's part of an argument or a result."""
+        if value is None or cuts is None:
+            return value
+        if isinstance(value, list | tuple):
+            each = cuts if not isinstance(cuts, Cut) else (cuts,) * len(value)
+            cut = [self.cut(item, part, what) for item, part in zip(value, each, strict=False)]
+            return type(value)((*cut, *value[len(each) :]))
+        if not isinstance(cuts, Cut):
+            raise InputError(f"{what} is a {type(value).__name__}, where its adapter expects a tuple.")
+        if cuts.dim is None:
+            start, stop = self.spans(cuts.stream)[self.world.comm.rank]
+            return min(max(value - start, 0), stop - start)
+        if cuts.ndim not in (0, value.dim()):
+            return value
+        size = value.shape[cuts.dim]
+        if self.sizes.setdefault(cuts.stream, size) != size:
+            raise InputError(
+                f"{what} has {size} tokens of {cuts.stream}, of which there were {self.sizes[cuts.stream]}.",
+                hint="All tensors that are cut by one stream must have all of its tokens.",
+            )
+        start, stop = self.spans(cuts.stream)[self.world.comm.rank]
+        return value.narrow(cuts.dim, start, stop - start).contiguous()
+
+    def gather(self, x: Tensor, cut: Cut, what: str) -> Tensor:
+        """The whole of what each rank has its part of."""
+        assert cut.dim is not None
+        size = self.sizes.get(cut.stream)
+        if size is None:
+            raise InputError(f"{what} is to be gathered, but no {cut.stream} was cut before it.")
+        if self.is_whole(cut.stream):
+            return x
+        dims = {("tokens" if at == cut.dim else f"dim {at}"): None for at in range(x.dim())}
+        return gather(x, "tokens", dims={**dims, "tokens": size}, mesh=self.world, stage=what)
+
+    def runs(self, streams: tuple[str, ...], text: Counts | None = None) -> tuple[int, tuple[Runs, ...]]:
+        """Tokens, and each rank's runs of them, of an attention over some streams in order.
+
+        Of the text, ranks may have only some tokens left.
+        """
+        runs: list[list[tuple[int, int]]] = [[] for _ in range(self.ranks)]
+        offset = 0
+        for stream in streams:
+            spans = self.spans(stream)
+            if text is not None and stream != "video":
+                spans = _parts(text, whole=self.is_whole(stream))
+            for mine, (start, stop) in zip(runs, spans, strict=True):
+                if stop > start:
+                    mine.append((offset + start, offset + stop))
+            offset += max(stop for _, stop in spans)
+        return offset, tuple(tuple(mine) for mine in runs)
+
+
+def _parts(counts: Counts, *, whole: bool) -> list[tuple[int, int]]:
+    """One after another, or all the same."""
+    ends = [sum(counts[: rank + 1]) for rank in range(len(counts))]
+    return [
+        (0 if whole else end - count, count if whole else end)
+        for end, count in zip(ends, counts, strict=True)
+    ]

@@ -1,0 +1,54 @@
+"""Meter: how long this rank computes attention and waits for others, added up while programs run."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from weft.core.schedule import Schedule
+from weft.run.clocks import Clock, CudaClock, HostClock
+from weft.run.program import Program
+from weft.run.recorder import run_marked
+from weft.run.steps import Calculation, Frame, Wait
+
+
+class Spent(NamedTuple):
+    """Nanoseconds."""
+
+    attending: int
+    waiting: int
+
+
+class Meter:
+    """A `Watch` that writes nothing: a mark of time for each step of a program is all that it costs."""
+
+    def __init__(self) -> None:
+        self.plans: dict[str, None] = {}
+        """Names of the schedules of attention that were run, in order."""
+        self._clocks: dict[torch.device, Clock] = {}
+        self._marked: list[tuple[Program, list[Any], Clock]] = []
+
+    def run(self, program: Program, schedule: Schedule, frame: Frame) -> None:
+        if frame.device not in self._clocks:
+            is_cuda = frame.device.type == "cuda"
+            self._clocks[frame.device] = CudaClock(frame.device) if is_cuda else HostClock()
+        clock, marks = self._clocks[frame.device], []
+        if any(isinstance(step, Calculation) for step in program.steps):
+            self.plans[schedule.name] = None
+        self._marked.append((program, marks, clock))
+        run_marked(program, frame, clock, marks)
+
+    def take(self) -> Spent:
+        """What was spent since this was last asked."""
+        attending = waiting = 0
+        for program, marks, clock in self._marked:
+            times = clock.nanoseconds(marks)
+            for at, (start, end) in enumerate(zip(times, times[1:], strict=False)):
+                step = program.steps[at] if at < len(program.steps) else None  # then it is a finish
+                attending += (end - start) * isinstance(step, Calculation)
+                waiting += (end - start) * (step is None or isinstance(step, Wait))
+        self._marked.clear()
+        for clock in self._clocks.values():
+            clock.begin()
+        return Spent(attending, waiting)

@@ -1,0 +1,69 @@
+"""What `weft run` starts as each rank: a script that leaves its traceback to the launcher to show."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+PARENT_DEATH_SIGNAL = 1  # prctl
+
+
+def main() -> None:
+    """Run the script sys.argv[1], or after -m a module, as Python would with the rest of sys.argv."""
+    _end_with_parent()
+    is_module = sys.argv[1] == "-m"
+    sys.argv[:] = sys.argv[1 + is_module :]
+    script = sys.argv[0]
+    try:
+        if is_module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = str(Path(script).resolve().parent)
+            runpy.run_path(script, run_name="__main__")
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            _tell(error.code if isinstance(error.code, str) else "")
+        raise SystemExit(1 if isinstance(error.code, str) else error.code) from None
+    except BaseException as error:
+        own = _own(error.__traceback__, script)
+        _tell("".join(traceback.format_exception(type(error), error, own)))
+        sys.exit(1)
+
+
+def _tell(stack: str) -> None:
+    """Write the file that torch's agent reads, with a finer time: a peer may fail in the same second."""
+    now = time.time_ns()
+    about = {"timestamp": str(now // 10**9), "nanoseconds": str(now)}
+    told = {"message": {"message": "", "extraInfo": about | ({"py_callstack": stack} if stack else {})}}
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        Path(path).write_text(json.dumps(told))
+
+
+def _own(stack: TracebackType | None, script: str) -> TracebackType | None:
+    """The traceback from the script on: how it was started is nobody's question."""
+    found = stack
+    while found is not None and found.tb_frame.f_code.co_filename != script:
+        found = found.tb_next
+    return found or stack
+
+
+def _end_with_parent() -> None:
+    """A launcher that is killed leaves no ranks behind (Linux; elsewhere they find out by their peers)."""
+    import ctypes
+
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    main()
