@@ -23,8 +23,8 @@ from weft.core.errors import InputError  # noqa: E402
 from weft.masks.grid import TokenGrid  # noqa: E402
 from weft.models.adapters import adapter_of  # noqa: E402
 
-SMALL = Model("Wan", TokenGrid(4, 8, 8), 1, (4, 4, 4), (1, 1, 1))
-HALF = Model("Flux", TokenGrid(1, 16, 8, prefix=64), 1, (1, 8, 8), (1, 1, 1))
+SMALL = Model("Wan", TokenGrid(4, 8, 8), 3, 1, (4, 4, 4), (1, 1, 1))
+HALF = Model("Flux", TokenGrid(1, 16, 8, prefix=64), 3, 1, (1, 8, 8), (1, 1, 1))
 
 
 def verdicts(what: str, model: Model = SMALL, **times: float) -> list[Row]:
@@ -78,7 +78,7 @@ def test_who_was_not_timed_holds_nothing() -> None:
 def test_masked_is_attention_under_the_mask(model: Model) -> None:
     """Of tokens in raster order, from a mask whose tokens are in the order of voxels."""
     at = model.grid.voxels(model.tile).order
-    q, k, v = (drawn(1, 6, model.grid.tokens, 8, seed=seed, dtype=torch.float32) for seed in range(3))
+    q, k, v = (drawn(1, 3, model.grid.tokens, 8, seed=seed, dtype=torch.float32) for seed in range(3))
     found = masked(torch.nn.Identity(), model).attention(q, k, v)  # pyright: ignore
     scores = (q @ k.mT / 8**0.5)[0][:, at][:, :, at]
     tiles = torch.as_tensor(model.mask.tiles)

@@ -86,8 +86,9 @@ def test_every_rank_runs_the_script_with_its_arguments(script, tmp_path, capfd) 
 def test_one_traceback_is_shown_that_of_the_rank_that_failed_first(script, tmp_path, capfd) -> None:
     # Rank 0 fails in the same second, as one does that has lost a peer; rank 2 would go on for ever.
     path = script(
-        "(here / f'pid{rank}').write_text(str(os.getpid()))\n"
-        "if rank == 2: time.sleep(1000)\n"
+        "pid = here / 'pid2'\n"
+        "if rank == 2: pid.write_text(str(os.getpid())); time.sleep(1000)\n"
+        "while not (pid.exists() and pid.read_text()): time.sleep(0.001)\n"
         "lose_rank_1()\n"
         "raise ValueError(f'rank {rank} is at fault')"
     )

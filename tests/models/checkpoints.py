@@ -9,7 +9,7 @@ Weights are the same in every process (one seed for all). Head counts and token 
 purpose: 3 heads or 5, and sequences that no rank count above 1 divides where the model allows it.
 `tiny_wan(moe=True)`, "wan2.2", has two transformers. Needs diffusers and
 transformers; to load a saved Wan again, Diffusers wants accelerate. Mochi warns of a CPU autocast.
-`guided(name)` are the arguments that ask for two branches of guidance, or for one.
+`arguments(name)` are those of a call to latents, with two branches of guidance or one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from PIL import Image
 
 from tests.models.encoders import IMAGE, TEXT, clip, llama, numbered, qwen, t5, vision
-from tests.models.toys import seeded
+from tests.models.toys import normal, seeded
 
 PROMPT = "a loom at work"
 NEGATIVE = "blurry"
@@ -50,10 +50,16 @@ CALLS: dict[str, dict[str, Any]] = {
 """Sizes for a call of each pipeline."""
 
 
-def guided(name: str, *, branches: int = 2) -> dict[str, Any]:
-    """Arguments for classifier-free guidance, or for none."""
-    scale = "true_cfg_scale" if name in ("flux", "hunyuan", "qwen") else "guidance_scale"
-    return {scale: 3.0, "negative_prompt": NEGATIVE} if branches == 2 else {scale: 1.0}
+def arguments(name: str, *, branches: int = 2) -> dict[str, Any]:
+    """What a pipeline is called with, for latents with classifier-free guidance, or without."""
+    given = {**CALLS[name], "prompt": PROMPT, "output_type": "latent", "return_dict": False}
+    if branches == 2:
+        given["negative_prompt"] = NEGATIVE
+    if name == "wan-i2v":  # to read words, this pipeline needs ftfy
+        for seed, key in enumerate(key for key in ("prompt", "negative_prompt") if given.pop(key, None)):
+            given[f"{key}_embeds"] = normal(1, WORDS, TEXT, seed=seed, dtype=torch.float32)
+    given["true_cfg_scale" if name in ("flux", "hunyuan", "qwen") else "guidance_scale"] = 2.0 * branches - 1
+    return given
 
 
 def _tiny(build: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,8 +71,13 @@ def _tiny(build: Callable[..., Any]) -> Callable[..., Any]:
             torch.manual_seed(0)
             pipe = build(**options)
         for name, part in pipe.components.items():
+            if isinstance(part, torch.nn.Module):
+                part.eval()  # as from_pretrained does
             if name.startswith("transformer") and part is not None:
                 seeded(part, seed=len(name), dtype=torch.float32)  # two transformers differ
+                with torch.no_grad():  # the larger, the more does one token say in another
+                    for parameter in part.parameters():
+                        parameter.mul_(2)
         pipe.set_progress_bar_config(disable=True)
         if directory is not None:
             pipe.save_pretrained(directory)
@@ -190,7 +201,9 @@ def tiny_cogvideox() -> Any:
         text_embed_dim=TEXT, num_layers=2, sample_width=10, sample_height=6, sample_frames=9,
         max_text_seq_length=WORDS, use_rotary_positional_embeddings=True,
     )  # fmt: skip
-    scheduler = diffusers.CogVideoXDDIMScheduler()
+    scheduler = diffusers.CogVideoXDDIMScheduler(
+        prediction_type="v_prediction", rescale_betas_zero_snr=True, timestep_spacing="trailing"
+    )
     return diffusers.CogVideoXPipeline(**t5(), transformer=transformer, vae=vae, scheduler=scheduler)
 
 
@@ -203,7 +216,7 @@ def tiny_latte() -> Any:
         activation_fn="gelu-approximate", num_embeds_ada_norm=1000, norm_type="ada_norm_single",
         norm_elementwise_affine=False, caption_channels=TEXT, video_length=5,
     )  # fmt: skip
-    scheduler = diffusers.DDIMScheduler()
+    scheduler = diffusers.DDIMScheduler(clip_sample=False)
     return diffusers.LattePipeline(**t5(), transformer=transformer, vae=_kl(4), scheduler=scheduler)
 
 

@@ -160,7 +160,8 @@ def allegro(size: Size) -> dict[str, Any]:
     from diffusers.models.embeddings import get_3d_rotary_pos_embed_allegro
 
     frames, rows, columns = size.grid
-    *angles, t, h, w = get_3d_rotary_pos_embed_allegro(12, ((0, 0), (rows, columns)), (rows, columns), frames)
+    made: Any = get_3d_rotary_pos_embed_allegro(12, ((0, 0), (rows, columns)), (rows, columns), frames)
+    *angles, t, h, w = made
     cells = torch.cartesian_prod(t.long(), h.long(), w.long()).T.reshape(3, 1, -1).contiguous()
     return {
         "hidden_states": size.latents(),
@@ -240,6 +241,16 @@ def cogview(size: Size) -> dict[str, Any]:
         "original_size": corners,
         "target_size": corners * 2,
         "crop_coords": corners * 0,
+    }
+
+
+def cosmos(size: Size) -> dict[str, Any]:
+    """Each frame has its own time."""
+    frames = size.grid[0]
+    return {
+        **wan(size),
+        "timestep": torch.linspace(0.1, 0.9, size.batch * frames, dtype=size.dtype).view(-1, 1, frames, 1, 1),
+        "fps": 30,
     }
 
 

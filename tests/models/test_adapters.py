@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -167,6 +168,42 @@ def test_tokens_are_in_the_order_of_one_process(name: str, monkeypatch: pytest.M
         torch.testing.assert_close(found, x, rtol=0, atol=1e-11)
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("flux", "controlnet_block_samples controlnet_single_block_samples"),
+        ("sd3", "block_controlnet_hidden_states"),
+        ("qwen", "controlnet_block_samples"),
+    ],
+)
+def test_what_a_controlnet_adds(name: str, arguments: str) -> None:
+    given = ZOO[name].inputs() | {each: [normal(2, 45, 36, seed=9)] for each in arguments.split()}
+
+    def job(world: Any) -> Any:
+        model = ZOO[name].make()
+        if world is not None:
+            sharded(model, world)
+        return step(model, given)
+
+    expected = job(None)
+    assert (expected[0] - alone(name)[0]).abs().max() > 0.1
+    check(expected, on_ranks(2, job), 1e-11)
+
+
+def test_learned_positions_of_cosmos(monkeypatch: pytest.MonkeyPatch) -> None:
+    norm = torch.linalg.vector_norm
+    monkeypatch.setattr(torch.linalg, "vector_norm", lambda x, dtype, **how: norm(x, **how))  # noqa: ARG005
+    entry = replace(ZOO["cosmos"], config={**ZOO["cosmos"].config, "extra_pos_embed_type": "learnable"})
+
+    def job(world: Any) -> Any:
+        model = entry.make()
+        if world is not None:
+            sharded(model, world)
+        return step(model, entry.inputs())
+
+    check(job(None), on_ranks(3, job), 1e-11)
+
+
 def test_masks_with_holes() -> None:
     """Qwen-Image takes any mask of its text; each rank may have another number of tokens left."""
     mask = torch.tensor([[1, 0, 0, 1, 1, 0, 1], [0, 0, 0, 0, 1, 1, 1]]).bool()
@@ -191,7 +228,7 @@ def test_gradients_of_several_forwards_of_other_sizes() -> None:
         if world is not None:
             sharded(model, world)
         outs = [model(**ZOO["hunyuan"].inputs(**size))[0] for size in sizes]
-        loss = sum((out * normal(*out.shape, seed=7)).sum() for out in outs)
+        loss = torch.stack([(out * normal(*out.shape, seed=7)).sum() for out in outs]).sum()
         return outs[0].detach(), list(torch.autograd.grad(loss, list(model.parameters())))
 
     check(job(None), on_ranks(2, job), 1e-11)

@@ -78,7 +78,7 @@ def run_toy(change: Callable[[Any], Any] = lambda _: None, adapter: Adapter = TO
 
     x = normal(2, N, 4)
     change(model := seeded(Toy()))
-    for found in on_ranks(2, job, timeout=2.0):
+    for found in on_ranks(2, job):
         torch.testing.assert_close(found, model(x, **how), rtol=0, atol=1e-12)
 
 
@@ -132,9 +132,9 @@ def test_refuses_what_it_cannot_split(words: str, how: dict[str, Any]) -> None:
         run_toy(**how)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_padding_may_be_said_by_adding_to_scores(dtype: torch.dtype) -> None:
-    """As models do; in bfloat16 it is -9984."""
+@pytest.mark.parametrize("rounded", [torch.float64, torch.bfloat16])
+def test_padding_may_be_said_by_adding_to_scores(rounded: torch.dtype) -> None:
+    """As models do; what was -10000 in bfloat16 is -9984."""
     joint = Cut("joint", 1)
     adapter = replace(TOY, inputs={"": {"x": joint}}, gather={"out": joint}, attention={"attn": "joint"})
     mask = torch.where(torch.arange(N) < 5, 0.0, -10000.0)[None, None, None]
@@ -143,7 +143,7 @@ def test_padding_may_be_said_by_adding_to_scores(dtype: torch.dtype) -> None:
         model = seeded(Toy())
         if world is not None:
             sharded(model, world, adapter)
-        return model(normal(2, N, 4), attn_mask=mask.type(torch.float64 if world is None else dtype))[:, :5]
+        return model(normal(2, N, 4), attn_mask=mask.type(rounded).double())[:, :5]
 
     for found in on_ranks(2, job):
         torch.testing.assert_close(found, job(None), rtol=0, atol=1e-12)

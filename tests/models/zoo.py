@@ -17,13 +17,14 @@ from typing import Any
 
 import diffusers
 import torch
+from diffusers.utils.logging import set_verbosity_error
 from torch import nn
 
 from tests.models import given
 from tests.models.given import CHANNELS, POOLED, WORDS, Grid, Size, without
 from tests.models.toys import seeded
 
-diffusers.logging.set_verbosity_error()  # it would warn of every model in float64
+set_verbosity_error()  # it would warn of every model in float64
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,9 @@ _REFINED = {
     "rope_axes_dim": (4, 4, 4),
 }
 _HUNYUAN = {**_REFINED, "num_single_layers": 1, "pooled_projection_dim": POOLED}
+_ANIMATE = {**_TIMED, "attention_head_dim": 16}
 _COG = {
-    **_TIMED,
-    "attention_head_dim": 16,
+    **_ANIMATE,
     "sample_width": 10,
     "sample_height": 6,
     "sample_frames": 9,
@@ -116,6 +117,23 @@ _ZIMAGE = {
     "axes_lens": [128, 64, 64],
 }
 _HUNYUAN_15 = {**_REFINED, "num_layers": 2, "text_embed_2_dim": 6, "image_embed_dim": 5}
+_AURA = {
+    **without("num_layers", _JOINT),
+    "sample_size": 8,
+    "num_mmdit_layers": 1,
+    "num_single_dit_layers": 1,
+    "caption_projection_dim": 36,
+    "pos_embed_max_size": 576,
+}
+_COSMOS = {
+    **_PLAIN,
+    "mlp_ratio": 1.0,
+    "text_embed_dim": WORDS,
+    "adaln_lora_dim": 4,
+    "max_size": (4, 64, 64),
+    "concat_padding_mask": False,
+    "extra_pos_embed_type": None,
+}
 _HUNYUAN_IMAGE = {**_REFINED, "num_single_layers": 1, "guidance_embeds": True, "rope_axes_dim": (4, 8)}
 
 
@@ -156,6 +174,7 @@ ZOO: dict[str, Entry] = {
         {**_ROTARY, "patch_size_t": 2, "patch_bias": False, "ofs_embed_dim": 8},
         lambda size: {**given.cogvideox(size, 2, rotary=True), "ofs": size.time(2.0)},
     ),
+    "easyanimate": Entry("EasyAnimateTransformer3DModel", {**_ANIMATE, "patch_size": 2}, given.wan),
     "cogview4": Entry("CogView4Transformer2DModel", {**_COGVIEW, "rope_axes_dim": (32, 32)}, given.cogview),
     "cogview3": Entry(
         "CogView3PlusTransformer2DModel", {**_COGVIEW, "pos_embed_max_size": 24}, given.cogview
@@ -171,6 +190,10 @@ ZOO: dict[str, Entry] = {
     "sd3-dual": Entry(
         "SD3Transformer2DModel", {**_SD3, "dual_attention_layers": (0,), "qk_norm": "rms_norm"}, given.sd3
     ),
+    "auraflow": Entry(
+        "AuraFlowTransformer2DModel", _AURA, lambda size: without("pooled_projections", given.sd3(size))
+    ),
+    "cosmos": Entry("CosmosTransformer3DModel", _COSMOS, given.cosmos),
     "pixart": Entry("PixArtTransformer2DModel", {**_CROSS, "sample_size": 8}, given.pixart),
     "ltx": Entry("LTXVideoTransformer3DModel", _CROSS, given.ltx),
     "ltx-times": Entry("LTXVideoTransformer3DModel", _CROSS, lambda size: given.ltx(size, per_token=True)),

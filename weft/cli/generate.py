@@ -117,6 +117,7 @@ def _more(pairs: list[str]) -> dict[str, Any]:
 def _generate(request: Request, ranks: int) -> dict[str, Any] | None:
     """What was made, on the rank that tells."""
     import torch
+    from rich.console import Console
 
     from weft.cli.ranks import model_ranks, run_once
     from weft.models.generate import generate, prepare
@@ -128,7 +129,8 @@ def _generate(request: Request, ranks: int) -> dict[str, Any] | None:
     if torch.cuda.is_available() and ranks > 1:  # pools are of CPUs
         _launch(ranks)
     with model_ranks(ranks) as pool:
-        run_once(pool, prepare, request)
+        with Console(stderr=True, quiet=request.quiet).status(f"loading {request.model.name} …"):
+            run_once(pool, prepare, request)
         return run_once(pool, generate, request)[0]
 
 
@@ -144,10 +146,10 @@ def _launch(ranks: int) -> NoReturn:
 def _words(made: dict[str, Any]) -> str:
     """What is told at the end: where it is, how to make it again, how it went."""
     many = f", {made['frames']} frames" if made["frames"] > 1 else ""
-    plans = ", ".join(made["plans"]) or "one rank"
+    plans = f" ({', '.join(made['plans'])})" if made["plans"] else ""
     lines = [
         f"{made['out']}: {made['size']}{many}, seed {made['seed']}",
-        f"{made['steps']} steps of {made['seconds_per_step']:.2f} s on {made['ranks']} ranks ({plans}), "
+        f"{made['steps']} steps of {made['seconds_per_step']:.2f} s on {made['ranks']} ranks{plans}, "
         f"{made['seconds']:.1f} s in all",
     ]
-    return "\n".join([*lines, *map(str, made["sparse"])])
+    return "\n".join(lines)

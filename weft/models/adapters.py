@@ -20,6 +20,9 @@ FIRST = Cut("video", None)
 JOINT = Cut("joint", 1)
 """Text and video in one tensor, in places that differ by sample."""
 BLOCK = {"hidden_states": VIDEO, "encoder_hidden_states": TEXT}
+CONTROL = {"controlnet_block_samples": VIDEO, "controlnet_single_block_samples": VIDEO}
+TIMES = {"embedded_timestep": VIDEO._replace(ndim=3), "temb": VIDEO._replace(ndim=3)}
+"""Where each token has its own."""
 END = {"proj_out": VIDEO}
 
 
@@ -126,7 +129,7 @@ HUNYUAN_FAMILY = (
 )
 FLUX = Adapter(
     "FluxTransformer2DModel",
-    inputs={"": {**BLOCK, "img_ids": Cut("video", -2), "txt_ids": Cut("text", -2)}},
+    inputs={"": {**BLOCK, **CONTROL, "img_ids": Cut("video", -2), "txt_ids": Cut("text", -2)}},
     gather=END,
     attention={"transformer_blocks.*.attn": "text video", "single_transformer_blocks.*.attn": "text video"},
     grid=_ids,
@@ -147,6 +150,7 @@ COG = Adapter(
 )
 COG_FAMILY = (
     COG,
+    replace(COG, model="EasyAnimateTransformer3DModel", grid=_patches),
     replace(COG, model="CogView4Transformer2DModel", grid=_patches),
     replace(
         COG, model="CogView3PlusTransformer2DModel", inputs={"transformer_blocks.0": BLOCK}, grid=_patches
@@ -163,6 +167,29 @@ KNOWN = (
         outputs={"pos_embed": VIDEO, "context_embedder": TEXT},
         gather=END,
         attention={"transformer_blocks.*.attn": "video text", "transformer_blocks.*.attn2": "video"},
+        grid=_patches,
+    ),
+    Adapter(
+        "AuraFlowTransformer2DModel",
+        inputs={"joint_transformer_blocks.0": BLOCK},
+        gather=END,
+        attention={
+            "joint_transformer_blocks.*.attn": "text video",
+            "single_transformer_blocks.*.attn": "text video",
+        },
+        grid=_patches,
+    ),
+    Adapter(
+        "CosmosTransformer3DModel",
+        inputs={
+            "transformer_blocks.0": {"hidden_states": VIDEO},
+            "transformer_blocks.*": TIMES | {"extra_pos_emb": VIDEO},
+            "norm_out": TIMES,
+        },
+        outputs={"rope": ROPE},
+        gather=END,
+        attention={"transformer_blocks.*.attn1": "video"},
+        local=("transformer_blocks.*.attn2",),
         grid=_patches,
     ),
     Adapter(
@@ -203,6 +230,7 @@ KNOWN = (
     ),
     Adapter(
         "QwenImageTransformer2DModel",
+        inputs={"": CONTROL},
         streams={
             "encoder_hidden_states": "text",
             "encoder_hidden_states_mask": "text",

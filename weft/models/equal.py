@@ -107,7 +107,7 @@ def compare(directory: Path, part: str, call: Call, plan: str) -> Compared:
     return Compared(
         model=type(model).__name__,
         attention=adapter_of(model).kind,
-        plans=tuple(meter.plans),
+        plans=tuple(meter.names(comm.size)),
         error=float(error.nan_to_num(torch.inf)),
         sent=comm.bytes_sent - before,
     )

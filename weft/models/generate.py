@@ -53,7 +53,7 @@ def generate(request: Request) -> dict[str, Any]:
     if not progress.done:  # a pipeline that tells of no steps is one
         progress(pipe, 0, None, {})
     seconds = time.monotonic() - began
-    about = _about(request, comm.size, list(meter.plans))
+    about = _about(request, comm.size, meter.names(comm.size))
     if comm.rank == 0:
         media.write(request.out, frames, about, fps=fps)
     done, (_, height, width, _) = progress.summary(), frames.shape

@@ -60,21 +60,18 @@ def parallelize(  # noqa: PLR0913 - the one call users make; each option is a wo
     try:
         for name, model in _transformers(target).items():
             _refuse_others(model)
-            said = adapter or adapter_of(model)
-            guidance = Guidance.of(model, mesh, cfg)
-            if world.comm.size == 1 and mask is None:
-                continue  # there is nothing to do
-            sparsity = (
-                None if mask is None else Sparsity(mask, plan=(plan == "auto" and axes_of(mesh)) or plan)
-            )
-            guidance.batched = sparsity is None or isinstance(sparsity.producer, Geometric)
-            if said.attention:
-                region = Region(
-                    model, said, plan=plan, sparsity=sparsity, clock=woven.clock, check=check == "first"
-                )
-            else:
-                region = _switching(model, sparsity)
-            woven.weave(name, model, region, guidance)
+            said, guidance = adapter or adapter_of(model), Guidance.of(model, mesh, cfg)
+            if world.comm.size > 1 or mask is not None:  # else there is nothing to do
+                sparsity = None if mask is None else Sparsity(mask, plan=_plan(plan, mesh))
+                guidance.batched = sparsity is None or isinstance(sparsity.producer, Geometric)
+                how = {
+                    "plan": plan,
+                    "sparsity": sparsity,
+                    "clock": woven.clock,
+                    "tells": world.comm.rank == 0,
+                }
+                region = _region(model, said, check=check, **how)
+                woven.weave(name, model, region, guidance)
         if not isinstance(target, nn.Module) and woven.regions:
             woven.around(target, world)
     except BaseException:
@@ -181,8 +178,15 @@ def _world(mesh: Any) -> World:
     return world
 
 
-def _switching(model: nn.Module, sparsity: Sparsity | None) -> Switching:
-    if sparsity is not None:
+def _plan(plan: Any, mesh: Any) -> Any:
+    """The axes of a mesh may name a plan."""
+    return (axes_of(mesh) if plan == "auto" else None) or plan
+
+
+def _region(model: nn.Module, adapter: Adapter, *, check: str, **how: Any) -> Region | Switching:
+    if adapter.attention:
+        return Region(model, adapter, check=check == "first", **how)
+    if how["sparsity"] is not None:
         raise InputError(f"A {type(model).__name__} is split by switching dims, without masks.")
     return Switching(model)
 

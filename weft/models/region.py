@@ -44,6 +44,7 @@ class Region:
         sparsity: Sparsity | None = None,
         clock: Clock | None = None,
         check: bool = False,
+        tells: bool = False,
     ) -> None:
         self.model, self.adapter, self.plan = model, adapter.for_model(model), plan
         self.sparsity, self.clock = sparsity, clock or Clock()
@@ -55,6 +56,8 @@ class Region:
         self.forward: Callable[..., Any] = model.forward
         self.proof = Proof() if check else None
         self.proved: Proof | None = None
+        self.tells = tells
+        """Whether this is the one rank that prints."""
         self.runs = 0
         self._enter = _cut_inputs(self, "the model", model, self.adapter.inputs.get("", {}))
         self.drops = False
@@ -87,7 +90,7 @@ class Region:
         with self._remembered(), Guard(self) if looked_at else nullcontext():
             out = self.forward(*args, **kwargs)
         if self.proof is not None:
-            if self.shards.world.comm.rank == 0:
+            if self.tells:
                 sys.stderr.write(f"weft: {self.proof}\n")
             self.proved, self.proof = self.proof, None
         return out

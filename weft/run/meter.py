@@ -24,8 +24,8 @@ class Meter:
     """A `Watch` that writes nothing: a mark of time for each step of a program is all that it costs."""
 
     def __init__(self) -> None:
-        self.plans: dict[str, None] = {}
-        """Names of the schedules of attention that were run, in order."""
+        self.plans: dict[tuple[str, int], None] = {}
+        """Names and ranks of the schedules of attention that were run, in order."""
         self._clocks: dict[torch.device, Clock] = {}
         self._marked: list[tuple[Program, list[Any], Clock]] = []
 
@@ -35,9 +35,13 @@ class Meter:
             self._clocks[frame.device] = CudaClock(frame.device) if is_cuda else HostClock()
         clock, marks = self._clocks[frame.device], []
         if any(isinstance(step, Calculation) for step in program.steps):
-            self.plans[schedule.name] = None
+            self.plans[schedule.name, frame.comm.size] = None
         self._marked.append((program, marks, clock))
         run_marked(program, frame, clock, marks)
+
+    def names(self, ranks: int) -> list[str]:
+        """What was run on more than one rank; on fewer than there are, on how many."""
+        return [name if size == ranks else f"{name} on {size}" for name, size in self.plans if size > 1]
 
     def take(self) -> Spent:
         """What was spent since this was last asked."""

@@ -27,6 +27,8 @@ STOP, WHERE = b"stop", b"where"  # the two messages that are not a pickled call
 STOP_SECONDS = 2.0  # for a rank at rest to leave its process group
 KILL_SECONDS = 1.0  # between SIGTERM and SIGKILL
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+PRELOAD = ["numpy", "torch", "torch.distributed"]
+"""What ranks are forked with; who knows that all will need more adds it before the first pool."""
 
 
 class Returned(NamedTuple):
@@ -138,7 +140,7 @@ def meet(seconds: float) -> None:
 
 def _start_forkserver() -> None:
     """Start the process that ranks are forked from: with torch imported, and not one thread."""
-    forkserver.set_forkserver_preload(["numpy", "torch", "torch.distributed"])
+    forkserver.set_forkserver_preload(PRELOAD)
     before = {name: os.environ.get(name) for name in THREAD_VARIABLES}
     resource_tracker.ensure_running()  # here, because its own start unblocks SIGINT
     # A blocked SIGINT is inherited, so Ctrl-C reaches the parent alone, however early it comes.

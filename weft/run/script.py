@@ -46,7 +46,9 @@ def _tell(stack: str) -> None:
     about = {"timestamp": str(now // 10**9), "nanoseconds": str(now)}
     told = {"message": {"message": "", "extraInfo": about | ({"py_callstack": stack} if stack else {})}}
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        Path(path).write_text(json.dumps(told))
+        # Whole or not at all: the agent may end this rank in the middle of it, and reads what is there.
+        Path(f"{path}.new").write_text(json.dumps(told))
+        Path(f"{path}.new").replace(path)
 
 
 def _own(stack: TracebackType | None, script: str) -> TracebackType | None:

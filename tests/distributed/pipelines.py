@@ -1,0 +1,97 @@
+"""What tests of whole pipelines have a rank do; without ranks, it is what one process does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import diffusers
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import weft
+from tests.models.checkpoints import TINY, arguments
+from weft.run.rank import PRELOAD
+
+diffusers.logging.set_verbosity_error()
+for name in ("AllegroPipeline", "FluxPipeline", "HunyuanVideoPipeline", "LTXPipeline", "WanPipeline"):
+    getattr(diffusers, name)  # they are imported when asked for, and much of what the others need with them
+if __name__ not in PRELOAD:
+    PRELOAD.append(__name__)  # once, not once in each rank: it takes seconds
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of a pipeline."""
+
+    branches: int = 2
+    """Of guidance."""
+    cfg: str = "auto"
+    seeds: tuple[int, ...] = ()
+    """Of generators that are passed; more than one, as a list."""
+    more: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def alone(self) -> Case:
+        return replace(self, cfg="off")
+
+
+@cache
+def pipeline(name: str) -> Any:
+    """Made once in each process."""
+    return TINY[name]()
+
+
+def call(pipe: Any, name: str, case: Case, rank: int = 0) -> Tensor:
+    """Latents. Ranks have different seeds, of which the first one's counts."""
+    given = {**arguments(name, branches=case.branches), **case.more}
+    generators = [torch.Generator().manual_seed(seed + rank) for seed in case.seeds]
+    if generators:
+        given["generator"] = generators if len(generators) > 1 else generators[0]
+    torch.manual_seed(5 + 7 * rank)
+    return pipe(**given)[0]
+
+
+def generate(name: str, cases: Sequence[Case], options: dict[str, Any] | None = None) -> list[Tensor]:
+    """Each case with a pipeline that is parallelized for it, if there are ranks."""
+    pipe, outs = pipeline(name), list[Tensor]()
+    if not dist.is_initialized():
+        return [call(pipe, name, case) for case in cases]
+    for case in cases:
+        weft.parallelize(pipe, cfg=case.cfg, **(options or {}))
+        try:
+            outs.append(call(pipe, name, case, dist.get_rank()))
+        finally:
+            weft.restore(pipe)
+    return outs
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+Look = dict[str, Any]
+
+
+def look(pipe: Any) -> Look:
+    """All that could be left behind on a pipeline: classes, attributes, hooks, of all of its modules."""
+    seen: Look = {"": (type(pipe), sorted(vars(pipe)))}  # it leaves values of its last call in them
+    for part, component in pipe.components.items():
+        if isinstance(component, nn.Module):
+            for name, module in component.named_modules():
+                processor = getattr(module, "processor", None)
+                own = [(type(thing), _attributes(thing)) for thing in (module, processor)]
+                seen[f"{part}.{name}"] = own
+    return seen
+
+
+def _attributes(thing: Any) -> Look:
+    """Dicts, such as those of hooks, by what is in them; others by what they are."""
+    if thing is None:
+        return {}
+    return {
+        key: [*value.items()] if isinstance(value, dict) else id(value) for key, value in vars(thing).items()
+    }

@@ -1,0 +1,140 @@
+"""Wrong use of `weft.parallelize` raises a sentence on every rank, and leaves nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+diffusers = pytest.importorskip("diffusers")
+pytest.importorskip("transformers")
+
+import weft  # noqa: E402
+from tests.distributed.jobs import Worlds  # noqa: E402
+from tests.distributed.pipelines import Case, call, look, pipeline  # noqa: E402
+from weft.core.errors import InputError  # noqa: E402
+from weft.run.world import _worlds  # noqa: E402
+
+
+def _twice() -> None:
+    weft.parallelize(pipeline("wan"))
+    weft.parallelize(pipeline("wan"))
+
+
+def _inner_after_outer() -> None:
+    weft.parallelize(pipeline("wan"))
+    weft.parallelize(pipeline("wan").transformer)
+
+
+def _outer_after_inner() -> None:
+    weft.parallelize(pipeline("wan").transformer)
+    weft.parallelize(pipeline("wan"))
+
+
+def _under_diffusers() -> None:
+    transformer = pipeline("flux").transformer
+    transformer.enable_parallelism(config=diffusers.ContextParallelConfig(ulysses_degree=dist.get_world_size()))
+    try:
+        weft.parallelize(pipeline("flux"))
+    finally:
+        vars(transformer).pop("_parallel_config")
+
+
+def _own_processor() -> None:
+    from diffusers.models.attention_processor import AttnProcessor
+
+    attention = pipeline("allegro").transformer.transformer_blocks[1].attn1
+    before = attention.processor
+    attention.processor = AttnProcessor()
+    try:
+        weft.parallelize(pipeline("allegro"))
+    finally:
+        attention.processor = before
+
+
+def _unknown() -> None:
+    weft.parallelize(diffusers.DiTTransformer2DModel(num_attention_heads=2, attention_head_dim=4, num_layers=1))
+
+
+def _unet() -> None:
+    unet = diffusers.UNet2DModel(
+        block_out_channels=(4, 4), norm_num_groups=2, layers_per_block=1, sample_size=8,
+        down_block_types=("DownBlock2D",) * 2, up_block_types=("UpBlock2D",) * 2,
+    )  # fmt: skip
+    weft.parallelize(diffusers.DDPMPipeline(unet, diffusers.DDPMScheduler()))
+
+
+def _cached() -> None:
+    pipe = pipeline("flux")
+    pipe.transformer.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.1))
+    try:
+        weft.parallelize(pipe)
+        call(pipe, "flux", Case())
+    finally:
+        pipe.transformer.disable_cache()
+
+
+def _options(**options: Any) -> Callable[[], None]:
+    def wrong() -> None:
+        pipe = pipeline("wan")
+        weft.parallelize(pipe, **options)
+        call(pipe, "wan", Case())
+
+    return wrong
+
+
+WRONG: dict[str, tuple[Callable[[], None], str]] = {
+    "twice": (_twice, "This WanPipeline is parallelized already.*weft.restore it first"),
+    "its transformer": (_inner_after_outer, "This WanTransformer3DModel is parallelized already"),
+    "its pipeline": (_outer_after_inner, "This WanTransformer3DModel is parallelized already"),
+    "Diffusers' own": (_under_diffusers, "Diffusers' own parallelism is enabled.*instead of enable_parallelism"),
+    "a processor": (_own_processor, "transformer_blocks.1.attn1 has a AttnProcessor, which computes attention by"),
+    "a model": (_unknown, r"no adapter for a DiTTransformer2DModel.*adapter=weft.Adapter\("),
+    "a UNet": (_unet, "A DDPMPipeline has no transformer; its parts are unet"),
+    "a thing": (lambda: weft.parallelize(3), "weft.parallelize was given a int.*Diffusers pipeline"),
+    "restored": (lambda: weft.restore(pipeline("wan")), "This WanPipeline is not parallelized"),
+    "a cache": (_cached, "A cache of Diffusers' is enabled on this FluxTransformer2DModel.*disable_cache"),
+    "cfg": (_options(cfg="yes"), "cfg='yes' is none of auto, on, off"),
+    "check": (_options(check="all"), "check='all' is none of first, none"),
+    "a plan": (_options(plan="rign"), "rign"),
+    "a mask": (_options(mask="stta"), "stta"),
+    "a share": (_options(mask="topk:much"), "topk:much cannot be read"),
+    "a mask's type": (_options(mask=3), "mask is a int"),
+    "a mesh": (_options(mesh="all"), "mesh='all' is a str"),
+}
+ODD = "cfg='on' needs two halves of the ranks, of which there are 3.*Start 2 or 4 ranks"
+
+
+def refused(what: str) -> tuple[str, list[str]]:
+    """What was said, and what is not as it was."""
+    wrong = WRONG[what][0] if what in WRONG else _options(cfg="on")
+    pipes = [pipeline(name) for name in ("wan", "flux", "allegro")]
+    before = [look(pipe) for pipe in pipes]
+    try:
+        wrong()
+        said = "nothing"
+    except InputError as error:
+        said = str(error)
+    for pipe in pipes:
+        for each in (pipe, pipe.transformer):
+            if hasattr(each, "_weft"):
+                weft.restore(each)
+    left = [
+        f"{key}: {seen.get(key)} {now.get(key)}"
+        for seen, now in zip(before, map(look, pipes), strict=True)
+        for key in {**seen, **now}
+        if seen.get(key) != now.get(key)
+    ]
+    return said.replace("\n", " "), left
+
+
+@pytest.mark.parametrize("what", [*WRONG, "odd ranks"])
+def test_wrong_use_raises_a_sentence_on_every_rank(worlds: Worlds, what: str) -> None:
+    for said, left in worlds(3).run(refused, what):
+        assert [] == left
+        import re
+        assert re.search(WRONG[what][1] if what in WRONG else ODD, said), said
