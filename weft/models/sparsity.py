@@ -251,7 +251,10 @@ class Summary:
 
     def __str__(self) -> str:
         if not self.sparse_calls:
-            return f"{self.mask}: all {self.dense_calls} attentions were dense (dense_steps=0 begins at once)"
+            return (
+                f"{self.mask}: all {self.dense_calls} attentions were dense: few tokens are few blocks, and first "
+                "steps are dense unless dense_steps=0"
+            )
         kept = "not measured"
         if self.recall is not None:
             kept = f"{self.recall:.1%} of the softmax kept, at least {self.least_recall:.1%} in a call"
