@@ -78,20 +78,27 @@ Look = dict[str, Any]
 
 def look(pipe: Any) -> Look:
     """All that could be left behind on a pipeline: classes, attributes, hooks, of all of its modules."""
-    seen: Look = {"": (type(pipe), sorted(vars(pipe)))}  # it leaves values of its last call in them
+    seen: Look = {"": (type(pipe), [key for key in vars(pipe) if "weft" in key])}
     for part, component in pipe.components.items():
-        if isinstance(component, nn.Module):
-            for name, module in component.named_modules():
-                processor = getattr(module, "processor", None)
-                own = [(type(thing), _attributes(thing)) for thing in (module, processor)]
-                seen[f"{part}.{name}"] = own
+        for name, module in component.named_modules() if isinstance(component, nn.Module) else ():
+            both = (module, getattr(module, "processor", None))
+            seen[f"{part}.{name}"] = [(type(thing), _attributes(thing)) for thing in both]
     return seen
 
 
+def changes(before: Look, after: Look) -> list[str]:
+    keys = {**before, **after}
+    return [
+        f"{key}: {before.get(key)}, now {after.get(key)}" for key in keys if before.get(key) != after.get(key)
+    ]
+
+
 def _attributes(thing: Any) -> Look:
-    """Dicts, such as those of hooks, by what is in them; others by what they are."""
-    if thing is None:
-        return {}
+    """Dicts, such as those of hooks, by what is in them; settings by their values; what models note by type."""
     return {
-        key: [*value.items()] if isinstance(value, dict) else id(value) for key, value in vars(thing).items()
-    }
+        key: {k: id(v) for k, v in value.items()} if isinstance(value, dict)
+        else value if isinstance(value, bool | int | float | str)
+        else id(value) if callable(value)
+        else type(value)
+        for key, value in getattr(thing, "__dict__", {}).items()
+    }  # fmt: skip

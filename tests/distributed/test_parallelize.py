@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 diffusers = pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
 
 import weft  # noqa: E402
 from tests.distributed.jobs import Worlds  # noqa: E402
-from tests.distributed.pipelines import Case, call, look, pipeline  # noqa: E402
+from tests.distributed.pipelines import Case, call, changes, look, pipeline  # noqa: E402
+from tests.models.checkpoints import TINY  # noqa: E402
 from weft.core.errors import InputError  # noqa: E402
-from weft.run.world import _worlds  # noqa: E402
 
 
 def _twice() -> None:
@@ -36,12 +36,12 @@ def _outer_after_inner() -> None:
 
 
 def _under_diffusers() -> None:
-    transformer = pipeline("flux").transformer
-    transformer.enable_parallelism(config=diffusers.ContextParallelConfig(ulysses_degree=dist.get_world_size()))
-    try:
-        weft.parallelize(pipeline("flux"))
-    finally:
-        vars(transformer).pop("_parallel_config")
+    pipe = TINY["flux"]()
+    config = diffusers.ContextParallelConfig(ring_degree=dist.get_world_size())
+    with pytest.MonkeyPatch.context() as patch:  # it counts GPUs, and divides by them
+        patch.setattr(torch.accelerator, "device_count", lambda: 1)
+        pipe.transformer.enable_parallelism(config=config)
+    weft.parallelize(pipe)
 
 
 def _own_processor() -> None:
@@ -57,7 +57,9 @@ def _own_processor() -> None:
 
 
 def _unknown() -> None:
-    weft.parallelize(diffusers.DiTTransformer2DModel(num_attention_heads=2, attention_head_dim=4, num_layers=1))
+    weft.parallelize(
+        diffusers.DiTTransformer2DModel(num_attention_heads=2, attention_head_dim=4, num_layers=1)
+    )
 
 
 def _unet() -> None:
@@ -69,13 +71,10 @@ def _unet() -> None:
 
 
 def _cached() -> None:
-    pipe = pipeline("flux")
+    pipe = TINY["flux"]()  # its hooks stay
     pipe.transformer.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.1))
-    try:
-        weft.parallelize(pipe)
-        call(pipe, "flux", Case())
-    finally:
-        pipe.transformer.disable_cache()
+    weft.parallelize(pipe)
+    call(pipe, "flux", Case())
 
 
 def _options(**options: Any) -> Callable[[], None]:
@@ -91,8 +90,14 @@ WRONG: dict[str, tuple[Callable[[], None], str]] = {
     "twice": (_twice, "This WanPipeline is parallelized already.*weft.restore it first"),
     "its transformer": (_inner_after_outer, "This WanTransformer3DModel is parallelized already"),
     "its pipeline": (_outer_after_inner, "This WanTransformer3DModel is parallelized already"),
-    "Diffusers' own": (_under_diffusers, "Diffusers' own parallelism is enabled.*instead of enable_parallelism"),
-    "a processor": (_own_processor, "transformer_blocks.1.attn1 has a AttnProcessor, which computes attention by"),
+    "Diffusers' own": (
+        _under_diffusers,
+        "Diffusers' own parallelism is enabled.*instead of enable_parallelism",
+    ),
+    "a processor": (
+        _own_processor,
+        "transformer_blocks.1.attn1 has a AttnProcessor, which computes attention by",
+    ),
     "a model": (_unknown, r"no adapter for a DiTTransformer2DModel.*adapter=weft.Adapter\("),
     "a UNet": (_unet, "A DDPMPipeline has no transformer; its parts are unet"),
     "a thing": (lambda: weft.parallelize(3), "weft.parallelize was given a int.*Diffusers pipeline"),
@@ -123,18 +128,26 @@ def refused(what: str) -> tuple[str, list[str]]:
         for each in (pipe, pipe.transformer):
             if hasattr(each, "_weft"):
                 weft.restore(each)
-    left = [
-        f"{key}: {seen.get(key)} {now.get(key)}"
-        for seen, now in zip(before, map(look, pipes), strict=True)
-        for key in {**seen, **now}
-        if seen.get(key) != now.get(key)
-    ]
+    left = [change for pipe, seen in zip(pipes, before, strict=True) for change in changes(seen, look(pipe))]
     return said.replace("\n", " "), left
 
 
 @pytest.mark.parametrize("what", [*WRONG, "odd ranks"])
 def test_wrong_use_raises_a_sentence_on_every_rank(worlds: Worlds, what: str) -> None:
     for said, left in worlds(3).run(refused, what):
-        assert [] == left
-        import re
+        assert left == []
         assert re.search(WRONG[what][1] if what in WRONG else ODD, said), said
+
+
+def test_one_rank_of_several_that_were_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a script makes a process group of its own."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    try:
+        with pytest.raises(
+            InputError, match="started as one of several ranks, but its process group has one"
+        ):
+            weft.parallelize(pipeline("wan"))
+    finally:
+        dist.destroy_process_group()
+    assert not hasattr(pipeline("wan"), "_weft")

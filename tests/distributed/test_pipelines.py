@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 
 import weft  # noqa: E402
 from tests.distributed.jobs import Worlds  # noqa: E402
-from tests.distributed.pipelines import Case, call, error, generate, look, pipeline  # noqa: E402
+from tests.distributed.pipelines import Case, call, changes, error, generate, look, pipeline  # noqa: E402
 from tests.models.checkpoints import NEGATIVE, PROMPT, TINY  # noqa: E402
 from weft.core.errors import CommError  # noqa: E402
 from weft.models import attend  # noqa: E402
@@ -163,7 +163,7 @@ def test_masks_are_those_of_one_process(worlds: Worlds, mask: str, name: str, si
 # What is left behind, and what is found out.
 
 
-def restored(name: str) -> tuple[bool, list[Any]]:
+def restored(name: str) -> tuple[bool, list[str]]:
     """Whether a restored pipeline gives what it gave; what is not as it was."""
     pipe, case = pipeline(name), Case()
     before, seen = call(pipe, name, case), look(pipe)
@@ -171,9 +171,8 @@ def restored(name: str) -> tuple[bool, list[Any]]:
         weft.parallelize(pipe, check="first")
         call(pipe, name, case)
         weft.restore(pipe)
-    now = look(pipe)
-    left = [(key, seen.get(key), now.get(key)) for key in {**seen, **now} if seen.get(key) != now.get(key)]
-    return torch.equal(before, call(pipe, name, case)), [str(each) for each in left]
+    left = changes(seen, look(pipe))
+    return torch.equal(before, call(pipe, name, case)), left
 
 
 @pytest.mark.parametrize("name", TINY)

@@ -70,10 +70,11 @@ def llama() -> dict[str, Any]:
 
 def qwen() -> dict[str, Any]:
     rope = {"type": "mrope", "rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
     config = transformers.Qwen2_5_VLConfig(
-        text_config={**_SIZES, "vocab_size": 32, "rope_parameters": rope, "bos_token_id": 0, "eos_token_id": 0},
+        text_config={**_SIZES, "vocab_size": 32, "rope_parameters": rope, **ends},
         vision_config={"depth": 1, "hidden_size": TEXT, "num_heads": 2, "out_hidden_size": TEXT},
-        vocab_size=32, bos_token_id=0, eos_token_id=0,
+        vocab_size=32, **ends,
     )  # fmt: skip
     model = transformers.Qwen2_5_VLForConditionalGeneration(config)
     return {"tokenizer": _letters(), "text_encoder": model.eval()}

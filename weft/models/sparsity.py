@@ -252,8 +252,8 @@ class Summary:
     def __str__(self) -> str:
         if not self.sparse_calls:
             return (
-                f"{self.mask}: all {self.dense_calls} attentions were dense: few tokens are few blocks, and first "
-                "steps are dense unless dense_steps=0"
+                f"{self.mask}: all {self.dense_calls} attentions were dense: few tokens are few blocks, and "
+                "first steps are dense unless dense_steps=0"
             )
         kept = "not measured"
         if self.recall is not None:
