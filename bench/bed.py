@@ -34,6 +34,7 @@ DEVICES, HEADS, DIM = 2, 24, 64
 TIMER, WIRE, COMPUTE = "timer", "wire", "compute"
 HEAD_START = 0.03
 CPU = torch.device("cpu")
+IN_FLIGHT, CALLS = 32_000_000, 40
 
 
 def problem_of(tokens: int, ranks: int, heads: int = HEADS) -> Problem:
@@ -113,6 +114,32 @@ def kernel_flops() -> float:
     """FLOP/s of one core, while all are busy; 0 from ranks that let them be."""
     busy = dist.get_rank() < cores()
     return calibrate.measure_kernel(DIM, "float32", CPU)[0] if busy else 0.0
+
+
+def slowdown() -> float:
+    """The share of its speed that a computing rank loses while messages pass between machines."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    out, into = torch.zeros(2, IN_FLIGHT // 4)
+    q, kernel = torch.randn(1, 4, 512, DIM), choose("auto")
+    compute = partial(kernel.attend, q, q, q, Tiles(None, 64, 64, 512, 512), 1.0)
+    lost: list[float] = []
+    for _ in range(5):
+        alone, beside = (_computing(compute, way) for way in ((), (out, into, (rank + DEVICES) % ranks)))
+        lost.append(1 - alone / beside)
+    return max(0.0, float(calibrate._from_first(torch.tensor(lost).median().item())))
+
+
+def _computing(compute: Callable[[], object], way: tuple[Any, ...]) -> float:
+    """Seconds of some calls on all ranks at once, beside a message each way if there is one."""
+    dist.barrier()
+    works: list[Any] = [dist.irecv(way[1], way[2]), dist.isend(way[0], way[2])] if way else []
+    began = time.perf_counter()
+    for _ in range(CALLS):
+        compute()
+    took = time.perf_counter() - began
+    for work in works:
+        work.wait()
+    return took
 
 
 def _call_seconds(latency: float) -> float:

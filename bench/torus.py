@@ -117,7 +117,9 @@ def real(pool: MachinePool, rate: str) -> list[Cell]:
     share = min(1.0, bed.cores() / pool.size)
     tokens = pool.size * flops * share / found.nic_bandwidth  # float32: 4 bytes, and 4 FLOPs a product
     problem = bed.problem_of(round(tokens / 64) * 64, pool.size, REAL_HEADS[rate])
-    found = replace(found, cores=max(1, bed.cores() // machines))
+    # Sockets take core time, which timers would not miss.
+    lost: float = pool.run(bed.slowdown)[0]
+    found = replace(found, cores=max(1, bed.cores() // machines), comm_slowdown=lost)
     made = cells(f"{machines}x{DEVICES} {rate} real compute", found, problem, {1.0: flops})
     return [replace(cell, kernel="auto") for cell in made]
 

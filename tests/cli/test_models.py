@@ -39,7 +39,7 @@ def test_json_has_the_same(capsys) -> None:
 def test_the_vaes_of_every_model_are_found_in_diffusers(capsys, monkeypatch) -> None:
     pytest.importorskip("diffusers")
     found = models._decoders()
-    assert set(ADAPTERS) <= set(found)
+    assert set(ADAPTERS) - {"VideoDiT"} <= set(found)  # that one makes pixels
     assert found["WanTransformer3DModel"] == {"AutoencoderKLWan"}
     assert found["FluxTransformer2DModel"] == {"AutoencoderKL"}
     whole = {row["model"] for row in json.loads(said(capsys, "--json")) if row["vae"] is not True}

@@ -7,13 +7,12 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-import diffusers
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import weft
-from tests.models.checkpoints import TINY, arguments
+from tests.models.checkpoints import TINY, arguments, diffusers
 from weft.run.rank import PRELOAD
 
 diffusers.logging.set_verbosity_error()
@@ -79,22 +78,24 @@ Look = dict[str, Any]
 def look(pipe: Any) -> Look:
     """All that could be left behind on a pipeline: classes, attributes, hooks, of all of its modules."""
     seen: Look = {"": (type(pipe), [key for key in vars(pipe) if "weft" in key])}
-    for part, component in pipe.components.items():
-        for name, module in component.named_modules() if isinstance(component, nn.Module) else ():
-            both = (module, getattr(module, "processor", None))
-            seen[f"{part}.{name}"] = [(type(thing), _attributes(thing)) for thing in both]
+    for name, part in pipe.components.items():
+        seen |= look_at(part, name) if isinstance(part, nn.Module) else {}
     return seen
 
 
+def look_at(model: nn.Module, name: str = "") -> Look:
+    """Of a model."""
+    both = {key: (module, getattr(module, "processor", None)) for key, module in model.named_modules()}
+    return {f"{name}.{key}": [(type(x), _attributes(x)) for x in pair] for key, pair in both.items()}
+
+
 def changes(before: Look, after: Look) -> list[str]:
-    keys = {**before, **after}
-    return [
-        f"{key}: {before.get(key)}, now {after.get(key)}" for key in keys if before.get(key) != after.get(key)
-    ]
+    both = ((key, before.get(key), after.get(key)) for key in {**before, **after})
+    return [f"{key}: {was}, now {now}" for key, was, now in both if was != now]
 
 
 def _attributes(thing: Any) -> Look:
-    """Dicts, such as those of hooks, by what is in them; settings by their values; what models note by type."""
+    """Dicts, such as those of hooks, by what is in them; settings by value; what models note by type."""
     return {
         key: {k: id(v) for k, v in value.items()} if isinstance(value, dict)
         else value if isinstance(value, bool | int | float | str)

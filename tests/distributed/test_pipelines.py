@@ -116,7 +116,7 @@ def test_branches_of_guidance_are_on_halves_of_the_ranks(
 OFTEN = "dense_steps=0,dense_layers=0,recall=0,block=8"
 MASKS = (f"sta:tile=1x2x2,{OFTEN}", f"radial:{OFTEN}", f"svg:{OFTEN}", f"topk:0.3,tile=1x2x2,{OFTEN}")
 LARGE = {"height": 128, "width": 160}
-MASKED = (Case(branches=1, more=LARGE), Case(more=LARGE))
+MASKED = (Case(branches=1, more=LARGE), Case(more=LARGE), Case(more=LARGE, seeds=(3,)))
 
 
 def masked(name: str, mask: str, cases: tuple[Case, ...]) -> list[tuple[Tensor, str]]:

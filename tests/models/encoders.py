@@ -70,11 +70,11 @@ def llama() -> dict[str, Any]:
 
 def qwen() -> dict[str, Any]:
     rope = {"type": "mrope", "rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
-    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    ends: dict[str, Any] = {"vocab_size": 32, "bos_token_id": 0, "eos_token_id": 0}
     config = transformers.Qwen2_5_VLConfig(
-        text_config={**_SIZES, "vocab_size": 32, "rope_parameters": rope, **ends},
+        text_config={**_SIZES, "rope_parameters": rope, **ends},
         vision_config={"depth": 1, "hidden_size": TEXT, "num_heads": 2, "out_hidden_size": TEXT},
-        vocab_size=32, **ends,
+        **ends,
     )  # fmt: skip
     model = transformers.Qwen2_5_VLForConditionalGeneration(config)
     return {"tokenizer": _letters(), "text_encoder": model.eval()}
@@ -86,7 +86,7 @@ def vision() -> dict[str, Any]:
         hidden_size=IMAGE, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
         image_size=16, patch_size=8, projection_dim=IMAGE,
     )  # fmt: skip
-    sizes = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
+    sizes: dict[str, Any] = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
     return {
         "image_processor": transformers.CLIPImageProcessor(**sizes),
         "image_encoder": transformers.CLIPVisionModel(config).eval(),

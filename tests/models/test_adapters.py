@@ -110,7 +110,8 @@ def test_more_ranks_than_tokens(name: str) -> None:
 
 
 def test_every_adapter_is_proven() -> None:
-    assert {entry.model for entry in ZOO.values()} | {"LatteTransformer3DModel"} == set(ADAPTERS)
+    elsewhere = {"LatteTransformer3DModel", "VideoDiT"}  # test_latte, test_dit
+    assert {entry.model for entry in ZOO.values()} | elsewhere == set(ADAPTERS)
 
 
 @pytest.mark.parametrize("name", ZOO)

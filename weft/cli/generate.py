@@ -1,4 +1,4 @@
-"""`weft generate`: an image or a video from a local Diffusers checkpoint, on several ranks."""
+"""`weft generate`: an image or a video from a local checkpoint, or from weft's own, on several ranks."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def run(
-    model_dir: Annotated[
-        Path, typer.Argument(help="A Diffusers checkpoint directory, with model_index.json.")
+    first: Annotated[
+        str, typer.Argument(metavar="[MODEL_DIR]", help="A checkpoint directory of Diffusers; or weft's own.")
     ],
-    prompt: Annotated[str, typer.Argument(help="What to show.")],
+    second: Annotated[str | None, typer.Argument(metavar="PROMPT", help="What to show.")] = None,
     *,
     out: Annotated[Path, typer.Option("--out", "-o", help="The .mp4 or .png to write.")],
     ranks: Annotated[int, typer.Option(help="Ranks to start here; under torchrun its world is used.")] = 2,
@@ -54,17 +54,22 @@ def run(
     """Generate an image or a video from a local Diffusers checkpoint, with its tokens split over ranks.
 
     weft generate ./Wan2.1-T2V-1.3B-Diffusers "a loom at work" --ranks 4 -o loom.mp4
+
+    Without a checkpoint, by the small model that comes with weft, which knows coloured shapes that move:
+
+    weft generate "a red circle moving left" -o ball.mp4
     """
     from weft.models import checkpoint, media
 
     media.check_target(out)
+    model_dir, prompt = _asked(first, second)
     checkpoint.check(model_dir)
     if ranks < 1 or (image is not None and not image.is_file()) or dtype not in DTYPES:
         raise InputError(
             f"ranks={ranks}, image={image}, dtype={dtype}.",
             hint=f"Ranks are 1 or more, an image is a file, dtype is one of {', '.join(DTYPES)}.",
         )
-    _check_packages(out)
+    _check_packages(out, () if checkpoint.is_own(model_dir) else ("diffusers", "transformers"))
     from weft.models.request import Request
 
     width, height = _size(size)
@@ -78,9 +83,19 @@ def run(
         typer.echo(json.dumps(made, indent=2, default=vars) if as_json else _words(made))
 
 
-def _check_packages(out: Path) -> None:
-    needed = ["torch", "diffusers", "transformers", *(["av"] if out.suffix.lower() == ".mp4" else [])]
-    for name in needed:
+def _asked(first: str, second: str | None) -> tuple[Path, str]:
+    """The model and the prompt; alone, the prompt is the first."""
+    from weft.models.checkpoint import shipped
+
+    if second is not None:
+        return Path(first), second
+    if Path(first).is_dir():
+        raise InputError(f"There is no prompt for {first}.", hint="Write it after the directory, in quotes.")
+    return shipped(), first
+
+
+def _check_packages(out: Path, libraries: tuple[str, ...]) -> None:
+    for name in ("torch", *libraries, *(["av"] if out.suffix.lower() == ".mp4" else [])):
         if find_spec(name) is None and (missing := missing_package(name)):
             raise missing
 

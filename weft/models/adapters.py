@@ -1,4 +1,4 @@
-"""Adapters of the models in Diffusers, one entry each; `weft models` lists them.
+"""Adapters of the models in Diffusers and of weft's own, one entry each; `weft models` lists them.
 
 Where a model has a `_cp_plan` of Diffusers' own that splits what weft splits, the entry only says the rest.
 """
@@ -11,6 +11,7 @@ from math import prod
 from typing import Any
 
 from weft.core.errors import InputError
+from weft.models import dit
 from weft.models.adapter import Adapter, Cut, unwrapped
 
 VIDEO, TEXT = Cut("video", 1), Cut("text", 1)
@@ -265,6 +266,7 @@ KNOWN = (
         note="text to image",
     ),
     Adapter("LatteTransformer3DModel", attention={}, note="by switching the sharded dim"),
+    dit.ADAPTER,
 )
 ADAPTERS: dict[str, Adapter] = {adapter.model: adapter for adapter in KNOWN}
 

@@ -201,10 +201,12 @@ def put_around(module: nn.Module, site: Site | Local | Dropped) -> Callable[[], 
 
 @lru_cache
 def _sited(plain: type[nn.Module]) -> type[nn.Module]:
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._weft_site.around(partial(plain.forward, self), args, kwargs)
+    own = plain.forward  # not looked up below: Diffusers has torch.compile not look into some classes
 
-    body = {"forward": update_wrapper(forward, plain.forward), "__module__": plain.__module__}
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._weft_site.around(partial(own, self), args, kwargs)
+
+    body = {"forward": update_wrapper(forward, own), "__module__": plain.__module__}
     return type(plain.__name__, (plain,), body)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoint: a directory as Diffusers saves pipelines in, read from disk only."""
+"""Checkpoint: a directory as Diffusers saves pipelines in, or weft its own, read from disk only."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,31 @@ from typing import Any
 from weft.core.errors import InputError, MissingError
 
 INDEX = "model_index.json"
+OWN = "VideoPipeline"
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+"""The files of weft's own; the first has the name of its class."""
+
+
+def shipped() -> Path:
+    """The directory of the model that comes with weft. Needs no torch."""
+    directory = Path(str(files("weft.models"))) / "shipped"
+    if not (directory / WEIGHTS).is_file():
+        raise InputError(
+            "This weft has come without a model of its own.",
+            hint="Give the directory of a checkpoint: weft generate MODEL_DIR PROMPT.",
+        )
+    return directory
+
+
+def is_own(directory: Path) -> bool:
+    """Whether it is of a `weft.models.video.VideoPipeline`."""
+    path = directory / CONFIG
+    return path.is_file() and json.loads(path.read_text(encoding="utf-8")).get("_class_name") == OWN
 
 
 def check(directory: Path) -> None:
     """Needs no torch."""
-    if not (directory / INDEX).is_file():
+    if not (directory / INDEX).is_file() and not is_own(directory):
         raise InputError(
             f"{directory} is no Diffusers checkpoint directory: it has no {INDEX}.",
             hint="Give a local folder, as pipe.save_pretrained(…) writes it; weft downloads nothing.",
@@ -25,11 +46,17 @@ def check(directory: Path) -> None:
 
 
 def pipeline_class(directory: Path) -> Any:
+    if is_own(directory):
+        from weft.models.video import VideoPipeline
+
+        return VideoPipeline
     return _class(directory, _index(directory)["_class_name"])
 
 
 def transformers(directory: Path) -> dict[str, str]:
     """The transformers of a checkpoint, with the names of their classes: Wan 2.2 has two."""
+    if is_own(directory):
+        return {"transformer": "VideoDiT"}
     index = _index(directory)
     parts = {
         name: said[1] for name, said in index.items() if isinstance(said, list) and "transformer" in name
@@ -42,10 +69,14 @@ def transformers(directory: Path) -> dict[str, str]:
 
 
 def load_part(directory: Path, part: str, **options: Any) -> Any:
+    if is_own(directory):
+        return load_pipeline(directory, **options).transformer
     return _load(_class(directory, transformers(directory)[part]), directory / part, options)
 
 
 def load_pipeline(directory: Path, **options: Any) -> Any:
+    if is_own(directory):
+        return pipeline_class(directory).load(directory, **options)
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
     return _load(DiffusionPipeline, directory, options)

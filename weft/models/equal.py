@@ -67,7 +67,10 @@ def first_call(directory: Path) -> Call:
     for model in models:
         model.register_forward_pre_hook(see, with_kwargs=True)
     takes = inspect.signature(type(pipe).__call__).parameters
-    given: dict[str, Any] = {name: value for name, value in SMALL.items() if name in takes}
+    if checkpoint.is_own(directory):  # it has words and sizes of its own
+        given: dict[str, Any] = {"prompt": ""}
+    else:
+        given = {"prompt": PROMPT} | {name: value for name, value in SMALL.items() if name in takes}
     if "video_length" in takes:  # of Latte: positions in time are those of all frames
         given["video_length"] = models[0].config.video_length
     if "image" in takes:
@@ -75,7 +78,7 @@ def first_call(directory: Path) -> Call:
 
         given["image"] = Image.new("RGB", (SMALL["width"], SMALL["height"]), "gray")
     with suppress(_Enough):
-        pipe(prompt=PROMPT, **given, generator=torch.Generator().manual_seed(0))
+        pipe(**given, generator=torch.Generator().manual_seed(0))
     return seen[0]
 
 

@@ -1,8 +1,9 @@
-"""Generate: a Diffusers checkpoint directory and a prompt to an image or a video, on the ranks there are."""
+"""Generate: a checkpoint directory and a prompt to an image or a video, on the ranks there are."""
 
 from __future__ import annotations
 
 import os
+import sys
 import time
 from contextlib import nullcontext
 from importlib.metadata import version
@@ -46,7 +47,7 @@ def generate(request: Request) -> dict[str, Any]:
     given["generator"] = torch.Generator().manual_seed(request.seed)
     began = progress.began = time.monotonic()
     try:
-        with checkpoint.quiet_libraries() if comm.rank else nullcontext():
+        with checkpoint.quiet_libraries() if comm.rank and "diffusers" in sys.modules else nullcontext():
             frames = _call(pipe, given, progress)
     finally:
         restore(pipe)

@@ -42,8 +42,9 @@ class Latte:
         # The model adds the positions of all frames where it has only some of them: so it gets none to add,
         # and they are added in the first block through time, which has all frames.
         model.temp_pos_embed = torch.zeros_like(self._frames[:, :1])
-        self._blocks = [*model.transformer_blocks, *model.temporal_transformer_blocks]
-        for block in self._blocks:
+        blocks = [*model.transformer_blocks, *model.temporal_transformer_blocks]
+        self._blocks = {block: vars(block).get("forward") for block in blocks}  # others may hook them
+        for block in blocks:
             first = block is model.temporal_transformer_blocks[0]
             block.forward = self._fitted(block.forward, self._frames if first else None)
 
@@ -52,8 +53,11 @@ class Latte:
         for handle in self._stages.values():
             handle.remove()
         self._model.temp_pos_embed = self._frames
-        for block in self._blocks:
-            del block.forward
+        for block, own in self._blocks.items():
+            if own is None:
+                del block.forward
+            else:
+                block.forward = own
 
     def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Declare the stages for a video."""

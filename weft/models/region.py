@@ -80,8 +80,9 @@ class Region:
             )
         self.shards = Shards(mesh)
         self.runs += 1
+        world = self.shards.world  # asked for here: blocks that are compiled cannot find it
         if self.drops and self.model.training:
-            share_numbers(self.shards.world)
+            share_numbers(world)
         if self.sparsity is not None:
             self._begin({**dict(zip(self._names, args, strict=False)), **kwargs})
         args, kwargs = self._enter(self.model, args, kwargs)

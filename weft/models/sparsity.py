@@ -127,23 +127,24 @@ class Sparsity:
         if self.rules.is_dense(where):
             return None
         place = where.layer, where.branch, where.layout
-        kept = self._kept.get(place) or self._of_more_ranks(where)
-        if where.step < kept.last:
-            kept = kept._replace(since=NOTHING.since)  # another run
+        kept = self._kept.get(place, NOTHING)
+        if where.step < kept.last or kept.since == NOTHING.since:  # another run
+            kept = self._of_more_ranks(where) or kept._replace(since=NOTHING.since)
         if not kept.since <= where.step < kept.since + self.rules.refresh:
             kept = self._renewed(where, q, k, kept)
         self._kept[place] = kept._replace(last=where.step)
         return kept.mask
 
-    def _of_more_ranks(self, where: Where) -> Kept:
+    def _of_more_ranks(self, where: Where) -> Kept | None:
         """What was kept when all ranks computed what now some of them do: they all know it, and keep it."""
         found = (
             kept
             for (layer, branch, layout), kept in self._kept.items()
             if (layer, branch, layout.size) == (where.layer, where.branch, where.layout.size)
             and layout.ranks > where.layout.ranks
+            and kept.since != NOTHING.since
         )
-        return next(found, NOTHING)
+        return next(found, None)
 
     def _renewed(self, where: Where, q: Tensor, k: Tensor, kept: Kept) -> Kept:
         mask, old = self._ask(where, q, k, kept.mask), kept.mask

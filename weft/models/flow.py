@@ -1,0 +1,99 @@
+"""Rectified flow: a straight way from noise to video, of which a model predicts the end.
+
+    value = loss(model, video, words, generator=generator)
+    made = sample(model, words, (16, 3, 64, 64), steps=30, guidance=2.0, generator=generator)
+
+A timestep is the share of noise, from 1 to 0. Models are called as model(noised, timestep, words).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Generator, Tensor, nn
+
+from weft.core.errors import InputError
+
+Model = Callable[[Tensor, Tensor, Tensor], Tensor]
+LEAST = 0.15
+"""A smaller share of noise than this weighs no more: there is nothing left to learn but grain."""
+
+
+class Noised(NamedTuple):
+    """What a model is given in training, and how much each sample of it counts."""
+
+    video: Tensor
+    timestep: Tensor
+    words: Tensor
+    weight: Tensor
+
+
+def noised(
+    video: Tensor, words: Tensor, *, generator: Generator | None = None, drop: float = 0.1, mean: float = 0.0
+) -> Noised:
+    """Draw a timestep and noise for each video; forget a prompt as often as `drop`, for guidance.
+
+    Timesteps are logit-normal, around 1 / (1 + e^-mean). The error of a clean video, over the timestep, is
+    that of the direction that the sampler takes; hence the weight.
+    """
+    samples = len(video)
+    timestep = torch.sigmoid(mean + normal((samples,), generator, video))
+    forgets = torch.rand(samples, generator=generator, device=_device(generator)) < drop
+    words = words.masked_fill(forgets.to(words.device)[:, None], 0)
+    t = timestep.reshape(-1, *(1,) * (video.dim() - 1))
+    mixed = (1 - t) * video + t * normal(video.shape, generator, video)
+    return Noised(mixed, timestep, words, timestep.clamp(min=LEAST) ** -2)
+
+
+def loss(model: Model, video: Tensor, words: Tensor, **how: Any) -> Tensor:
+    """The weighted squared error of the clean videos that a model predicts; options are those of `noised`."""
+    given = noised(video, words, **how)
+    error = (model(given.video, given.timestep, given.words) - video).square().flatten(1).mean(1)
+    return (given.weight * error).mean()
+
+
+@torch.no_grad()
+def sample(  # noqa: PLR0913 - what a call of a pipeline has
+    model: nn.Module,
+    words: Tensor,
+    shape: Sequence[int],
+    *,
+    negative: Tensor | None = None,
+    steps: int = 30,
+    guidance: float = 2.0,
+    generator: Generator | None = None,
+    on_step: Callable[[int, Tensor, Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Videos [B, *shape] of prompts [B, length], from -1 to 1, by Euler's method.
+
+    negative   prompts to go away from, by default empty ones; guidance=1 goes by the prompts alone.
+    on_step    (index, timestep, videos so far) -> what to go on with.
+    """
+    if steps < 1:
+        raise InputError(f"{steps} steps make nothing.", hint="Take 20 to 50.")
+    x = normal((len(words), *shape), generator, next(model.parameters()))
+    times = torch.linspace(1, 0, steps + 1, dtype=torch.float64).to(x)
+    both = torch.cat((torch.zeros_like(words) if negative is None else negative, words))
+    for index, (now, then) in enumerate(zip(times, times[1:], strict=False)):
+        if guidance == 1:
+            clean = model(x, now.expand(len(x)), words)
+        else:
+            # In one call, of which `weft.parallelize` gives a half to each half of the ranks.
+            without, clean = model(torch.cat((x, x)), now.expand(2 * len(x)), both).chunk(2)
+            clean = without + guidance * (clean - without)
+        clean = clean.clamp(-1, 1)  # guidance leaves the range of pixels, and would do so more in each step
+        x = clean + then / now * (x - clean)
+        x = x if on_step is None else on_step(index, now, x)
+    return x
+
+
+def normal(shape: Sequence[int], generator: Generator | None, like: Tensor) -> Tensor:
+    """Drawn in float32 where the generator is: a seed means the same on any device and in any dtype."""
+    shape = tuple(shape)
+    return torch.randn(shape, generator=generator, device=_device(generator), dtype=torch.float32).to(like)
+
+
+def _device(generator: Generator | None) -> torch.device | None:
+    return None if generator is None else generator.device

@@ -1,0 +1,131 @@
+"""VideoPipeline: words to video by a VideoDiT, called as a Diffusers pipeline is, without Diffusers.
+
+    pipe = VideoPipeline.load(shipped())
+    frames = pipe("a red circle moving left", generator=torch.Generator().manual_seed(0)).frames
+
+A directory has model.safetensors and config.json.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+
+from weft.core.errors import InputError
+from weft.models import flow, weights
+from weft.models.checkpoint import CONFIG, OWN, WEIGHTS
+from weft.models.dit import DiTConfig, VideoDiT
+from weft.models.words import LENGTH, WORDS, encode
+
+OUTPUTS = ("np", "pil", "latent")
+
+
+@dataclass(frozen=True)
+class VideoOutput:
+    """`frames` has a video for each prompt."""
+
+    frames: Any
+
+
+class VideoPipeline:
+    """One model, which makes pixels; there is no text encoder and no VAE."""
+
+    def __init__(self, transformer: VideoDiT) -> None:
+        self.transformer, config = transformer, transformer.config
+        self.num_timesteps = 0
+        if (config.words, config.length) != (len(WORDS), LENGTH):
+            raise InputError(
+                f"This model knows {config.words} words, {config.length} in a prompt; this weft has "
+                f"{len(WORDS)} and {LENGTH}.",
+                hint="Use the weft that it was trained with.",
+            )
+
+    @property
+    def components(self) -> dict[str, Any]:
+        return {"transformer": self.transformer}
+
+    def set_progress_bar_config(self, **_: Any) -> None:
+        """It has no bar."""
+
+    def to(self, *where: Any) -> VideoPipeline:
+        self.transformer.to(*where)
+        return self
+
+    def save(self, directory: Path | str, dtype: torch.dtype = torch.float16) -> None:
+        """Weights are stored in 16 bits, which is more than sampling can tell."""
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        weights.save(
+            folder / WEIGHTS, {name: x.to(dtype) for name, x in self.transformer.state_dict().items()}
+        )
+        said = {"_class_name": OWN, **self.transformer.config.to_json()}
+        (folder / CONFIG).write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+
+    @staticmethod
+    def load(directory: Path | str, dtype: torch.dtype = torch.float32) -> VideoPipeline:
+        folder = Path(directory)
+        said = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        pipe = VideoPipeline(VideoDiT(DiTConfig.from_json(said)).eval())
+        try:
+            pipe.transformer.load_state_dict(weights.load(folder / WEIGHTS))
+        except RuntimeError as error:
+            raise InputError(f"The weights in {folder} are not those of its {CONFIG}: {error}") from error
+        return pipe.to(dtype)
+
+    @torch.no_grad()
+    def __call__(  # noqa: PLR0913 - the arguments that pipelines have
+        self,
+        prompt: str | Sequence[str],
+        negative_prompt: str | Sequence[str] | None = None,
+        *,
+        num_frames: int | None = None,
+        height: int | None = None,
+        width: int | None = None,
+        num_inference_steps: int = 30,
+        guidance_scale: float = 2.0,
+        generator: Generator | None = None,
+        output_type: str = "np",
+        callback_on_step_end: Callable[..., Any] | None = None,
+        return_dict: bool = True,
+    ) -> Any:
+        """Frames of each prompt: np is [B, T, H, W, 3] from 0 to 1, latent [B, T, 3, H, W] from -1 to 1."""
+        if output_type not in OUTPUTS:
+            raise InputError(f"output_type={output_type!r} is none of {', '.join(OUTPUTS)}.")
+        config, self.num_timesteps = self.transformer.config, num_inference_steps
+        asked = zip((num_frames, height, width), config.video, strict=True)
+        T, H, W = (own if size is None else size for size, own in asked)
+        config.grid((T, H, W))
+        words = self._words(prompt)
+
+        def on_step(index: int, timestep: Tensor, video: Tensor) -> Tensor:
+            if callback_on_step_end is None:
+                return video
+            return callback_on_step_end(self, index, timestep, {"latents": video}).get("latents", video)
+
+        video = flow.sample(
+            self.transformer, words, (T, config.channels, H, W), on_step=on_step, generator=generator,
+            negative=None if negative_prompt is None else self._words(negative_prompt, len(words)),
+            steps=num_inference_steps, guidance=guidance_scale,
+        )  # fmt: skip
+        frames = video if output_type == "latent" else _shown(video, output_type)
+        return VideoOutput(frames) if return_dict else (frames,)
+
+    def _words(self, prompt: str | Sequence[str], samples: int = 1) -> Tensor:
+        texts = [prompt] * samples if isinstance(prompt, str) else list(prompt)
+        device = next(self.transformer.parameters()).device
+        return torch.tensor([encode(text) for text in texts], device=device)
+
+
+def _shown(video: Tensor, output_type: str) -> Any:
+    frames = video.add(1).div(2).clamp(0, 1).float().permute(0, 1, 3, 4, 2).cpu().numpy()
+    if output_type == "np":
+        return frames
+    from PIL import Image
+
+    return [[Image.fromarray((frame * 255).round().astype("uint8")) for frame in clip] for clip in frames]
