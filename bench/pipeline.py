@@ -80,7 +80,7 @@ FORWARD, BOTH, ONE = "forward", "forward + backward", "on one rank"
 
 def cases(*, quick: bool) -> list[Case]:
     """In a hurry, training and overhead are those of Wan, and there is always a process group."""
-    scale = 0.8 if quick else 8.0
+    scale = 0.8 if quick else 11.0
     alone = (ALONE, ONE_RANK) if quick else (ALONE, ONE_RANK, ALONE_TOO, NO_GROUP)
     return [
         case
@@ -124,12 +124,31 @@ class Homes:
         return found
 
     def play(self, names: list[str], turn: int) -> list[dict[str, Took]]:
-        """A round, by rank: everybody once, in an order that turns."""
+        """A round, by rank: everybody once, in an order that turns, and weft right before each of the others.
+
+        The speed of a core changes within seconds: what is compared lies side by side.
+        """
         first = turn % len(names)
-        took = {name: self.of(name).run(play, name) for name in names[first:] + names[:first]}
+        took: dict[str, list[Took]] = {}
+        for name in names[first:] + names[:first]:
+            if WEFT in names and name != WEFT:
+                took[before(name)] = self.of(WEFT).run(play, WEFT)
+            took[name] = self.of(name).run(play, name)
         most = max(len(ranks) for ranks in took.values())
         idle = [Took(0.0, 0.0)] * most
         return [{name: [*ranks, *idle][rank] for name, ranks in took.items()} for rank in range(most)]
+
+
+def before(name: str) -> str:
+    """Weft, right before another contender."""
+    return f"{WEFT} before {name}"
+
+
+def side_by_side(wall: Wall, one: str, other: str) -> tuple[list[float], list[float]]:
+    """The times of two contenders that were taken next to each other, as far as they were."""
+    if one == WEFT and before(other) in wall:
+        return wall[before(other)], wall[other]
+    return wall[one], wall[before(one)] if other == WEFT and before(one) in wall else wall[other]
 
 
 def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - the command line's call
@@ -147,7 +166,8 @@ def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - the co
                 rounds.append(played)
                 progress.update(task, completed=played.spent)
             used = undisturbed(rounds)
-            wall = {name: [one.took[name].wall * 1e3 for one in used] for name in names}
+            timed = list(used[0].took) if used else []
+            wall = {name: [one.took[name].wall * 1e3 for one in used] for name in timed}
             report.rows.extend(judge(case, wall))
             report.lines.extend(tell(case, wall, verdicts, used))
     return report
@@ -162,7 +182,7 @@ def judge(case: Case, wall: Wall) -> list[Row]:
         return [_row(str(case), wall, WEFT, ULYSSES, TRAINING)]
     fastest = min(
         (name for name in PEERS if name in wall),
-        key=lambda name: median_ratio(wall[name], wall.get(WEFT, wall[ALONE])),
+        key=lambda name: median_ratio(*side_by_side(wall, name, WEFT if WEFT in wall else ALONE)),
         default="",
     )
     density = case.model.mask.density
@@ -184,7 +204,8 @@ def _row(  # noqa: PLR0913 - of a table
     told = f"{own}/{other} ≤ {bar}" if upper else f"{other}/{own} ≥ {bar}"
     found = 0.0
     if own in wall and other in wall:
-        found = median_ratio(wall[own], wall[other]) if upper else median_ratio(wall[other], wall[own])
+        pair = side_by_side(wall, own, other)
+        found = median_ratio(*pair) if upper else median_ratio(*reversed(pair))
     return Row(
         case=case,
         measured=median(wall[own]) if own in wall else None,
@@ -205,7 +226,7 @@ def tell(case: Case, wall: Wall, verdicts: dict[str, Verdict], used: Sequence[Ro
         line = Line(case=str(case), name=name, note=note)
         if times := wall.get(name):
             cpu = median(one.took[name].cpu * 1e3 for one in used)
-            ratio = median_ratio(times, wall[WEFT]) if WEFT in wall else None
+            ratio = median_ratio(*side_by_side(wall, name, WEFT)) if WEFT in wall else None
             line = replace(line, measured=median(times), quartiles=quartiles(times), cpu=cpu, ratio=ratio)
         lines.append(line)
     return lines

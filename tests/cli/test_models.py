@@ -43,7 +43,7 @@ def test_the_vaes_of_every_model_are_found_in_diffusers(capsys, monkeypatch) -> 
     assert found["WanTransformer3DModel"] == {"AutoencoderKLWan"}
     assert found["FluxTransformer2DModel"] == {"AutoencoderKL"}
     whole = {row["model"] for row in json.loads(said(capsys, "--json")) if row["vae"] is not True}
-    assert whole == {"CosmosTransformer3DModel", "EasyAnimateTransformer3DModel"}
+    assert whole == {"CosmosTransformer3DModel", "EasyAnimateTransformer3DModel", "VideoDiT"}
     monkeypatch.setattr("weft.models.decode.KNOWN", {"AutoencoderKLWan"})
     assert {row["model"]: row["vae"] for row in models._rows()}["FluxTransformer2DModel"] is False
 

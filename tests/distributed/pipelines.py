@@ -102,4 +102,5 @@ def _attributes(thing: Any) -> Look:
         else id(value) if callable(value)
         else type(value)
         for key, value in getattr(thing, "__dict__", {}).items()
+        if key != "_diffusers_hook"  # made by pipelines that name their branches
     }  # fmt: skip

@@ -121,7 +121,9 @@ def test_gather_fetches_the_keys_that_are_needed_and_not_owned(worlds: Worlds, s
     assert sum(forward for forward, _ in sent) == wanted
 
 
-@pytest.mark.parametrize("keep", ["all", "none", "auto"])
+@pytest.mark.parametrize(
+    "keep", ["auto", *(pytest.param(how, marks=pytest.mark.soak) for how in ("all", "none"))]
+)
 @pytest.mark.parametrize(("ranks", "name"), PLANS)
 def test_threads_send_what_the_schedule_says_both_ways(ranks: int, name: str, keep: str) -> None:
     truth = Truth.of(problem(ranks, 31, heads=6, kv_heads=2, dtype="bfloat16", batch=2))

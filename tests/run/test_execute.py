@@ -74,7 +74,7 @@ def assert_right(
     assert truth.gradient_error([grads for _, grads in results]) < tolerance * truth.size
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(case=st.one_of(cases(47), cases()), keep=KEEPS, impl=IMPLS)
 def test_any_schedule_compiled_equals_dense_attention(case: Case, keep: str, impl: str) -> None:
     truth = Truth.of(case.problem, case.mask)
@@ -82,7 +82,7 @@ def test_any_schedule_compiled_equals_dense_attention(case: Case, keep: str, imp
     assert_right(truth, results)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(case=cases(97, dtype="float32"), keep=KEEPS)
 def test_any_schedule_on_the_compiled_kernel_equals_dense_attention(case: Case, keep: str) -> None:
     truth = Truth.of(case.problem, case.mask)
@@ -90,7 +90,7 @@ def test_any_schedule_on_the_compiled_kernel_equals_dense_attention(case: Case, 
     assert_right(truth, results, 5e-6)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(case=cases(61), keep=KEEPS)
 def test_what_is_kept_for_the_backward_does_not_change_the_forward(case: Case, keep: str) -> None:
     truth = Truth.of(case.problem, case.mask)
@@ -103,7 +103,7 @@ def test_what_is_kept_for_the_backward_does_not_change_the_forward(case: Case, k
     assert all(on_every_rank(case.schedule, job, keep, "sdpa"))
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(case=cases(61), keep=KEEPS, impl=IMPLS)
 def test_a_second_run_is_right_and_leaves_the_first_ones_tensors_alone(
     case: Case, keep: str, impl: str
@@ -124,7 +124,7 @@ def test_a_second_run_is_right_and_leaves_the_first_ones_tensors_alone(
     assert all(untouched for _, _, untouched in results)
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(case=cases(61), keep=KEEPS, impl=IMPLS)
 def test_two_layers_may_share_an_executor(case: Case, keep: str, impl: str) -> None:
     lower, upper = (Truth.of(case.problem, case.mask, seed=seed) for seed in (1, 2))
@@ -139,7 +139,7 @@ def test_two_layers_may_share_an_executor(case: Case, keep: str, impl: str) -> N
     assert_right(upper, [two for _, two in results])
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(case=cases(61), keep=KEEPS)
 def test_results_share_no_memory_and_have_the_shapes_that_were_promised(case: Case, keep: str) -> None:
     truth = Truth.of(case.problem, case.mask)
@@ -164,7 +164,7 @@ def test_2047_tokens_on_5_ranks_are_like_any_other(name: str) -> None:
     assert_right(truth, on_every_rank(schedule, lambda e: both_ways(e, truth), "auto", "sdpa"))
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(case=cases(97), seed=st.integers(0, 2**16), keep=KEEPS)
 def test_any_partition_equals_dense_attention(case: Case, seed: int, keep: str) -> None:
     schedule = random_schedule(np.random.default_rng(seed), case)

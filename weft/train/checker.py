@@ -62,8 +62,8 @@ class Accuracy:
         if not self.total:
             return (1 + side) / 2
         z, n, p = 1.959964, self.total, self.right / self.total
-        spread = z * np.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-        return float(np.clip((p + z * z / (2 * n) + side * spread) / (1 + z * z / n), 0, 1))
+        reach = z * np.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+        return float(np.clip((p + z * z / (2 * n) + side * reach) / (1 + z * z / n), 0, 1))
 
     def __str__(self) -> str:
         share = self.right / max(1, self.total)
@@ -134,9 +134,7 @@ class Blob(NamedTuple):
 
 def _blobs(colour: str, share_THW: np.ndarray) -> Iterator[Blob]:
     frames, height, width = share_THW.shape
-    # Edges count by how much they are covered, the rest of the background not at all.
-    mask_THW = share_THW > 0.5
-    weight_THW = np.where(spread(mask_THW), share_THW, 0)
+    weight_THW = _trimmed(share_THW)
     area_T = weight_THW.sum((1, 2))
     if np.median(area_T) < LEAST_AREA * height * width:
         return
@@ -147,7 +145,7 @@ def _blobs(colour: str, share_THW: np.ndarray) -> Iterator[Blob]:
     centre_T2 = np.stack([x, y], 1) / np.maximum(area_T, 1e-6)[:, None]
     kind = _kind(weight_THW[best], centre_T2[best])
     motion = _motion(whole / (frames - 1), centre_T2[whole] / (width, height))
-    for _ in range(_pieces(mask_THW[best])):
+    for _ in range(_pieces(share_THW[best] > 0.5)):
         yield Blob(Phrase(colour, kind, motion), float(1 - area_T.min() / full))
 
 
@@ -159,17 +157,30 @@ def _area(kind: str) -> float:
 
 
 def _kind(weight_FHW: np.ndarray, centre_F2: np.ndarray) -> str:
-    """The kind that covers the same pixels best, sharp or blurred, at the same place and of the same area."""
+    """The kind that covers the same pixels best, sharp or blurred, at the same place."""
     _, height, width = weight_FHW.shape
     x = np.arange(width) - centre_F2[:, None, None, 0]
     y = np.arange(height)[:, None] - centre_F2[:, None, None, 1]
     mass = weight_FHW.sum((1, 2))[:, None, None]
     fits = {}
-    for kind, soft in product(KINDS, (1.0, 3.0)):
-        template = coverage(kind, x, y, np.sqrt(mass / _area(kind)), soft=soft)
-        fit = np.minimum(template, weight_FHW).sum() / np.maximum(template, weight_FHW).sum()
-        fits[fit] = kind
+    for kind, grown in product(KINDS, (1.0, 1.15)):  # a blur costs area at the edges
+        sharp = coverage(kind, x, y, grown * np.sqrt(mass / _area(kind)))
+        for template in (sharp, _trimmed(_blurred(sharp))):
+            fit = np.minimum(template, weight_FHW).sum() / np.maximum(template, weight_FHW).sum()
+            fits[fit] = kind
     return fits[max(fits)] if max(fits) >= LEAST_FIT else ""
+
+
+def _trimmed(share_FHW: np.ndarray) -> np.ndarray:
+    """Edges count by how much they are covered, the background beyond them not at all."""
+    return np.where(spread(share_FHW > 0.5), share_FHW, 0)
+
+
+def _blurred(x_FHW: np.ndarray) -> np.ndarray:
+    """By about a pixel."""
+    for axis in (1, 2, 1, 2):
+        x_FHW = (np.roll(x_FHW, 1, axis) + 2 * x_FHW + np.roll(x_FHW, -1, axis)) / 4
+    return x_FHW
 
 
 def _motion(time_F: np.ndarray, centre_F2: np.ndarray) -> str:

@@ -202,13 +202,8 @@ def _paint_kind(canvas: np.ndarray, kind: str, clip_N: np.ndarray, sprites: Sequ
     windows[at] = np.round(below + alpha * (colour - below)).astype(np.uint8)
 
 
-def coverage(
-    kind: str, x: np.ndarray, y: np.ndarray, radius: np.ndarray | float, *, soft: float = 1.0
-) -> np.ndarray:
-    """How much of the pixel at (x, y) from the centre a shape covers, 0 to 1, by its distance to the edge.
-
-    The edge is `soft` pixels wide: 1 is what a pixel averages, more is blurred.
-    """
+def coverage(kind: str, x: np.ndarray, y: np.ndarray, radius: np.ndarray | float) -> np.ndarray:
+    """How much of the pixel at (x, y) from the centre a shape covers, 0 to 1, by its distance to the edge."""
     outline = OUTLINES[kind]
     if not outline.sides:
         outside = np.sqrt(x * x + y * y)
@@ -220,7 +215,7 @@ def coverage(
             across = x * np.float32(np.cos(angle)) + y * np.float32(np.sin(angle))
             most, less = np.maximum(most, across), np.maximum(less, np.minimum(most, across))
         outside = less if outline.spare else most
-    return np.clip(0.5 + (radius * np.float32(outline.inner) - outside) / np.float32(soft), 0, 1)
+    return np.clip(0.5 + radius * np.float32(outline.inner) - outside, 0, 1)
 
 
 def unmix(frames: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
