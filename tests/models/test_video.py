@@ -21,7 +21,7 @@ from tests.models.toys import on_ranks, seeded
 from tests.worlds import world
 from weft.cli.main import main
 from weft.core.errors import InputError
-from weft.models import checkpoint, weights
+from weft.models import checkpoint
 from weft.models.dit import DiTConfig, VideoDiT
 from weft.models.video import VideoPipeline
 from weft.models.words import LENGTH, WORDS
@@ -134,33 +134,13 @@ def test_a_directory_holds_all_of_it(tmp_path) -> None:
     torch.testing.assert_close(call(loaded), call(pipeline()), atol=0.02, rtol=0)
 
 
-def test_weights_are_what_safetensors_reads_and_writes(tmp_path) -> None:
-    theirs = pytest.importorskip("safetensors.torch")
-    tensors = {
-        "a.b": torch.randn(3, 5),
-        "half": torch.randn(7).bfloat16(),
-        "one": torch.tensor(2.5, dtype=torch.float64),
-        "turned": torch.randn(4, 3).half().T,
-    }
-    weights.save(tmp_path / "ours", tensors)
-    assert (tmp_path / "ours").read_bytes()[0] % 8 == 0  # so that numbers lie where they are read fastest
-    theirs.save_file(
-        {name: x.contiguous() for name, x in tensors.items()}, tmp_path / "theirs", {"made": "by"}
-    )
-    for found in (theirs.load_file(tmp_path / "ours"), weights.load(tmp_path / "theirs")):
-        assert found.keys() == tensors.keys()
-        assert all(
-            torch.equal(found[name], x) and found[name].dtype == x.dtype for name, x in tensors.items()
-        )
-
-
 @pytest.mark.parametrize("left", [0, 5, 60, -1])
 def test_a_file_that_was_cut_off_is_refused(tmp_path, left) -> None:
-    path = tmp_path / "model.safetensors"
-    weights.save(path, {"a": torch.ones(9)})
+    pipeline().save(tmp_path)
+    path = tmp_path / checkpoint.WEIGHTS
     path.write_bytes(path.read_bytes()[:left])
-    with pytest.raises(InputError, match=r"model.safetensors is no whole safetensors file"):
-        weights.load(path)
+    with pytest.raises(InputError, match=r"model.safetensors is no whole file"):
+        VideoPipeline.load(tmp_path)
 
 
 def test_a_model_of_other_words_is_refused(tmp_path) -> None:

@@ -145,8 +145,8 @@ def test_the_longest_unused_go_first(store: Store):
     for age, key in enumerate(keys):
         os.utime(store.folder / key.file, (1000 + age, 1000 + age))
     assert store.get(keys[0]) == PLAN  # used just now
-    (store.folder / ".weft-died.tmp").write_text("half a file")
-    os.utime(store.folder / ".weft-died.tmp", (1, 1))
+    (store.folder / ".died-0123456789abcdef.7.0.json").write_text("half a file")
+    os.utime(store.folder / ".died-0123456789abcdef.7.0.json", (1, 1))
     (store.folder / "notes.json").write_text("of someone else " * 1000)
     size = (store.folder / KEY.file).stat().st_size
     new = replace(KEY, layer=6)

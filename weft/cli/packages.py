@@ -24,7 +24,7 @@ PACKAGES = {
     "diffusers": Package(gives="ready-made models", add="pip install 'weft[models]'"),
     "transformers": Package(gives="text encoders", add="pip install 'weft[models]'"),
     "accelerate": Package(gives="loading checkpoints", add="pip install 'weft[models]'"),
-    "safetensors": Package(gives="model weights", add="pip install 'weft[models]'"),
+    "safetensors": Package(gives="model weights", add="pip install safetensors"),
     "av": Package(gives="writing video", add="pip install 'weft[models]'"),
     "fastapi": Package(gives="serving", add="pip install fastapi uvicorn"),
     "matplotlib": Package(gives="figures", add="pip install matplotlib"),

@@ -15,6 +15,7 @@ modules * is any one part; "" is the model itself.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -116,6 +117,11 @@ class Adapter:
 def unwrapped(model: Any) -> Any:
     """The module that torch.compile was given."""
     return getattr(model, "_orig_mod", model)
+
+
+def parameters(module: Any) -> list[str]:
+    """The names of a forward's arguments."""
+    return list(inspect.signature(type(unwrapped(module)).forward).parameters)[1:]
 
 
 def modules(model: nn.Module) -> dict[str, nn.Module]:

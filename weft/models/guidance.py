@@ -18,7 +18,6 @@ tokens of one call.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain, repeat
@@ -31,7 +30,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import PyTree, TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from weft.core.errors import InputError
-from weft.run.switch import gather
+from weft.models.adapter import parameters
+from weft.run.switch import everyone
 from weft.run.world import world_of
 
 Args = tuple[Any, ...]
@@ -40,9 +40,9 @@ Run = Callable[[Any, Args, Kwargs], Any]
 """(mesh, args, kwargs) -> the output, whole on every rank of the mesh."""
 
 MODES = ("auto", "on", "off")
-WHOLE = frozenset({"image_rotary_emb", "rotary_emb", "freqs_cis", "img_ids", "txt_ids"}) | {
-    "control_hidden_states_scale"
-}
+WHOLE = frozenset(
+    ("image_rotary_emb", "rotary_emb", "freqs_cis", "img_ids", "txt_ids", "control_hidden_states_scale")
+)
 """Arguments without a batch, whatever their first size happens to be."""
 LISTS = frozenset({"img_shapes"})
 """Arguments that are lists with an item for each of the batch."""
@@ -182,10 +182,7 @@ class Guidance:
         both: list[Any] = []
         for x in leaves:
             if isinstance(x, Tensor):
-                dims = {"branch": 2} | {f"dim {at}": None for at in range(x.dim())}
-                both.append(
-                    gather(x[None].contiguous(), "branch", dims=dims, mesh=halves.pair, stage="guidance")
-                )
+                both.append(everyone(x, mesh=halves.pair, stage="guidance"))
             elif isinstance(x, PLAIN):
                 both.append((x, x))
             else:
@@ -260,12 +257,8 @@ def _settings(module: nn.Module) -> list[Any] | None:
     return found
 
 
-def _names(module: nn.Module) -> list[str]:
-    return list(inspect.signature(type(module).forward).parameters)[1:]
-
-
 def _latents(module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
-    first = kwargs.get(next(iter(_names(module)), ""))
+    first = kwargs.get(next(iter(parameters(module)), ""))
     return args[0] if args else kwargs.get("hidden_states", first)
 
 
@@ -277,7 +270,7 @@ def _half_of_batch(module: nn.Module, branch: int, args: Args, kwargs: Kwargs) -
         return None
     part = slice(branch * batch // 2, (branch + 1) * batch // 2)
     values: list[Any] = []
-    for name, value in (*zip(chain(_names(module), repeat("")), args, strict=False), *kwargs.items()):
+    for name, value in (*zip(chain(parameters(module), repeat("")), args, strict=False), *kwargs.items()):
         tensors = [x for x in tree_leaves(value) if isinstance(x, Tensor) and x.dim() and name not in WHOLE]
         if any(x.shape[0] not in (1, batch) for x in tensors):
             return None

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from weft.core.errors import InputError
+from weft.core.files import whole
 
 SUFFIXES = {".mp4": "a video", ".png": "an image"}
 
@@ -35,22 +34,11 @@ def write(path: Path, frames: np.ndarray, about: dict[str, Any], *, fps: float) 
         "software": f"weft {about['versions']['weft']}",
         "comment": json.dumps(about, ensure_ascii=False),
     }
-    with _whole(path) as temporary:
+    with whole(path) as temporary:
         if path.suffix.lower() == ".png":
             _png(temporary, pixels[0], tags)
         else:
             _mp4(temporary, pixels, tags, fps)
-
-
-@contextmanager
-def _whole(path: Path) -> Iterator[Path]:
-    """A file beside `path` that takes its place when it is complete."""
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-    try:
-        yield temporary
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _png(path: Path, pixels: np.ndarray, tags: dict[str, str]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from weft.core.errors import CommError
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
-from weft.run.switch import gather
+from weft.run.switch import everyone
 from weft.run.world import World
 
 ROWS = 8
@@ -56,12 +56,12 @@ class Proof:
         kv = _whole(torch.stack([k, v])[:, :, head * k.shape[1] // q.shape[1]], layout, world)
         keep = None if mask is None else torch.from_numpy(_rows_of(mask, head, order[rows])).to(q.device)
         error = _error(q[:, head, rows], kv, out[:, head, rows], scale, keep)
-        everyone = [count / SCALE for (count,) in world.comm.gather_numbers([round(min(error, 1e6) * SCALE)])]
-        self.errors[name], self.allowed = max(everyone), ALLOWED[q.dtype]
+        errors = [count / SCALE for (count,) in world.comm.gather_numbers([round(min(error, 1e6) * SCALE)])]
+        self.errors[name], self.allowed = max(errors), ALLOWED[q.dtype]
         self.seconds += perf_counter() - start
-        if max(everyone) > self.allowed:
+        if max(errors) > self.allowed:
             raise CommError(
-                f"{name}: rows of rank {int(np.argmax(everyone))} differ by {max(everyone):.1e} from the "
+                f"{name}: rows of rank {int(np.argmax(errors))} differ by {max(errors):.1e} from the "
                 f"same rows computed from all keys; {self.allowed:.0e} is allowed.",
                 hint="Please report it with the model's class; plan='gather' or another plan may be right.",
             )
@@ -77,10 +77,7 @@ class Proof:
 def _whole(x: Tensor, layout: Layout, world: World) -> Tensor:
     """[2, B, own tokens, D] → [2, B, all tokens, D], in the order of the whole."""
     most = max(layout.rows(rank) for rank in range(layout.ranks))
-    padded = torch.nn.functional.pad(x, (0, 0, 0, most - x.shape[2]))[None].contiguous()
-    if layout.ranks > 1:
-        dims = {"ranks": layout.ranks, "kv": None, "batch": None, "tokens": None, "width": None}
-        padded = gather(padded, "ranks", dims=dims, mesh=world, stage="check")
+    padded = everyone(torch.nn.functional.pad(x, (0, 0, 0, most - x.shape[2])), mesh=world, stage="check")
     whole = x.new_zeros(*x.shape[:2], layout.size, x.shape[3])
     for rank in range(layout.ranks):
         whole[:, :, torch.from_numpy(layout.order(rank))] = padded[rank, :, :, : layout.rows(rank)]

@@ -6,7 +6,6 @@ attention modules that it does not name, and attention computed outside of the n
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from weft.core.errors import InputError
 from weft.core.layout import Layout
 from weft.masks.grid import TokenGrid
-from weft.models.adapter import Adapter, Cut, Cuts, matching, modules, unwrapped
+from weft.models.adapter import Adapter, Cut, Cuts, matching, modules, parameters
 from weft.models.attend import Local, Site, put_around
 from weft.models.clock import Clock
 from weft.models.dropout import Dropped
@@ -51,11 +50,10 @@ class Region:
         self.extent, self.layers = (1, 1, 1), 0
         self.orders: set[tuple[str, ...]] = set()
         """Streams as attentions have them."""
-        self._names = list(inspect.signature(type(model).forward).parameters)[1:]
+        self._names = parameters(model)
         self.shards = Shards()
         self.forward: Callable[..., Any] = model.forward
         self.proof = Proof() if check else None
-        self.proved: Proof | None = None
         self.tells = tells
         """Whether this is the one rank that prints."""
         self.runs = 0
@@ -93,7 +91,7 @@ class Region:
         if self.proof is not None:
             if self.tells:
                 sys.stderr.write(f"weft: {self.proof}\n")
-            self.proved, self.proof = self.proof, None
+            self.proof = None
         return out
 
     def _begin(self, given: Mapping[str, Any]) -> None:
@@ -215,7 +213,7 @@ class Region:
 
 
 def _cut_inputs(region: Region, name: str, module: nn.Module, cuts: Mapping[str, Cuts]) -> Any:
-    order = list(inspect.signature(type(unwrapped(module)).forward).parameters)[1:]
+    order = parameters(module)
 
     def cut(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         given = [*zip_longest(order[: len(args)], args, fillvalue=""), *kwargs.items()]

@@ -22,7 +22,7 @@ from weft.core.mask import BlockMask
 from weft.run.kernels.budget import Keep
 from weft.run.kernels.proxies import Proxies
 from weft.run.kernels.select import top_k
-from weft.run.switch import gather, switch
+from weft.run.switch import everyone, gather, switch
 from weft.run.world import World
 
 
@@ -50,12 +50,6 @@ def owned(layout: Layout) -> tuple[Own, ...]:
         found.append(Own(rows, order[rows]))
         before = before | layout.held(rank)
     return tuple(found)
-
-
-def everyone(x: Tensor, world: World) -> Tensor:
-    """[ranks, …]: the equally large tensors of all ranks, on each of them."""
-    dims = {"rank": world.comm.size} | {f"dim {i}": size for i, size in enumerate(x.shape)}
-    return gather(x[None].contiguous(), "rank", dims=dims, mesh=world, stage="masks")
 
 
 def block_means(x: Tensor, layout: Layout, world: World, block: int) -> Tensor:
@@ -145,7 +139,7 @@ def kept_mass(
             tiles = mask.patterns[mask.pattern_of[head]][places // mask.block_q]
             seen = torch.from_numpy(tiles[:, own.places // mask.block_k]).to(q.device)
             kept[:, head] = (weights * seen).sum(-1, dtype=torch.float64)
-    parts = everyone(found, world).cpu().numpy()
+    parts = everyone(found, mesh=world, stage="masks").cpu().numpy()
     part = np.exp(parts[:, 0] - parts[:, 0].max(axis=0))
     total, *kept = (parts[:, 1:] * part[:, None]).sum(axis=0)
     return (np.stack(kept) / total).mean(axis=1)
@@ -162,6 +156,6 @@ def _queries(q: Tensor, layout: Layout, world: World, places: IntArray) -> Tenso
     sent = q.new_zeros(*q.shape[:2], most, q.shape[3], dtype=dtype)
     sent[:, :, : len(mine)] = q[:, :, torch.from_numpy(rows).to(q.device)].to(dtype)
     whole = q.new_empty(*q.shape[:2], len(places), q.shape[3], dtype=dtype)
-    for part, wanted in zip(everyone(sent, world), of_rank, strict=True):
+    for part, wanted in zip(everyone(sent, mesh=world, stage="masks"), of_rank, strict=True):
         whole[:, :, torch.from_numpy(wanted).to(q.device)] = part[:, :, : len(wanted)]
     return whole

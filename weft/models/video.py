@@ -15,10 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Generator, Tensor
 
 from weft.core.errors import InputError
-from weft.models import flow, weights
+from weft.core.files import whole
+from weft.models import flow
 from weft.models.checkpoint import CONFIG, OWN, WEIGHTS
 from weft.models.dit import DiTConfig, VideoDiT
 from weft.models.words import LENGTH, WORDS, encode
@@ -61,9 +64,9 @@ class VideoPipeline:
         """Weights are stored in 16 bits, which is more than sampling can tell."""
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
-        weights.save(
-            folder / WEIGHTS, {name: x.to(dtype) for name, x in self.transformer.state_dict().items()}
-        )
+        with whole(folder / WEIGHTS) as file:
+            weights = {name: x.to(dtype).contiguous() for name, x in self.transformer.state_dict().items()}
+            save_file(weights, file)
         said = {"_class_name": OWN, **self.transformer.config.to_json()}
         (folder / CONFIG).write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
 
@@ -73,7 +76,11 @@ class VideoPipeline:
         said = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         pipe = VideoPipeline(VideoDiT(DiTConfig.from_json(said)).eval())
         try:
-            pipe.transformer.load_state_dict(weights.load(folder / WEIGHTS))
+            pipe.transformer.load_state_dict(load_file(folder / WEIGHTS))
+        except SafetensorError as error:
+            raise InputError(
+                f"{folder / WEIGHTS} is no whole file: {error}", hint="Copy it again."
+            ) from error
         except RuntimeError as error:
             raise InputError(f"The weights in {folder} are not those of its {CONFIG}: {error}") from error
         return pipe.to(dtype)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,11 +18,12 @@ from typing import Any, cast
 
 from weft.core.codec import digest, dumps, loads, value
 from weft.core.errors import InputError
+from weft.core.files import whole
 from weft.plan.blocks import Placement
 from weft.plan.heads import Grouping
 
 FORMAT = 1
-OURS = re.compile(r"-[0-9a-f]{16}\.json$|^\.weft-.*\.tmp$")  # a folder may hold files of others
+OURS = re.compile(r"-[0-9a-f]{16}(\.\d+\.\d+)?\.json$")  # a folder may hold files of others
 
 
 @value
@@ -95,7 +95,8 @@ class Store:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             for key, plan in plans.items():
                 text = dumps({"format": FORMAT, "key": key, "plan": plan})
-                _write(self.folder / key.file, text + "\n")
+                with whole(self.folder / key.file) as file:
+                    file.write_text(text + "\n", encoding="utf-8")
             self._prune()
         except OSError as error:
             warnings.warn(f"Plans are not stored in {self.folder}: {error}", stacklevel=2)
@@ -129,14 +130,3 @@ def _read(path: Path, key: Key) -> Stored:
     if table.get("key") != key or not isinstance(plan, Stored):
         raise InputError("it holds something else than its name says.")
     return plan
-
-
-def _write(path: Path, text: str) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".weft-", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

@@ -74,6 +74,13 @@ def gather(x: Tensor, source: str, *, dims: Dims, mesh: Any = None, stage: str =
     return _Move.apply(x, request.mover(source, None), None)  # pyright: ignore[reportReturnType]
 
 
+def everyone(x: Tensor, *, mesh: Any = None, stage: str = "") -> Tensor:
+    """[ranks, …]: the equally large tensors of all ranks, on each of them."""
+    ranks = world_of(mesh, 60.0).comm.size
+    dims = {"rank": ranks} | {f"dim {at}": size for at, size in enumerate(x.shape)}
+    return gather(x[None].contiguous(), "rank", dims=dims, mesh=mesh, stage=stage)
+
+
 def reduce(x: Tensor, target: str, *, dims: Dims, mesh: Any = None, stage: str = "") -> Tensor:
     """This rank's part of `target` of the sum of all ranks' whole tensors: what a gather is backward."""
     shard = split(x, target, dims=dims, mesh=mesh, stage=stage)
