@@ -52,7 +52,7 @@ $(VENV)/torch.stamp: | $(VENV)/bin/python
 	touch $@
 
 $(VENV)/weft.stamp: pyproject.toml $(VENV)/torch.stamp
-	$(PIP) install -q -e .
+	$(PIP) install -q -e '.[video]'
 	touch $@
 
 $(VENV)/test.stamp: pyproject.toml $(VENV)/torch.stamp

@@ -166,12 +166,13 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.cli.ranks.model_ranks", lambda size: nullcontext(world(size)))
 
 
+@pytest.mark.parametrize("name", ["ball.mp4", "ball.gif", "ball.png"])
 @pytest.mark.usefixtures("ranks")
-def test_weft_generate_without_a_directory_is_by_wefts_own(tmp_path, capfd, monkeypatch) -> None:
+def test_weft_generate_without_a_directory_is_by_wefts_own(tmp_path, capfd, monkeypatch, name) -> None:
     pytest.importorskip("av")
     pipeline().save(tmp_path / "shipped", dtype=torch.float32)
     monkeypatch.setattr(checkpoint, "files", lambda _: tmp_path)
-    out = tmp_path / "ball.mp4"
+    out = tmp_path / name
     assert ended("generate", PROMPT, "-o", out, "--steps", "3", "--seed", "1", "--json") == 0
     told = json.loads(capfd.readouterr().out)
     assert (told["frames"], told["size"], told["steps"], told["ranks"]) == (4, "10x6", 3, 2)

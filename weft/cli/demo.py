@@ -1,12 +1,14 @@
-"""`weft demo`: one DiT block's attention on 2 and 3 local ranks, checked against one process."""
+"""`weft demo`: attention on 2 and 3 local ranks, checked against one process, and a video by two ranks."""
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from weft.cli.generate import run as generate
 from weft.cli.numbers import counts
 from weft.core.errors import CommError
 
@@ -25,8 +27,15 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def run(*, ranks: Annotated[str, typer.Option(help="Numbers of ranks to try.")] = "2,3") -> None:
-    """Run one DiT block's attention on a few local ranks and check it against one process."""
+PROMPT = "a red circle moving left"
+
+
+def run(
+    *,
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks to try.")] = "2,3",
+    out: Annotated[Path, typer.Option("--out", "-o", help="The video to write.")] = Path("demo.mp4"),
+) -> None:
+    """Check one DiT block's attention on a few local ranks, then make a video by the small model of weft's."""
     worlds = counts(ranks, "ranks")
     from rich.console import Console
 
@@ -43,6 +52,8 @@ def run(*, ranks: Annotated[str, typer.Option(help="Numbers of ranks to try.")] 
     _show(console, rows, alone)
     if not all(outcome.holds for _, _, outcome in rows):
         raise CommError("A result differs from one process by more than rounding.")
+    console.print(f'\n$ weft generate "{PROMPT}" --ranks 2 --seed 1 -o {out}', highlight=False)
+    generate(PROMPT, out=out, ranks=2, seed=1)
 
 
 def _measure(console: Console, worlds: list[int], trials: dict[str, Trial]) -> list[tuple[int, str, Outcome]]:

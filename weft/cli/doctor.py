@@ -225,7 +225,7 @@ def _packages() -> list[Finding]:
             note = f"for {package.gives}"
             rows.append(Finding(name=name, status="missing", note=note, add=package.add))
         else:
-            rows.append(Finding(name=name, status="ok", found=_version(name)))
+            rows.append(Finding(name=name, status="ok", found=_version(package.distribution or name)))
     return rows
 
 

@@ -28,7 +28,7 @@ def run(
     ],
     second: Annotated[str | None, typer.Argument(metavar="PROMPT", help="What to show.")] = None,
     *,
-    out: Annotated[Path, typer.Option("--out", "-o", help="The .mp4 or .png to write.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The .mp4, .gif or .png (a sheet of frames).")],
     ranks: Annotated[int, typer.Option(help="Ranks to start here; under torchrun its world is used.")] = 2,
     size: Annotated[str, typer.Option(help="Width x height, such as 832x480.")] = "",
     frames: Annotated[int | None, typer.Option(help="Frames of a video.")] = None,
@@ -95,7 +95,9 @@ def _asked(first: str, second: str | None) -> tuple[Path, str]:
 
 
 def _check_packages(out: Path, libraries: tuple[str, ...]) -> None:
-    for name in ("torch", *libraries, *(["av"] if out.suffix.lower() == ".mp4" else [])):
+    from weft.models.media import SUFFIXES
+
+    for name in ("torch", *libraries, SUFFIXES[out.suffix.lower()]):
         if find_spec(name) is None and (missing := missing_package(name)):
             raise missing
 

@@ -19,8 +19,9 @@ from weft.core.errors import InputError, MissingError, WeftError
 
 VERBS = {
     "calibrate": ("weft.cli.calibrate", "Measure links and kernel here, for the planner."),
-    "demo": ("weft.cli.demo", "Run one attention on a few local ranks and check it."),
+    "demo": ("weft.cli.demo", "Check an attention on a few local ranks, and make a video."),
     "doctor": ("weft.cli.doctor", "Show what this machine can do and how to add what it cannot."),
+    "evaluate": ("weft.cli.evaluate", "Tell how well a trained model shows what it is asked for."),
     "generate": ("weft.cli.generate", "Make an image or a video from a local checkpoint."),
     "mask": ("weft.cli.mask", "Draw a mask; show how dense and how uneven it is."),
     "models": ("weft.cli.models", "List the models that weft.parallelize knows."),
@@ -29,6 +30,7 @@ VERBS = {
     "run": ("weft.cli.run", "Run a script on several ranks."),
     "simulate": ("weft.cli.simulate", "Time plans on clusters of several sizes."),
     "testbed": ("weft.cli.testbed", "Build several machines on this one, with slow links between."),
+    "train": ("weft.cli.train", "Train a video model by a recipe, on several ranks."),
     "verify": ("weft.cli.verify", "Prove that N ranks compute what one rank computes."),
 }
 """Verb: its module and its line in `weft --help`."""

@@ -13,6 +13,8 @@ class Package:
 
     gives: str
     add: str
+    distribution: str = ""
+    """What pip calls it, if not what import does."""
 
 
 TORCH = Package(gives="running attention", add="pip install 'weft[torch]'")
@@ -26,11 +28,12 @@ PACKAGES = {
     "accelerate": Package(gives="loading checkpoints", add="pip install 'weft[models]'"),
     "safetensors": Package(gives="model weights", add="pip install safetensors"),
     "av": Package(gives="writing video", add="pip install 'weft[models]'"),
+    "PIL": Package(gives="writing pictures", add="pip install 'weft[models]'", distribution="pillow"),
     "fastapi": Package(gives="serving", add="pip install fastapi uvicorn"),
     "matplotlib": Package(gives="figures", add="pip install matplotlib"),
     "yunchang": Package(gives="a peer to measure against", add="pip install 'weft[bench]'"),
 }
-"""By name; pip and import call each of them the same."""
+"""By the name that imports them."""
 
 
 def missing_package(module: str) -> MissingError | None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from weft.core.timeline import Timeline
     from weft.core.topology import Topology
     from weft.report.case import Case
+    from weft.report.training import Run
 
 
 def run(
@@ -27,7 +28,8 @@ def run(
         list[str],
         typer.Argument(
             metavar="WHAT",
-            help="A trace's folder, a schedule of weft plan --save, or a model; two are compared.",
+            help="A training run's or a trace's folder, a schedule of weft plan --save, or a model; "
+            "two are compared.",
         ),
     ],
     *,
@@ -45,35 +47,60 @@ def run(
 ) -> None:
     """Write a page with tables and figures, a Perfetto trace and all numbers as JSON.
 
-    --plan to --dtype are for a model; a trace and a schedule have their own.
+    --plan to --dtype are for a model; a run, a trace and a schedule have their own. Of training runs, up to
+    eight are compared.
 
     Try: weft report wan2.1-14b --topology 8xh100 --mask svg:density=0.25
     """
-    if len(what) > 2:
-        raise InputError(f"{len(what)} things are too many to compare.", hint="Give one or two.")
     from rich.console import Console
 
-    from weft.report.sources import told_apart
-    from weft.report.write import has_png, write_report
+    from weft.report.write import has_png, write_report, write_runs
 
     ask = partial(Workload.read, size=size, frames=frames, mask=mask, block=block, dtype=dtype)
-    with Console(stderr=True).status("reading and simulating …") as status:
-        alone = len(what) == 1
-        cases = told_apart(
-            [
-                _read_case(one, topology, alone=alone)
-                if Path(one).exists() or one.endswith((".json", ".jsonl"))
-                else _plan_case(_asked(one, ask), read_topology(topology or "8xh100"), plan, alone=alone)
-                for one in what
-            ]
+    trained = [_is_training(Path(one)) for one in what]
+    if len(what) > (8 if all(trained) else 2):
+        raise InputError(f"{len(what)} things are too many to compare.", hint="Give one or two.")
+    if any(trained) and not all(trained):
+        odd = what[trained.index(False)]
+        raise InputError(
+            f"{odd} is no training run: it cannot be compared with one.", hint="Report it alone."
         )
+    with Console(stderr=True).status("reading and simulating …") as status:
+        if all(trained):
+            from weft.report.training import read
+
+            cases, runs = [], [read(Path(one)) for one in what]
+        else:
+            runs, cases = [], _cases(what, ask, topology, plan)
         status.update("drawing …")
-        page = write_report(cases, out)
+        page = write_runs(runs, out) if runs else write_report(cases, out)
     if as_json:
         typer.echo(json.dumps(json.loads((out / "report.json").read_text()), indent=2))
         return
-    _show(cases)
+    for run in runs:
+        _show_run(run)
+    if cases:
+        _show(cases)
     typer.echo(f"\n{page}" + ("" if has_png() else "  (SVG only; PNG too with: pip install 'weft[report]')"))
+
+
+def _is_training(path: Path) -> bool:
+    """A folder with a training run's log, or the log itself."""
+    return (path / "log.jsonl").is_file() if path.is_dir() else path.name == "log.jsonl"
+
+
+def _cases(what: list[str], ask: Callable[[str], Workload], topology: str, plan: str) -> list[Case]:
+    from weft.report.sources import told_apart
+
+    alone = len(what) == 1
+    return told_apart(
+        [
+            _read_case(one, topology, alone=alone)
+            if Path(one).exists() or one.endswith((".json", ".jsonl"))
+            else _plan_case(_asked(one, ask), read_topology(topology or "8xh100"), plan, alone=alone)
+            for one in what
+        ]
+    )
 
 
 def _asked(name: str, ask: Callable[[str], Workload]) -> Workload:
@@ -113,7 +140,7 @@ def _timeline(path: Path) -> Timeline:
     if len(files) != 1:
         raise InputError(
             f"{path} holds {len(files)} timelines and no rank0.jsonl.",
-            hint="Give the folder of one traced run, or one .jsonl.",
+            hint="Give the folder of one traced run or of a training run (log.jsonl), or one .jsonl.",
         )
     try:
         return Timeline.from_jsonl(files[0].read_text(encoding="utf-8"))
@@ -165,3 +192,27 @@ def _show(cases: list[Case]) -> None:
         console.print(f"\n{case.name}" + (f", {case.source}" if case.source not in case.name else ""))
         for line in text_gantt(case.timeline):
             console.print(line)
+
+
+def _show_run(run: Run) -> None:
+    """What a training run has come to, its loss as a small curve, and its layers."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from weft.report.terminal import sparkline
+    from weft.report.training import about, layer_rows, rows, verdict
+
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console.print(f"{run.name} · {about(run)}")
+    table = Table(box=None, pad_edge=False, padding=(0, 1), show_header=False)
+    for row in rows(run):
+        table.add_row(*row)
+    console.print(table)
+    console.print(f"{sparkline(run.values['loss'])}  loss")
+    head, found = layer_rows(run)
+    if found:
+        layers = Table(*head, box=None, pad_edge=False, padding=(0, 1))
+        for row in found:
+            layers.add_row(*row)
+        console.print(layers)
+    console.print(verdict(run))

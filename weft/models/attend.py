@@ -34,16 +34,22 @@ NEVER = -9e3
 class Site:
     """What happens around the forward of an attention module."""
 
-    def __init__(self, region: Region, name: str, streams: str, layer: int) -> None:
-        self.region, self.name, self.layer = region, name, layer
+    def __init__(self, region: Region, name: str, module: nn.Module, streams: str, layer: int) -> None:
+        self.region, self.name, self.module, self.layer = region, name, module, layer
+        self.hidden: Tensor | None = None
+        """What the module was given, while it runs."""
         self.ragged = streams.endswith("?")
         self.streams = tuple(streams.rstrip("?").split())
         self.video = [stream for stream in self.streams if stream == "video"]
 
     def around(self, forward: Forward, args: Any, kwargs: Any) -> Any:
         catch = _Catch(self)
+        if self.region.sparsity is not None:
+            given = (*args, kwargs.get("hidden_states"))
+            self.hidden = next((each for each in given if isinstance(each, Tensor)), None)
         with catch:
             out = self.region.expected(forward, args, kwargs)
+        self.hidden = None
         if not catch.caught:
             raise InputError(
                 f"{self.name} computed an attention that weft did not see, on this rank's tokens only.",
@@ -108,13 +114,14 @@ class Site:
         return left
 
     def _call(self, qkv: QKV, scale: float | None, text: Counts | None = None) -> Tensor:
-        region, (q, k, v) = self.region, qkv
-        layout = Layout(*region.shards.runs(self.streams, text))
-        how = {"tokens": layout, **region.options(self, q, k, scale, layout)}
-        layout = how["tokens"]  # a mask may be over the tokens in another order
-        out = attention(q, k, v, mesh=region.shards.mesh, scale=scale, kv_tokens=layout, **how)
+        region, shards = self.region, self.region.shards
+        layout = Layout(*shards.runs(self.streams, text))
+        if region.sparsity is not None:
+            return region.sparsity.attend(region.where(self, qkv[0], scale, layout), *qkv)
+        how = {"plan": region.plan, "mesh": shards.mesh, "scale": scale}
+        out = attention(*qkv, tokens=layout, kv_tokens=layout, **how)
         if region.proof is not None:
-            region.proof.check(self.name, qkv, out, scale, how.get("mask"), layout, region.shards.world)
+            region.proof.check(self.name, qkv, out, scale, None, layout, shards.world)
         return out
 
     def _padded(self, qkv: QKV, mask: Tensor, scale: float | None) -> Tensor:

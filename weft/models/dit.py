@@ -139,7 +139,8 @@ class VideoDiT(nn.Module):
     def _pixels(self, patches: Tensor) -> Tensor:
         x = patches.unflatten(4, (self.config.patch[0], -1, *self.config.patch[1:]))
         x = x.permute(0, 1, 4, 5, 2, 6, 3, 7)  # [B, t, frames of a patch, C, h, rows, w, columns]
-        return x.flatten(6, 7).flatten(4, 5).flatten(1, 2)
+        B, t, pt, C, h, ph, w, pw = x.shape
+        return x.reshape(B, t * pt, C, h * ph, w * pw)
 
 
 class Prompt(nn.Module):
@@ -204,7 +205,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        q, k = rotated(self.norm_q(q), cos, sin), rotated(self.norm_k(k), cos, sin)
+        q, k = (
+            rotated(norm(x.to(self.out.weight.dtype)), cos, sin)  # under autocast norms are not halved
+            for norm, x in ((self.norm_q, q), (self.norm_k, k))
+        )
         return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 

@@ -1,8 +1,9 @@
-"""Media: a PNG or MP4 that says how it was made, written whole or not at all."""
+"""Media: an image, a video or a sheet of its frames, that says how it was made; whole or not at all."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from fractions import Fraction
 from pathlib import Path
@@ -13,13 +14,19 @@ import numpy as np
 from weft.core.errors import InputError
 from weft.core.files import whole
 
-SUFFIXES = {".mp4": "a video", ".png": "an image"}
+VIDEOS = (".mp4", ".gif")
+SUFFIXES = {".mp4": "av", ".gif": "PIL", ".png": "PIL"}
+"""What can be written, and the package that writes it."""
+VISIBLE = 256
+"""Videos of fewer pixels a side are enlarged."""
+SHOWN = 16
+"""Frames that a sheet has at most."""
 
 
 def check_target(path: Path) -> None:
     """Refuse what could not be written, before hours are spent on it."""
     if path.suffix.lower() not in SUFFIXES:
-        raise InputError(f"{path} is neither .mp4 nor .png.", hint="The suffix says what to write.")
+        raise InputError(f"{path} is none of {', '.join(SUFFIXES)}.", hint="The suffix says what to write.")
     if not path.parent.is_dir():
         raise InputError(f"There is no folder {path.parent} for {path.name}.", hint="Give another --out.")
     if path.is_dir() or not os.access(path.parent, os.W_OK):
@@ -27,7 +34,7 @@ def check_target(path: Path) -> None:
 
 
 def write(path: Path, frames: np.ndarray, about: dict[str, Any], *, fps: float) -> None:
-    """Frames [F, H, W, 3] from 0 to 1, of a PNG the first; `about` becomes the file's comment, as JSON."""
+    """Frames [F, H, W, 3] from 0 to 1, of which a PNG is a sheet; `about` becomes the comment, as JSON."""
     pixels = np.round(np.clip(np.nan_to_num(frames), 0.0, 1.0) * 255).astype(np.uint8)
     tags = {
         "title": str(about.get("prompt", "")),
@@ -36,9 +43,31 @@ def write(path: Path, frames: np.ndarray, about: dict[str, Any], *, fps: float) 
     }
     with whole(path) as temporary:
         if path.suffix.lower() == ".png":
-            _png(temporary, pixels[0], tags)
+            _png(temporary, pixels[0] if len(pixels) == 1 else sheet(pixels), tags)
+        elif path.suffix.lower() == ".gif":
+            _gif(temporary, pixels, tags["comment"], fps)
         else:
             _mp4(temporary, pixels, tags, fps)
+
+
+def sheet(pixels: np.ndarray) -> np.ndarray:
+    """A video's frames uint8 [F, H, W, 3], or some that are evenly spread, side by side in one picture."""
+    chosen = np.linspace(0, len(pixels) - 1, min(SHOWN, len(pixels))).round().astype(int)
+    shown = enlarged(pixels[chosen], VISIBLE // 2)
+    columns = math.ceil(len(shown) ** 0.5)
+    rows, gap = -(-len(shown) // columns), 4
+    height, width = (size + gap for size in shown.shape[1:3])
+    page = np.full((rows * height + gap, columns * width + gap, 3), 255, np.uint8)
+    for i, frame in enumerate(shown):
+        top, left = i // columns * height + gap, i % columns * width + gap
+        page[top : top + height - gap, left : left + width - gap] = frame
+    return page
+
+
+def enlarged(pixels: np.ndarray, least: int) -> np.ndarray:
+    """Every pixel [..., H, W, 3 or none] as a square of pixels, if a side has less than half of `least`."""
+    times = max(1, least // min(pixels.shape[1:3]))
+    return pixels.repeat(times, 1).repeat(times, 2)
 
 
 def _png(path: Path, pixels: np.ndarray, tags: dict[str, str]) -> None:
@@ -50,15 +79,37 @@ def _png(path: Path, pixels: np.ndarray, tags: dict[str, str]) -> None:
     Image.fromarray(pixels).save(path, format="PNG", pnginfo=text)
 
 
+def _gif(path: Path, pixels: np.ndarray, comment: str, fps: float) -> None:
+    from PIL import Image
+
+    # One palette for all frames, since colours that change with the frame flicker.
+    palette = Image.fromarray(np.concatenate(pixels)).quantize(256)
+    flat = np.stack([np.asarray(Image.fromarray(frame).quantize(palette=palette)) for frame in pixels])
+    pictures = [Image.fromarray(frame) for frame in enlarged(flat, VISIBLE)]
+    for picture in pictures:
+        picture.putpalette(palette.getpalette() or [])
+    # Hundredths of a second, whose sum is right; browsers slow down what is shorter than two.
+    ends = np.round(100 * np.arange(len(pixels) + 1) / fps)
+    lengths = [10 * int(length) for length in np.maximum(2, np.diff(ends))]
+    pictures[0].save(
+        path, format="GIF", save_all=True, append_images=pictures[1:], duration=lengths, loop=0,
+        comment=comment.encode(),
+    )  # fmt: skip
+
+
 def _mp4(path: Path, pixels: np.ndarray, tags: dict[str, str], fps: float) -> None:
     import av
 
+    # Players expect half as many pixels in colour, which would blur small videos, and an even number of them.
+    pixels = enlarged(pixels, VISIBLE)
+    pixels = np.pad(pixels, ((0, 0), *((0, size % 2) for size in pixels.shape[1:3]), (0, 0)), mode="edge")
     codec = "libx264" if "libx264" in av.codecs_available else "mpeg4"
     with av.open(str(path), "w", format="mp4") as container:
         container.metadata.update(tags)
         stream: Any = container.add_stream(codec, rate=Fraction(fps).limit_denominator(1001))
-        stream.height, stream.width = pixels.shape[1:3]  # even, as every VAE's are
+        stream.height, stream.width = pixels.shape[1:3]
         stream.pix_fmt = "yuv420p"
+        stream.codec_context.colorspace = 6  # BT.601, as frames are converted; players take HD for another
         stream.options = {"crf": "17"} if codec == "libx264" else {"qscale": "2"}
         for picture in pixels:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))

@@ -26,7 +26,7 @@ from weft.models.latte import Switching
 from weft.models.producers import Geometric
 from weft.models.randomness import share_numbers
 from weft.models.region import Region
-from weft.models.sparsity import Sparsity
+from weft.models.sparsity import Sparsity, method_of
 from weft.run.world import World, axes_of, is_launched, world_of
 
 CHECKS = ("first", "none")
@@ -45,7 +45,8 @@ def parallelize(  # noqa: PLR0913 - the one call users make; each option is a wo
     """Split the tokens of a pipeline's transformers, or of one transformer, over the ranks; return it.
 
     plan      how attention is split: see `weft.attention`.
-    mask      sparse attention: sta, svg, radial, topk:0.2, … or a producer (`weft.models.sparsity`).
+    mask      sparse attention: sta, svg, radial, topk:0.2, … or a producer or method
+              (`weft.models.producers`).
     cfg       auto, on, off: the two branches of guidance each on half of the ranks.
     mesh      a process group or DeviceMesh; all ranks by default.
     check     first: in the first forward, sampled rows of each attention are computed again and compared.
@@ -62,10 +63,11 @@ def parallelize(  # noqa: PLR0913 - the one call users make; each option is a wo
             _refuse_others(model)
             said, guidance = adapter or adapter_of(model), Guidance.of(model, mesh, cfg)
             if world.comm.size > 1 or mask is not None:  # else there is nothing to do
-                sparsity = None if mask is None else Sparsity(mask, plan=_plan(plan, mesh))
-                guidance.batched = sparsity is None or isinstance(sparsity.producer, Geometric)
+                sparsity = None if mask is None else method_of(mask, plan=_plan(plan, mesh))
+                masks = getattr(sparsity, "producer", None)
+                guidance.batched = masks is None or isinstance(masks, Geometric)
                 how = {
-                    "plan": plan,
+                    "plan": plan if mask is None else _plan(plan, mesh),
                     "sparsity": sparsity,
                     "clock": woven.clock,
                     "tells": world.comm.rank == 0,
@@ -141,7 +143,8 @@ class Woven:
 
     @property
     def sparsities(self) -> list[Sparsity]:
-        return [each for region in self.regions.values() if (each := getattr(region, "sparsity", None))]
+        found = (getattr(region, "sparsity", None) for region in self.regions.values())
+        return [each for each in found if isinstance(each, Sparsity)]
 
     def begin(self, steps: int | None) -> None:
         """A run of so many steps, if that is known."""

@@ -7,16 +7,22 @@
 A mask must be the same on all ranks: made from `where` alone, or from what the ranks have exchanged.
 A producer with a `tile`, such as (4, 4, 4), makes masks over the tokens in the order of
 `where.grid.voxels(tile)`; the places of `where.layout` are then in that order too.
+
+A method answers a whole attention instead, by `where.attention` or in another way:
+
+    class Mine:
+        def attend(self, where, q, k, v):         # this rank's part of the output, [B, H, S, D]
+            return where.attention(q, k, v, plan=where.plan)
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from weft.core.errors import InputError
 from weft.core.layout import Layout
@@ -24,7 +30,9 @@ from weft.core.mask import BlockMask
 from weft.core.voxels import Extent
 from weft.masks.grid import TokenGrid
 from weft.masks.spec import mask_from_spec
+from weft.models.prove import Proof
 from weft.models.scores import best_tiles, kept_mass, sample
+from weft.run.attention import attention
 from weft.run.kernels.budget import Keep
 from weft.run.world import World
 
@@ -41,6 +49,10 @@ class Where:
     layout          which of them each rank has.
     branch          which call of the step this is, where guidance takes several.
     scale           of the scores, if it is not 1/√head_dim.
+    plan            how the user wants attention to be split.
+    run             which forward of the model; blocks that are computed again have the number of theirs.
+    module, hidden  the attention module, and its first tensor argument: this rank's tokens.
+    name, proof     of the module; who checks its attention, if somebody does.
     """
 
     layer: int
@@ -53,6 +65,29 @@ class Where:
     world: World
     branch: int = 0
     scale: float | None = None
+    plan: Any = "auto"
+    run: int = 0
+    module: nn.Module | None = field(default=None, compare=False, repr=False)
+    hidden: Tensor | None = field(default=None, compare=False, repr=False)
+    name: str = ""
+    proof: Proof | None = field(default=None, compare=False, repr=False)
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        plan: Any,
+        mask: BlockMask | None = None,
+        tokens: Layout | None = None,
+    ) -> Tensor:
+        """`weft.attention` here; a mask may be over the tokens in another order than `layout`'s: `tokens`."""
+        layout, how = tokens or self.layout, {"mesh": self.world, "scale": self.scale}
+        out = attention(q, k, v, mask=mask, plan=plan, tokens=layout, kv_tokens=layout, **how)
+        if self.proof is not None:
+            self.proof.check(self.name, (q, k, v), out, self.scale, mask, layout, self.world)
+        return out
 
 
 class Producer(Protocol):
@@ -60,6 +95,14 @@ class Producer(Protocol):
 
     def mask_for(self, where: Where, q: Tensor, k: Tensor) -> BlockMask | None:
         """The mask of a call, None for a dense one. All ranks ask at the same time."""
+        ...
+
+
+class Method(Protocol):
+    """Whoever answers attentions."""
+
+    def attend(self, where: Where, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """What this rank's queries get of everybody's keys and values. All ranks ask at the same time."""
         ...
 
 

@@ -24,11 +24,10 @@ from weft.models.attend import Local, Site, put_around
 from weft.models.clock import Clock
 from weft.models.dropout import Dropped
 from weft.models.guard import Guard, check_processor, refuse_undeclared
-from weft.models.producers import Where
+from weft.models.producers import Method, Where
 from weft.models.prove import Proof
 from weft.models.randomness import share_numbers
 from weft.models.shards import Shards
-from weft.models.sparsity import Sparsity
 
 
 class Region:
@@ -40,7 +39,7 @@ class Region:
         adapter: Adapter,
         *,
         plan: Any = "auto",
-        sparsity: Sparsity | None = None,
+        sparsity: Method | None = None,
         clock: Clock | None = None,
         check: bool = False,
         tells: bool = False,
@@ -56,7 +55,7 @@ class Region:
         self.proof = Proof() if check else None
         self.tells = tells
         """Whether this is the one rank that prints."""
-        self.runs = 0
+        self.runs = self.run_now = 0
         self._enter = _cut_inputs(self, "the model", model, self.adapter.inputs.get("", {}))
         self.drops = False
         self.quiet = 0
@@ -77,7 +76,7 @@ class Region:
                 hint="Call disable_cache() on it.",
             )
         self.shards = Shards(mesh)
-        self.runs += 1
+        self.runs = self.run_now = self.runs + 1
         world = self.shards.world  # asked for here: blocks that are compiled cannot find it
         if self.drops and self.model.training:
             share_numbers(world)
@@ -107,16 +106,16 @@ class Region:
     @contextmanager
     def _remembered(self) -> Iterator[None]:
         """Blocks that are computed again for their gradients see the streams of this forward."""
-        model, own = self.model, (self.shards, self.extent)
+        model, own = self.model, (self.shards, self.extent, self.run_now)
         checkpoint: Any = vars(model).get("_gradient_checkpointing_func")
 
         def again(block: Any, *args: Any) -> Any:
-            before = self.shards, self.extent
-            self.shards, self.extent = own
+            before = self.shards, self.extent, self.run_now
+            self.shards, self.extent, self.run_now = own
             try:
                 return block(*args)
             finally:
-                self.shards, self.extent = before
+                self.shards, self.extent, self.run_now = before
 
         if checkpoint is None:
             yield
@@ -134,21 +133,17 @@ class Region:
         """Whether an attention is more than its plan."""
         return self.sparsity is not None or self.proof is not None
 
-    def options(
-        self, site: Site, q: Tensor, k: Tensor, scale: float | None, layout: Layout
-    ) -> dict[str, Any]:
-        """How an attention is to be computed: by which plan, and how much of it."""
-        if self.sparsity is None:
-            return {"plan": self.plan, "tokens": layout}
+    def where(self, site: Site, q: Tensor, scale: float | None, layout: Layout) -> Where:
+        """What a method is told of an attention."""
         video = site.streams.index("video")
         text = layout.size - prod(self.extent)
         grid = TokenGrid(*self.extent, prefix=text if video else 0, suffix=0 if video else text)
         step, branch = self.clock.now
-        where = Where(
+        return Where(
             layer=site.layer, layers=self.layers, step=step, steps=self.clock.steps, branch=branch, grid=grid,
-            heads=q.shape[1], layout=layout, world=self.shards.world, scale=scale,
+            heads=q.shape[1], layout=layout, world=self.shards.world, scale=scale, plan=self.plan,
+            run=self.run_now, module=site.module, hidden=site.hidden, name=site.name, proof=self.proof,
         )  # fmt: skip
-        return self.sparsity.options(where, q, k)
 
     def remove(self) -> None:
         while self._undo:
@@ -168,7 +163,7 @@ class Region:
         for layer, (name, module, streams) in enumerate(sites):
             check_processor(name, module)
             self._use_native(module)
-            self._undo.append(put_around(module, Site(self, name, streams, layer)))
+            self._undo.append(put_around(module, Site(self, name, module, streams, layer)))
         for _, module in local:
             self._undo.append(put_around(module, Local(self)))
         for name, module in modules(model).items():

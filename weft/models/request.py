@@ -11,6 +11,7 @@ from typing import Any
 
 from weft.core.errors import InputError
 from weft.models.checkpoint import pipeline_class
+from weft.models.media import VIDEOS
 
 FPS = 16.0
 NAMES = {
@@ -109,10 +110,9 @@ def _check_negative(given: Mapping[str, Any], takes: Mapping[str, Any]) -> None:
 
 def _check_kind(request: Request, pipeline: Any, takes: Mapping[str, Any]) -> None:
     is_video = any(name in takes for name in NAMES["frames"])
-    wants_video = request.out.suffix.lower() == ".mp4"
-    if wants_video != is_video and not (is_video and request.frames == 1):
-        makes = "videos: give --out with .mp4" if is_video else "images: give --out with .png"
-        raise InputError(f"A {pipeline.__name__} cannot make {request.out.name}.", hint=f"It makes {makes}.")
+    if not is_video and request.out.suffix.lower() in VIDEOS:
+        hint = "It makes images: give --out with .png."
+        raise InputError(f"A {pipeline.__name__} cannot make {request.out.name}.", hint=hint)
     needs = "image" in takes and takes["image"].default is inspect.Parameter.empty
     if needs and request.image is None:
         raise InputError(f"A {pipeline.__name__} begins with an image.", hint="Give --image FILE.")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from weft.core.indices import EMPTY, Indices, IntArray
 from weft.core.layout import Layout
-from weft.core.mask import BlockMask
+from weft.core.mask import BlockMask, BoolArray
 from weft.run.kernels.budget import Keep
 from weft.run.kernels.proxies import Proxies
 from weft.run.kernels.select import top_k
@@ -76,6 +76,21 @@ def block_means(x: Tensor, layout: Layout, world: World, block: int) -> Tensor:
     return (total / sizes).float()
 
 
+def of_my_heads(x: Tensor, layout: Layout, world: World) -> Tensor:
+    """[B, this rank's part of the heads, all tokens, D] of the tokens [B, H, own, D] of each."""
+    owns = owned(layout)
+    batch, heads, _, width = x.shape
+    most = max(len(own.rows) for own in owns)
+    sent = x.new_zeros(1, batch, heads, most, width)
+    sent[0, :, :, : x.shape[2]] = x
+    dims = {"rank": world.comm.size, "batch": batch, "head": heads, "token": most, "width": width}
+    parts = switch(sent, "rank", "head", dims=dims, mesh=world, stage="masks")
+    whole = parts.new_empty(batch, parts.shape[2], layout.size, width)
+    for part, own in zip(parts, owns, strict=True):
+        whole[:, :, torch.from_numpy(own.places).to(x.device)] = part[:, :, : len(own.places)]
+    return whole
+
+
 def best_tiles(
     q: Tensor, k: Tensor, layout: Layout, world: World, *, share: float, block: int, keep: Keep
 ) -> BlockMask:
@@ -92,14 +107,19 @@ def best_tiles(
     tiles = np.zeros((0, blocks, blocks), dtype=np.bool_)
     if mine:
         tiles = top_k(Proxies(pooled_q, pooled_k), share, keep=keep).active.numpy()
+    found = of_all_heads(tiles, heads, world, q.device)
+    return BlockMask.from_tiles(found, q_len=layout.size, kv_len=layout.size, block_q=block)
+
+
+def of_all_heads(tiles: BoolArray, heads: int, world: World, device: torch.device) -> BoolArray:
+    """[heads, rows, columns] of the tiles that each rank has chosen for its part of the heads."""
     packed = np.packbits(tiles, axis=2)
     words = np.pad(packed, ((0, 0), (0, 0), (0, -packed.shape[2] % 8))).view(np.float64)
     # Bits travel as what nobody looks at: a switch moves bytes and has no integers.
-    dims = {"head": heads, "row": blocks, "word": words.shape[2]}
-    every = gather(torch.from_numpy(words).to(q.device), "head", dims=dims, mesh=world, stage="masks")
+    dims = {"head": heads, "row": tiles.shape[1], "word": words.shape[2]}
+    every = gather(torch.from_numpy(words).to(device), "head", dims=dims, mesh=world, stage="masks")
     bits = every.cpu().numpy().view(np.uint8)
-    found = np.unpackbits(bits, axis=2, count=blocks).view(np.bool_)
-    return BlockMask.from_tiles(found, q_len=layout.size, kv_len=layout.size, block_q=block)
+    return np.unpackbits(bits, axis=2, count=tiles.shape[2]).view(np.bool_)
 
 
 def sample(first: int, count: int, wanted: int, seed: int) -> IntArray:
@@ -123,7 +143,7 @@ def kept_mass(
 
     The queries go to the keys: each rank has its part of their softmax, and only sums are sent.
     """
-    rows = _queries(q, layout, world, places)
+    rows = rows_at(q, layout, world, places)
     own = owned(layout)[world.comm.rank]
     batch, heads, count, width = rows.shape
     found = rows.new_zeros(2 + len(masks), batch, heads, count, dtype=torch.float64)
@@ -145,8 +165,8 @@ def kept_mass(
     return (np.stack(kept) / total).mean(axis=1)
 
 
-def _queries(q: Tensor, layout: Layout, world: World, places: IntArray) -> Tensor:
-    """[B, H, places, D] in float32 or better, on every rank."""
+def rows_at(q: Tensor, layout: Layout, world: World, places: IntArray) -> Tensor:
+    """[B, H, places, D] of local tokens [B, H, S, D], in float32 or better, on every rank."""
     of_rank = [np.flatnonzero(np.isin(places, own.places)) for own in owned(layout)]
     most = max(map(len, of_rank))
     own, mine = owned(layout)[world.comm.rank], of_rank[world.comm.rank]

@@ -1,7 +1,7 @@
 """Sparsity: the masks of a pipeline's attentions by layer and step, plans that fit, and an account of both.
 
     sparsity = Sparsity("topk:0.2")
-    weft.attention(q, k, v, **sparsity.options(where, q, k))        # in every sharded attention
+    sparsity.attend(where, q, k, v)                 # in every sharded attention
     print(sparsity.summary())
 
 All ranks must ask in the same order: some masks are made together.
@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from weft.core.errors import InputError
+from weft.core.indices import IntArray
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem
 from weft.core.schedule import Schedule
 from weft.models.methods import Rules, parse
-from weft.models.producers import Producer, Where
+from weft.models.producers import Method, Producer, Where
 from weft.models.scores import kept_mass, sample
 from weft.plan.balance import ratio
 from weft.plan.balanced import Deals
@@ -73,6 +74,11 @@ class Judged(NamedTuple):
     recall: float | None
 
 
+def method_of(mask: Any, *, plan: str | Plan | Schedule = "auto") -> Method:
+    """What was given for a mask, as what answers attentions."""
+    return mask if callable(getattr(mask, "attend", None)) else Sparsity(mask, plan=plan)
+
+
 class Sparsity:
     """Masks by a spec (see `models.methods`) or a producer, for one transformer."""
 
@@ -97,6 +103,9 @@ class Sparsity:
         self._densities: list[float] = []
         self._density: dict[str, float] = {}
         self._judged: list[Judged] = []
+
+    def attend(self, where: Where, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return where.attention(q, k, v, **self.options(where, q, k))
 
     def options(self, where: Where, q: Tensor, k: Tensor) -> dict[str, Any]:
         """What `weft.attention` is to be called with besides the tensors: mask, tokens and plan."""
@@ -176,17 +185,11 @@ class Sparsity:
         if tile is None:
             return where
         if (grid, layout) not in self._layouts:
-            place = grid.voxels(tile).inverse
-            orders = [place[layout.order(rank)].tolist() for rank in range(layout.ranks)]
-            rows = [layout.rows(rank) for rank in range(layout.ranks)]
-            self._layouts[grid, layout] = Layout.permuted(orders).padded(rows)
+            self._layouts[grid, layout] = reordered(layout, grid.voxels(tile).inverse)
         return replace(where, layout=self._layouts[grid, layout])
 
     def _kind(self, layout: Layout, q: Tensor, k: Tensor, mask: BlockMask) -> Kind:
-        problem = Problem(
-            batch=q.shape[0], heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[3],
-            q=layout, kv=layout, dtype=str(q.dtype).removeprefix("torch."),
-        )  # fmt: skip
+        problem = problem_of(layout, q, k)
         if self.plan != "auto":
             return Kind(problem, None, mask.digest)
         found = choose(problem, mask, topology_for(None, problem.ranks))
@@ -216,6 +219,20 @@ class Sparsity:
             recall=fmean(recalls) if recalls else None,
             least_recall=min(recalls, default=None),
         )
+
+
+def problem_of(layout: Layout, q: Tensor, k: Tensor) -> Problem:
+    """What a planner is asked, of local tensors [B, H, S, D]."""
+    return Problem(
+        batch=q.shape[0], heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[3],
+        q=layout, kv=layout, dtype=str(q.dtype).removeprefix("torch."),
+    )  # fmt: skip
+
+
+def reordered(layout: Layout, place: IntArray) -> Layout:
+    """The same tokens on the same ranks, where token i is called place[i]."""
+    orders = [place[layout.order(rank)].tolist() for rank in range(layout.ranks)]
+    return Layout.permuted(orders).padded([layout.rows(rank) for rank in range(layout.ranks)])
 
 
 def imbalance(problem: Problem, mask: BlockMask, plan: str | Plan | Schedule) -> tuple[float, float]:

@@ -24,6 +24,7 @@ from weft.core.files import whole
 from weft.models import flow
 from weft.models.checkpoint import CONFIG, OWN, WEIGHTS
 from weft.models.dit import DiTConfig, VideoDiT
+from weft.models.vocabulary import Vocabulary
 from weft.models.words import LENGTH, WORDS, encode
 
 OUTPUTS = ("np", "pil", "latent")
@@ -39,14 +40,16 @@ class VideoOutput:
 class VideoPipeline:
     """One model, which makes pixels; there is no text encoder and no VAE."""
 
-    def __init__(self, transformer: VideoDiT) -> None:
+    def __init__(self, transformer: VideoDiT, vocabulary: Vocabulary | None = None) -> None:
+        """Without a vocabulary, words are weft's own."""
         self.transformer, config = transformer, transformer.config
-        self.num_timesteps = 0
-        if (config.words, config.length) != (len(WORDS), LENGTH):
+        self.vocabulary, self.num_timesteps = vocabulary, 0
+        known = (len(vocabulary.words), vocabulary.length) if vocabulary else (len(WORDS), LENGTH)
+        if (config.words, config.length) != known:
             raise InputError(
-                f"This model knows {config.words} words, {config.length} in a prompt; this weft has "
-                f"{len(WORDS)} and {LENGTH}.",
-                hint="Use the weft that it was trained with.",
+                f"This model knows {config.words} words, {config.length} in a prompt; "
+                f"{'its vocabulary' if vocabulary else 'this weft'} has {known[0]} and {known[1]}.",
+                hint="Use the one that it was trained with.",
             )
 
     @property
@@ -67,14 +70,16 @@ class VideoPipeline:
         with whole(folder / WEIGHTS) as file:
             weights = {name: x.to(dtype).contiguous() for name, x in self.transformer.state_dict().items()}
             save_file(weights, file)
-        said = {"_class_name": OWN, **self.transformer.config.to_json()}
+        own = {} if self.vocabulary is None else {"vocabulary": self.vocabulary.to_json()}
+        said = {"_class_name": OWN, **self.transformer.config.to_json(), **own}
         (folder / CONFIG).write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
 
     @staticmethod
     def load(directory: Path | str, dtype: torch.dtype = torch.float32) -> VideoPipeline:
         folder = Path(directory)
         said = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        pipe = VideoPipeline(VideoDiT(DiTConfig.from_json(said)).eval())
+        own = Vocabulary.from_json(said["vocabulary"]) if "vocabulary" in said else None
+        pipe = VideoPipeline(VideoDiT(DiTConfig.from_json(said)).eval(), own)
         try:
             pipe.transformer.load_state_dict(load_file(folder / WEIGHTS))
         except SafetensorError as error:
@@ -126,7 +131,8 @@ class VideoPipeline:
     def _words(self, prompt: str | Sequence[str], samples: int = 1) -> Tensor:
         texts = [prompt] * samples if isinstance(prompt, str) else list(prompt)
         device = next(self.transformer.parameters()).device
-        return torch.tensor([encode(text) for text in texts], device=device)
+        own = encode if self.vocabulary is None else self.vocabulary.encode
+        return torch.tensor([own(text) for text in texts], device=device)
 
 
 def _shown(video: Tensor, output_type: str) -> Any:

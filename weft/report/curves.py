@@ -28,11 +28,11 @@ def scaling_curve(points: Sequence[Point]) -> Figure:
     low = min(*best.values(), *ideal.values()) / 1.3
     high = max(p.seconds for p in points) * 1.3
     x, y = (
-        _log((sizes[0], max(sizes[-1], 2 * sizes[0])), (LEFT + 26, RIGHT - 24)),
-        _log((low, high), (BOTTOM, TOP)),
+        log_scale((sizes[0], max(sizes[-1], 2 * sizes[0])), (LEFT + 26, RIGHT - 24)),
+        log_scale((low, high), (BOTTOM, TOP)),
     )
     shapes: list[Shape] = rules(
-        (LEFT, RIGHT), ((y(t), units.short(units.time(t))) for t in _decades(low, high, y))
+        (LEFT, RIGHT), ((y(t), units.short(units.time(t))) for t in decades(low, high, y))
     )
     shapes += [Words(x(gpus), BOTTOM + 15, str(gpus), 12.5, anchor="middle") for gpus in sizes]
     shapes.append(Words(RIGHT, BOTTOM + 29, "GPUs", 12.5, anchor="end"))
@@ -81,13 +81,13 @@ def roofline(case: Case, topology: Topology) -> Figure:
     right = 4 * max([ridge, topology.flops / topology.inter.bandwidth, *(p[1] for p in points)])
     left = min([ridge, *(p[1] for p in points)]) / 4
     low, high = min(p[2] for p in points) / 2, topology.flops * 1.6
-    x, y = _log((left, right), (LEFT, RIGHT)), _log((low, high), (BOTTOM, TOP))
+    x, y = log_scale((left, right), (LEFT, RIGHT)), log_scale((low, high), (BOTTOM, TOP))
     shapes: list[Shape] = rules(
-        (LEFT, RIGHT), ((y(t), units.short(units.count(t))) for t in _decades(low, high, y))
+        (LEFT, RIGHT), ((y(t), units.short(units.count(t))) for t in decades(low, high, y))
     )
     shapes += [
         Words(x(t), BOTTOM + 15, units.short(units.count(t)), 12.5, anchor="middle")
-        for t in _decades(left, right, x, wanted=1, apart=48)
+        for t in decades(left, right, x, wanted=1, apart=48)
     ]
     shapes.append(Words(RIGHT, BOTTOM + 29, "FLOP for each byte sent", 12.5, anchor="end"))
     shapes.append(Words(LEFT, BOTTOM + 29, "FLOP/s of a GPU", 12.5))
@@ -151,7 +151,8 @@ def _bottom(entries: int) -> float:
     return LEGEND + LINE * (-(-entries // 2) - 1) + 8
 
 
-def _log(data: tuple[float, float], place: tuple[float, float]) -> Put:
+def log_scale(data: tuple[float, float], place: tuple[float, float]) -> Put:
+    """From a number between two to its place between two others, by logarithms."""
     low, high = map(math.log, data)
 
     def put(value: float) -> float:
@@ -160,7 +161,7 @@ def _log(data: tuple[float, float], place: tuple[float, float]) -> Put:
     return put
 
 
-def _decades(low: float, high: float, put: Put, *, wanted: int = 3, apart: float = 20) -> list[float]:
+def decades(low: float, high: float, put: Put, *, wanted: int = 3, apart: float = 20) -> list[float]:
     """Round numbers between two bounds: 1 of each decade, 2 and 5 as well where decades are few."""
     found: list[float] = []
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)

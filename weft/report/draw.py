@@ -49,6 +49,7 @@ class Line:
     width: float = 1.0
     dashed: bool = False
     kind: str = ""
+    strength: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -173,9 +174,10 @@ def _rect(shape: Rect) -> str:
 def _line(shape: Line) -> str:
     points = " ".join(f"{_n(x)},{_n(y)}" for x, y in shape.points)
     dashed = ' stroke-dasharray="5 4"' if shape.dashed else ""
+    faint = f' stroke-opacity="{_n(shape.strength)}"' if shape.strength < 1 else ""
     return (
         f'<polyline points="{points}" fill="none" stroke="var(--{shape.colour})" '
-        f'stroke-width="{_n(shape.width)}"{dashed}{_kind(shape.kind)}/>'
+        f'stroke-width="{_n(shape.width)}"{dashed}{faint}{_kind(shape.kind)}/>'
     )
 
 

@@ -9,10 +9,11 @@ from itertools import groupby
 from string import Template
 
 from weft import __version__
-from weft.report import units
+from weft.report import training, units
 from weft.report.case import Case, numbers, summary
 from weft.report.draw import HATCHES, Figure
 from weft.report.palette import style_sheet
+from weft.report.training import Run
 
 MEANINGS = {
     "seconds": ("time", "until the last rank is done"),
@@ -30,19 +31,63 @@ def page(
     cases: Sequence[Case], figures: Sequence[Figure], missing: Sequence[str], traces: Sequence[str]
 ) -> str:
     """The HTML of a report on one case, or on two that are compared."""
-    template = Template(files("weft.report").joinpath("page.html").read_text(encoding="utf-8"))
-    return template.substitute(
-        title=escape(" against ".join(case.name for case in cases)),
-        about=escape(" — ".join(dict.fromkeys(map(_about, cases)))),
-        colours=style_sheet(),
-        hatches=HATCHES,
+    return _document(
+        " against ".join(case.name for case in cases),
+        " — ".join(dict.fromkeys(map(_about, cases))),
+        figures,
+        missing,
         summary=_summary(cases),
         verdict=f"<p>{escape(verdict(cases))}</p>",
+        tables=_plans(cases) + "".join(map(_ranks, cases)),
+        footer=f"{FOOTER} · every span: open {_codes(traces)} in ui.perfetto.dev",
+    )
+
+
+def run_page(runs: Sequence[Run], figures: Sequence[Figure], missing: Sequence[str]) -> str:
+    """The HTML of a report on one training run, or on several in the same figures."""
+    found = [training.rows(run) for run in runs]
+    labels = list(dict.fromkeys(label for some in found for label, _, _ in some))
+    known = [{label: value for label, value, _ in some} for some in found]
+    meaning = {label: text for label, _, text in found[0]} if len(runs) == 1 else {}
+    head = "".join(f"<th>{escape(run.name)}</th>" for run in runs)
+    body = [f"<tr><th></th>{head}</tr>"] * (len(runs) > 1)
+    for label in labels:
+        cells = "".join(f"<td>{escape(one.get(label, '–'))}</td>" for one in known)
+        body.append(f'<tr><td>{label}</td>{cells}<td class="note">{escape(meaning.get(label, ""))}</td></tr>')
+    return _document(
+        " against ".join(run.name for run in runs),
+        " — ".join(map(training.about, runs)),
+        figures,
+        missing,
+        summary=f'<table id="summary">{"".join(body)}</table>',
+        verdict=f"<p>{escape(training.verdict(runs[0]))}</p>" if len(runs) == 1 else "",
+        tables="".join(_layers(run) for run in runs if run.layers),
+        footer=FOOTER,
+    )
+
+
+def _layers(run: Run) -> str:
+    table = _table(*training.layer_rows(run))
+    return f"<details open><summary>Layers of {escape(run.name)}, now</summary>{table}</details>"
+
+
+def _document(title: str, about: str, figures: Sequence[Figure], missing: Sequence[str], **html: str) -> str:
+    """The page itself, around its own words and what is HTML already."""
+    template = Template(files("weft.report").joinpath("page.html").read_text(encoding="utf-8"))
+    return template.substitute(
+        title=escape(title),
+        about=escape(about),
+        colours=style_sheet(),
+        hatches=HATCHES,
         figures="\n".join(_figures(figures)),
         missing=f'<p class="note missing">Not drawn: {escape("; ".join(missing))}.</p>' if missing else "",
-        tables=_plans(cases) + "".join(map(_ranks, cases)),
-        footer=_footer(traces),
+        **html,
     )
+
+
+FOOTER = (
+    f"weft {__version__} · every number is in <code>report.json</code>, every figure in <code>figures/</code>"
+)
 
 
 def _about(case: Case) -> str:
@@ -178,9 +223,5 @@ def _ranks(case: Case) -> str:
     return f"<details><summary>Ranks of {escape(case.name)}</summary>{table}{more}</details>"
 
 
-def _footer(traces: Sequence[str]) -> str:
-    names = " and ".join(f"<code>{escape(trace)}</code>" for trace in traces)
-    return (
-        f"weft {__version__} · every number is in <code>report.json</code>, every figure in "
-        f"<code>figures/</code> · every span: open {names} in ui.perfetto.dev"
-    )
+def _codes(names: Sequence[str]) -> str:
+    return " and ".join(f"<code>{escape(name)}</code>" for name in names)

@@ -85,7 +85,15 @@ def _rect(axes: Any, shape: Rect, order: int) -> None:
 def _line(axes: Any, shape: Line, order: int) -> None:
     across, down = zip(*shape.points, strict=True)
     style = (0, (5, 4)) if shape.dashed else "-"
-    axes.plot(across, down, color=LIGHT[shape.colour], lw=0.72 * shape.width, ls=style, zorder=order)
+    axes.plot(
+        across,
+        down,
+        color=LIGHT[shape.colour],
+        lw=0.72 * shape.width,
+        ls=style,
+        alpha=None if shape.strength == 1 else shape.strength,
+        zorder=order,
+    )
 
 
 def _words(axes: Any, shape: Words, order: int) -> None:

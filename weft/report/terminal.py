@@ -13,6 +13,7 @@ WIDTH = 80
 MOST_ROWS = 8
 COMPUTES, WAITS, IDLE = "█", "░", " "
 EIGHTHS = " ▏▎▍▌▋▊▉█"
+BARS = "▁▂▃▄▅▆▇█"
 
 
 def text_gantt(timeline: Timeline, width: int = WIDTH) -> list[str]:
@@ -84,3 +85,16 @@ def _chosen(ratios: Sequence[float]) -> list[int]:
 def _bar(length: float) -> str:
     whole, part = divmod(round(8 * length), 8)
     return "█" * whole + EIGHTHS[part].strip()
+
+
+def sparkline(values: np.ndarray, width: int = 64) -> str:
+    """A row of small bars, from the least to the most of the means of as many parts; blank is no number."""
+    parts = [part[np.isfinite(part)] for part in np.array_split(values, min(width, len(values)))]
+    means = np.array([part.mean() if part.size else np.nan for part in parts])
+    if not np.isfinite(means).any():
+        return " " * len(means)
+    # By logarithms, as on the page: the first steps would flatten all others.
+    means = np.log(means) if np.nanmin(means) > 0 else means
+    low, high = np.nanmin(means), np.nanmax(means)
+    scaled = (means - low) / ((high - low) or 1.0) * (len(BARS) - 1)
+    return "".join(" " if np.isnan(one) else BARS[round(one)] for one in scaled)

@@ -17,6 +17,16 @@ def time(seconds: float) -> str:
     return _written(seconds, TIMES, "s")
 
 
+def clock(seconds: float) -> str:
+    """
+    >>> clock(187), clock(3729)
+    ('3:07', '1:02:09')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
 def size(num_bytes: float) -> str:
     """
     >>> size(123_456_789), size(0)

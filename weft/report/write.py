@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from weft import __version__
 from weft.core.errors import InputError
@@ -16,11 +18,13 @@ from weft.report.case import Case, numbers
 from weft.report.curves import roofline, scaling_curve
 from weft.report.draw import Figure
 from weft.report.gantt import gantt
+from weft.report.learning import draw_runs
 from weft.report.mask import mask_figure, shown_heads
-from weft.report.page import page
+from weft.report.page import page, run_page
 from weft.report.perfetto import write_trace
 from weft.report.png import render
 from weft.report.traffic import traffic_matrix
+from weft.report.training import Run, summary
 
 MASK_BYTES = 400_000
 """Noise does not compress; the page is to stay below 2 MB."""
@@ -30,32 +34,46 @@ KINDS = ("mask", "loads", "traffic", "memory", "scaling", "roofline")
 def write_report(cases: Sequence[Case], folder: Path) -> Path:
     """One case, or two to compare; returns the page. PNGs are written where matplotlib is installed."""
     figures, missing = draw(cases)
-    try:
-        (folder / "figures").mkdir(parents=True, exist_ok=True)
+    with _writable(folder):
         names = ["trace.json"] if len(cases) == 1 else ["trace-a.json", "trace-b.json"]
         traces = [
             write_trace(case.traced or case.timeline, folder / name).name
             for case, name in zip(cases, names, strict=True)
         ]
-        for figure in figures:
-            path = folder / "figures" / figure.name
-            path.with_suffix(".svg").write_text(figure.svg(), encoding="utf-8")
-            if has_png():
-                render(figure, str(path.with_suffix(".png")))
-        known = {
-            "weft": __version__,
-            "cases": [numbers(case) for case in cases],
-            "figures": {figure.name: figure.title for figure in figures},
-            "missing": missing,
-        }
-        (folder / "report.json").write_text(json.dumps(known, indent=1), encoding="utf-8")
-        written = folder / "index.html"
-        written.write_text(page(cases, figures, missing, traces), encoding="utf-8")
+        known = {"cases": [numbers(case) for case in cases], "missing": missing}
+        return _save(folder, figures, known, page(cases, figures, missing, traces))
+
+
+def write_runs(runs: Sequence[Run], folder: Path) -> Path:
+    """One training run, or several to compare; returns the page."""
+    figures, missing = draw_runs(runs)
+    with _writable(folder):
+        known = {"runs": [{"name": run.name} | summary(run) for run in runs], "missing": missing}
+        return _save(folder, figures, known, run_page(runs, figures, missing))
+
+
+def _save(folder: Path, figures: Sequence[Figure], known: Mapping[str, Any], html: str) -> Path:
+    for figure in figures:
+        path = folder / "figures" / figure.name
+        path.with_suffix(".svg").write_text(figure.svg(), encoding="utf-8")
+        if has_png():
+            render(figure, str(path.with_suffix(".png")))
+    numbers = {"weft": __version__, **known, "figures": {figure.name: figure.title for figure in figures}}
+    (folder / "report.json").write_text(json.dumps(numbers, indent=1), encoding="utf-8")
+    written = folder / "index.html"
+    written.write_text(html, encoding="utf-8")
+    return written
+
+
+@contextmanager
+def _writable(folder: Path) -> Iterator[None]:
+    try:
+        (folder / "figures").mkdir(parents=True, exist_ok=True)
+        yield
     except OSError as error:
         raise InputError(
             f"{folder} cannot be written: {error.strerror}.", hint="Give another --out."
         ) from None
-    return written
 
 
 def has_png() -> bool:

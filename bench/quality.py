@@ -1,0 +1,203 @@
+"""Quality: what sparse attention in training costs a small video model, on weft-pan.
+
+    python -m bench.quality [--quick] [--steps N] [--arms dense,dsv] [--seeds 0,1,2] [--out FOLDER] [--table]
+
+The protocol, written down before the runs. Arms have the same recipe, first weights, clips, timesteps and
+noise for a seed; they differ in [sparse]. All are judged by the average of their weights, with the attention
+that they were trained with, on the same clips that nobody trained on, at the same timesteps and noise. An arm
+is as good as dense if its held-out loss is at most MARGIN above, and if its prompts come out as often as
+dense's interval says. DSV is dense until its predictors are good, the others are sparse from the first step.
+
+A run that is cut off goes on from its checkpoint; one that has ended is in FOLDER/results.jsonl and is not
+repeated. Several of these commands may work on different arms or seeds of one folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from bench.quality_table import Result, density_of, read, show
+from weft.models.flow import normal
+from weft.models.video import VideoPipeline
+from weft.train.checker import accuracy
+from weft.train.data import HELD_OUT, Endless, to_tensor
+from weft.train.evaluate import generated, held_out_loss
+from weft.train.pan import Pan, follow, steadiness
+from weft.train.recipe import DataPart, ModelPart, Recipe, SavePart, SparsePart, TrainPart
+from weft.train.results import exchanged
+from weft.train.trainer import Trainer, generator
+
+SEEDS = (0, 1, 2)
+JUDGED = 7001  # the seed of clips that no run sees
+LONG = 16384  # tokens for which the dispatcher decides: at a thousand, nothing sparse is fast
+NOISY = 0.8  # the share of noise from which the camera has to be recovered
+MATCHED = "window=dsv"
+FORCED = 0.25
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a run and its evaluation."""
+
+    steps: int = 1000
+    batch: int = 1
+    frames: int = 8
+    pixels: int = 24
+    width: int = 96
+    depth: int = 4
+    heads: int = 4
+    clips: int = 64
+    prompts: int = 32
+    sampling: int = 12
+
+
+FULL = Size()
+QUICK = Size(steps=12, frames=4, width=32, depth=2, heads=2, clips=4, prompts=4, sampling=3)
+
+
+def arms(steps: int, matched: float | None = None) -> dict[str, SparsePart | None]:
+    """What [sparse] is in each arm; 25 is a forced budget of a quarter of the keys, vsa has pooled scores.
+
+    The dense one is watched: its attention is torch's, but it is profiled, and a predictor learns beside it.
+    """
+    dsv = SparsePart(cube=(2, 4, 4), cost_tokens=LONG, stage1=steps // 4, profile_every=10, profile_rarely=25)
+    forced = replace(dsv, budget=FORCED, gate=1.0)
+    window = replace(forced, method="window")
+    return {
+        "dense": replace(dsv, gate=0.0),
+        "dsv": dsv,
+        "dsv25": forced,
+        "dsv25+coarse": replace(forced, coarse=True),
+        "dsv25+anneal": replace(forced, anneal=steps // 4),
+        "vsa25": replace(forced, method="pooled", coarse=True),
+        "window25": window,
+        MATCHED: None if matched is None else replace(window, budget=matched),
+    }
+
+
+def recipe_of(part: SparsePart | None, size: Size, seed: int) -> Recipe:
+    return Recipe(
+        model=ModelPart(patch=(1, 2, 2), width=size.width, depth=size.depth, heads=size.heads),
+        data=DataPart(set="weft-pan", frames=size.frames, size=size.pixels, most=1, held_out=1),
+        train=TrainPart(
+            steps=size.steps,
+            batch=size.batch,
+            rate=2e-3,
+            warmup=max(1, size.steps // 20),
+            floor=0.05,
+            seed=seed,
+        ),
+        save=SavePart(every=max(1, size.steps // 8), keep=1),
+        sparse=part,
+    )
+
+
+def run(arm: str, part: SparsePart | None, size: Size, seed: int, out: Path) -> None:
+    """Train, or go on; evaluate; append the result."""
+    folder, began = out / f"{arm}-{seed}", time.process_time()
+    trainer = Trainer(recipe_of(part, size, seed), folder, live=False)
+    try:
+        if trainer.run() < size.steps:
+            sys.exit(1)  # it was told to stop
+        trained = time.process_time() - began
+        with exchanged(trainer.model, trainer.average):
+            found = judge(trainer, size, folder)
+    finally:
+        trainer.close()
+    watched = density_of(folder, size.steps)
+    cpu = {"training": trained, "evaluation": time.process_time() - began - trained}
+    record = {"arm": arm, "seed": seed, "steps": size.steps, "cpu": cpu, **found, **watched}
+    with (out / "results.jsonl").open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+@torch.no_grad()
+def judge(trainer: Trainer, size: Size, folder: Path) -> dict[str, Any]:
+    """All that is measured of a model; clips that it makes go to a file, for distances among arms."""
+    pan = Pan(size.frames, size.pixels, patch=2, most=1, seed=JUDGED)
+    loss = held_out_loss(trainer.model, Endless(pan), clips=size.clips)
+    _, prompts = pan.batch(range(size.prompts))
+    made = generated(VideoPipeline(trainer.model), prompts, num_inference_steps=size.sampling)
+    clips = np.round(255 * made).astype(np.uint8)
+    np.save(folder / "clips.npy", clips)
+    right = accuracy(clips, prompts)
+    return {
+        "loss": np.round(loss, 7).tolist(),
+        "right": right.right,
+        "total": right.total,
+        "parts": {part: [each.right, each.total] for part, each in right.parts.items()},
+        "steady": float(np.nanmean([steadiness(clip, follow(clip)) for clip in clips])),
+        "camera": camera_errors(trainer, pan, size.clips),
+    }
+
+
+def camera_errors(trainer: Trainer, pan: Pan, clips: int) -> list[float]:
+    """By clip, how far the camera's steps are off, in pixels of what a model sees in noise at one glance."""
+    errors: list[float] = []
+    for index in range(HELD_OUT, HELD_OUT + clips):
+        pixels, captions = pan.batch([index])
+        video, words = to_tensor(pixels), torch.tensor([trainer.captions.encode(captions[0])])
+        noisy = (1 - NOISY) * video + NOISY * normal(video.shape, generator(JUDGED, index), video)
+        clean = trainer.model(noisy, torch.tensor([NOISY]), words)[0]
+        frames = clean.add(1).mul(127.5).clamp(0, 255).permute(0, 2, 3, 1).numpy()
+        errors.append(float(np.abs(follow(frames) - pan.velocity(index)).mean()))
+    return errors
+
+
+def experiment(size: Size, wanted: Sequence[str], seeds: Sequence[int], out: Path, console: Console) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    for seed in seeds:
+        for arm in wanted:
+            done = {(result.arm, result.seed): result for result in read(out, size.steps)}
+            dsv: Result | None = done.get(("dsv", seed))
+            part = arms(size.steps, None if dsv is None else dsv.density)[arm]
+            if (arm, seed) in done:
+                continue
+            if part is None:
+                console.print(f"{arm}, seed {seed}: waits for dsv of this seed")
+                continue
+            run(arm, part, size, seed, out)
+            last = read(out, size.steps)[-1]
+            console.print(
+                f"{arm}, seed {seed}: loss {last.loss.mean():.4f}, {sum(last.cpu.values()):.0f} s of CPU"
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="tiny, under 50 s: shows that it works, no more")
+    parser.add_argument("--steps", type=int, default=FULL.steps)
+    parser.add_argument("--arms", default=",".join(arms(1)), help="names, with commas between")
+    parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
+    parser.add_argument("--out", type=Path, default=Path("runs/quality"))
+    parser.add_argument("--table", action="store_true", help="only show what has been run")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to FILE")
+    options = parser.parse_args()
+    wanted, seeds = options.arms.split(","), [int(seed) for seed in options.seeds.split(",")]
+    if strange := set(wanted) - set(arms(1)):
+        parser.error(f"no arm is called {', '.join(sorted(strange))}; there are {', '.join(arms(1))}")
+    torch.set_num_threads(1)  # arms and seeds are what there is to share among cores
+    console = Console()
+    size = replace(QUICK if options.quick else FULL, **({} if options.quick else {"steps": options.steps}))
+    with tempfile.TemporaryDirectory() as scratch:
+        out = Path(scratch) if options.quick else options.out
+        if not options.table:
+            experiment(size, wanted, seeds[:1] if options.quick else seeds, out, console)
+        holds = show(out, size.steps, Pan(size.frames, size.pixels, most=1, seed=JUDGED), console, options)
+    sys.exit(0 if holds or options.quick else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""The tables of bench.quality: arms over their seeds, against dense in pairs, and what each layer needed."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from bench.rows import Report, Row, write_json
+from bench.rows import show as show_rows
+from weft.train.checker import Accuracy
+from weft.train.evaluate import compare, paired
+from weft.train.features import features, frechet
+from weft.train.pan import Pan
+
+MARGIN = 0.01
+"""By how much of dense's held-out loss another's may be above it. Declared before the first run."""
+DENSE, DSV = "dense", "dsv"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One run."""
+
+    arm: str
+    seed: int
+    loss: np.ndarray
+    right: int
+    total: int
+    parts: dict[str, list[int]]
+    steady: float
+    camera: list[float]
+    layers: list[dict[str, Any]]
+    cpu: dict[str, float]
+    clips: np.ndarray
+
+    @property
+    def density(self) -> float:
+        """The mean over layers and heads, of the second half of the run."""
+        return float(np.mean([layer["density"] for layer in self.layers]))
+
+
+def read(out: Path, steps: int) -> list[Result]:
+    """The runs of so many steps that have ended."""
+    file = out / "results.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    found: list[Result] = []
+    for said in (said for said in lines if said.pop("steps") == steps):
+        clips = np.load(out / f"{said['arm']}-{said['seed']}" / "clips.npy")
+        found.append(Result(**{**said, "loss": np.array(said["loss"])}, clips=clips))
+    return found
+
+
+def density_of(folder: Path, steps: int) -> dict[str, Any]:
+    """By layer, from a run's log: the means of the second half of its steps."""
+    records = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    late = [r for r in records if r["kind"] == "sparsity" and r["step"] > steps // 2]
+    layers: list[dict[str, Any]] = []
+    for layer in sorted({r["layer"] for r in late}):
+        own = [r for r in late if r["layer"] == layer]
+        means = {
+            name: _mean([r.get(name) for r in own]) for name in ("density", "sparsity", "coverage", "recall")
+        }
+        layers.append({**means, "sparse": float(np.mean([r["mode"] == "sparse" for r in own]))})
+    return {"layers": layers}
+
+
+def _mean(values: Sequence[Any]) -> Any:
+    known = [value for value in values if value not in (None, [])]
+    return np.round(np.mean(known, axis=0), 4).tolist() if known else None
+
+
+def show(out: Path, steps: int, pan: Pan, console: Console, options: Namespace) -> bool:
+    """Print what there is; whether DSV holds what was declared."""
+    results = read(out, steps)
+    by_arm = {arm: [r for r in results if r.arm == arm] for arm in dict.fromkeys(r.arm for r in results)}
+    if DENSE not in by_arm:
+        console.print(f"no dense run of {steps} steps in {out}")
+        return False
+    console.print(_arms(by_arm, pan))
+    console.print(_layers(by_arm))
+    report = Report(_rows(by_arm))
+    show_rows(report, console)
+    if options.json:
+        write_json(report, options.json, quick=options.quick)
+    return all(row.holds for row in report.rows)
+
+
+def _same_seeds(arm: Sequence[Result], dense: Sequence[Result]) -> list[tuple[Result, Result]]:
+    by_seed = {r.seed: r for r in dense}
+    return [(by_seed[r.seed], r) for r in sorted(arm, key=lambda r: r.seed) if r.seed in by_seed]
+
+
+def _difference(arm: Sequence[Result], dense: Sequence[Result]) -> Any:
+    pairs = _same_seeds(arm, dense)
+    return paired(*(np.stack([pair[side].loss for pair in pairs]) for side in (0, 1)), seeds=True)
+
+
+def _accuracy(arm: Sequence[Result], part: str | None = None) -> Accuracy:
+    """Over all seeds."""
+    counts = [(r.right, r.total) if part is None else tuple(r.parts[part]) for r in arm]
+    right, total = np.sum(counts, axis=0).tolist()
+    return Accuracy(right, total)
+
+
+def _arms(by_arm: dict[str, list[Result]], pan: Pan) -> Table:
+    dense, parts = by_arm[DENSE], list(by_arm[DENSE][0].parts)
+    count = sum(len(r.clips) for r in dense)
+    real = features(pan.batch(range(1000, 1000 + 2 * count))[0])
+    table = Table("arm", "seeds", "density", "held-out loss", "over dense, in pairs", "prompts right", *parts)
+    for name in ("camera off by px", "steady dB", "Fréchet", "PSNR, SSIM to dense", "CPU s"):
+        table.add_column(name, justify="right")
+    for arm, runs in by_arm.items():
+        loss = [r.loss.mean() for r in runs]
+        shown, pairs = _accuracy(runs), _same_seeds(runs, dense)
+        alike = compare(*(np.concatenate([pair[side].clips for pair in pairs]) for side in (0, 1)))
+        made = features(np.concatenate([r.clips for r in runs]))
+        table.add_row(
+            arm, str(len(runs)), f"{np.mean([r.density for r in runs]):.2f}",
+            f"{np.mean(loss):.4f} ± {np.std(loss, ddof=len(loss) > 1):.4f}",
+            "" if arm == DENSE else str(_difference(runs, dense)),
+            f"{shown.right}/{shown.total} ({shown.low:.0%} to {shown.high:.0%})",
+            *(f"{each.right / each.total:.0%}" for each in (_accuracy(runs, part) for part in parts)),
+            f"{np.mean([r.camera for r in runs]):.2f}", f"{np.mean([r.steady for r in runs]):.1f}",
+            f"{frechet(made, real[: len(made)]):.2f}", "" if arm == DENSE else str(alike),
+            f"{np.mean([sum(r.cpu.values()) for r in runs]):.0f}",
+        )  # fmt: skip
+    table.caption = (
+        f"± and intervals over seeds; of prompts: 95 % (Wilson). Fréchet distance on random features, of "
+        f"{count} clips; of real clips {frechet(real[:count], real[count:]):.2f}."
+    )
+    return table
+
+
+def _layers(by_arm: dict[str, list[Result]]) -> Table:
+    depth = max(len(r.layers) for runs in by_arm.values() for r in runs)
+    table = Table("arm", "", *(f"layer {layer}" for layer in range(depth)))
+    for arm, runs in by_arm.items():
+        for name in ("density", "sparsity", "coverage", "recall"):
+            cells = [_cell([r.layers[at][name] for r in runs]) for at in range(depth)]
+            if any(cells):
+                table.add_row("" if name != "density" else arm, name, *cells)
+    table.caption = "Means of the second half of the steps, over seeds; in brackets from head to head."
+    return table
+
+
+def _cell(values: Sequence[Any]) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return ""
+    mean = np.mean(known, axis=0)
+    spread = f" ({np.min(mean):.2f}-{np.max(mean):.2f})" if np.ptp(mean) > 0.005 else ""
+    return f"{np.mean(mean):.2f}{spread}"
+
+
+def _rows(by_arm: dict[str, list[Result]]) -> list[Row]:
+    if DSV not in by_arm:
+        return []
+    dense, dsv = by_arm[DENSE], by_arm[DSV]
+    over, ours, theirs = _difference(dsv, dense), _accuracy(dsv), _accuracy(dense)
+    loss = {"unit": "%", "peer": 0.0, "peer_name": DENSE, "limit": None, "bar": f"at most +{MARGIN:.0%}"}
+    share = 100 * ours.right / ours.total
+    return [
+        Row(case="held-out loss over dense", measured=100 * over.mean, holds=over.mean <= MARGIN, **loss),
+        Row(case="upper end of its interval", measured=100 * over.high, holds=over.high <= MARGIN, **loss),
+        Row(
+            case="prompts right", measured=share, unit="%", peer=100 * theirs.right / theirs.total,
+            peer_name=DENSE, limit=None, bar=f"at least {theirs.low:.1%}, as dense's interval",
+            holds=share >= 100 * theirs.low,
+        ),
+    ]  # fmt: skip

@@ -1,0 +1,211 @@
+"""What a rank of `bench.training` does: whole training steps of a VideoDiT, by each contender in its turn."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+
+from bench.rows import Took, take_turns
+from weft.models import flow
+from weft.models.dit import DiTConfig, VideoDiT
+from weft.models.parallelize import parallelize
+from weft.models.producers import Where
+from weft.run.switch import switch
+from weft.train.costs import Costs
+from weft.train.dispatcher import Dispatcher
+from weft.train.dsv import DSV
+from weft.train.look import Look
+from weft.train.optimise import adamw
+from weft.train.recipe import SparsePart, TrainPart
+
+TORCH, ULYSSES, WEFT, REST = "torch SDPA", "Ulysses on torch SDPA", "weft, dense", "no attention"
+FORCED, TRAINED = "DSV at 0.1", "DSV as trained"
+LOOKING = ": selection and predictor"
+SPARSE = {
+    FORCED: SparsePart(budget=0.1, stage1=0, cube=(4, 4, 4)),
+    TRAINED: SparsePart(stage1=0, cube=(4, 4, 4)),
+}
+FILE = Path(__file__).with_name("trained.json")
+PAN = ((0.82,) * 4, (0.65, 0.45, 0.25, 0.07), (0.60, 0.50, 0.35, 0.06), (0.15, 0.09, 0.07, 0.06))
+"""The shares of keys that heads of a small model need after 1,800 steps on weft-pan, by layer; if no FILE has
+others: {"needed": [[by head], … by layer]}, as a dispatcher's `needed`."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and a clip. As many tokens for its width as a model 12 times as wide has at 200,000."""
+
+    tokens: int
+    ranks: int
+    depth: int = 2
+    heads: int = 4
+    dim: int = 64
+
+    def __str__(self) -> str:
+        return f"{self.tokens // 1024}k tokens, {'1 process' if self.ranks == 1 else f'{self.ranks} ranks'}"
+
+    @property
+    def config(self) -> DiTConfig:
+        video = {4096: (16, 32, 32), 8192: (32, 32, 32), 16384: (16, 64, 64)}[self.tokens]
+        width = self.heads * self.dim
+        return DiTConfig(
+            words=16, length=8, video=video, patch=(1, 2, 2), width=width, depth=self.depth, heads=self.heads
+        )
+
+    def needed(self, layer: int) -> list[float]:
+        """What the trained model's heads need, of as many layers, from its first to its last."""
+        known = json.loads(FILE.read_text())["needed"] if FILE.exists() else PAN
+        at = len(known) - 1 if self.depth == 1 else round(layer * (len(known) - 1) / (self.depth - 1))
+        return np.resize(known[at], self.heads).tolist()
+
+
+class Without:
+    """No attention: what is left is the rest of the step."""
+
+    def attend(self, where: Where, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # noqa: ARG002 - a method's
+        return v + 0 * (q + k)
+
+
+class Ulysses:
+    """All tokens of some heads by torch's attention, and back."""
+
+    def attend(self, where: Where, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        dims = {"batch": q.shape[0], "head": q.shape[1], "token": where.layout, "dim": q.shape[3]}
+        q, k, v = (switch(x, "token", "head", dims=dims, mesh=where.world) for x in (q, k, v))
+        return switch(F.scaled_dot_product_attention(q, k, v), "head", "token", dims=dims, mesh=where.world)
+
+
+class Told(Dispatcher):
+    """Profiles are made, and paid for; what they find in random weights is replaced."""
+
+    case: Case
+
+    def observe(self, layer: int, needed: Any, coverage: float) -> None:  # noqa: ARG002 - a Dispatcher's
+        super().observe(layer, self.case.needed(layer), 1.0)
+
+
+class Step:
+    """A model with its optimisers; a call is one training step."""
+
+    def __init__(self, name: str, case: Case) -> None:
+        torch.manual_seed(0)
+        config = case.config
+        self.model, self.sparse = VideoDiT(config), None
+        method: Any = {REST: Without(), ULYSSES: Ulysses()}.get(name)
+        if name in SPARSE:
+            method = self.sparse = _dsv(name, case)
+        if method is not None or case.ranks > 1:
+            parallelize(self.model, mask=method, plan="ulysses" if name == WEFT else "auto", cfg="off")
+        self.optimiser = adamw(self.model, TrainPart())
+        self.words = torch.ones(1, config.length, dtype=torch.long)
+        frames, height, width = config.video
+        self.video = torch.randn(1, frames, config.channels, height, width)
+        self.number = 0
+        if self.sparse is None:
+            self.train(self.video[:, :, :, : height // 4, : width // 4])  # the optimiser gets its memory
+
+    def __call__(self) -> float:
+        self.number += 1
+        return self.train(self.video)
+
+    def train(self, video: Tensor) -> float:
+        if self.sparse is not None:
+            self.sparse.begin(self.number)
+        random = torch.Generator().manual_seed(self.number)
+        loss = flow.loss(self.model, video, self.words, generator=random)
+        loss.backward()
+        _average([p.grad for p in self.model.parameters() if p.grad is not None])
+        clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimiser.step()
+        self.optimiser.zero_grad()
+        if self.sparse is not None:
+            self.sparse.step()
+        return loss.item()
+
+
+def _dsv(name: str, case: Case) -> DSV:
+    """In stage 2: predictors, whatever they have learned, select."""
+    part, config = SPARSE[name], case.config
+    sizes = {"heads": config.heads, "width": config.width, "depth": config.depth}
+    dsv = DSV(part, **sizes)
+    if name == TRAINED:
+        dsv.dispatcher = Told(part, layers=case.depth, heads=case.heads)
+        dsv.dispatcher.case = case
+        for layer in range(case.depth):
+            dsv.dispatcher.observe(layer, [], 1.0)
+    dsv.dispatcher.costs = Costs.measure(case.tokens + config.length, case.heads, case.dim, part=part)
+    return dsv
+
+
+def _average(grads: list[Tensor]) -> None:
+    if not dist.is_initialized():
+        return
+    flat = torch.cat([grad.flatten() for grad in grads])
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for grad, mean in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(mean.view_as(grad))
+
+
+_stage: dict[str, Step] = {}
+_spent: defaultdict[str, float] = defaultdict(float)
+"""Seconds of DSV's own work, by what it is."""
+
+
+def prepare(case: Case, names: tuple[str, ...]) -> dict[str, Any]:
+    """Build contenders, and let the sparse ones take a step: density and seconds of profiling of each."""
+    _clock(DSV, "_looked_at", "looking")
+    _clock(DSV, "step", "looking")
+    _clock(Look, "profile", "profiling")
+    _stage.clear()
+    found: dict[str, Any] = {}
+    for name in names:
+        _stage[name] = step = Step(name, case)
+        if step.sparse is None:
+            continue
+        step.number = step.sparse.part.profile_rarely - 1
+        _spent.clear()
+        step()
+        now = step.sparse.dispatcher
+        shares = [now.budgets(layer) for layer in range(case.depth)]
+        density = float(np.mean([1.0 if share is None else share.mean() for share in shares]))
+        found[name] = density, _spent["profiling"] / step.sparse.part.profile_rarely
+    return found
+
+
+def _clock(owner: type, name: str, what: str) -> None:
+    plain: Callable[..., Any] = getattr(owner, name)
+    if hasattr(plain, "clocked"):
+        return
+
+    def clocked(*args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            _spent[what] += time.perf_counter() - began
+
+    clocked.clocked = True  # type: ignore[attr-defined]
+    setattr(owner, name, clocked)
+
+
+def play(name: str) -> dict[str, Took]:
+    """One step, and what of it was DSV's own."""
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    _spent.clear()
+    took = take_turns({name: _stage[name]}, 0, *([dist.barrier] if several else []))
+    if name in SPARSE:
+        took[name + LOOKING] = Took(_spent["looking"], _spent["looking"])
+    return took

@@ -1,0 +1,62 @@
+"""Recipes: what is written is what is meant, or is refused with a sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weft.core.errors import InputError
+from weft.train.recipe import Recipe, SparsePart
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown part": ({"modle": {}}, "Is it model"),
+    "unknown name": ({"train": {"step": 3}}, "Is it steps"),
+    "text for a number": ({"train": {"steps": "many"}}, "a whole number"),
+    "a truth for a number": ({"train": {"batch": True}}, "a whole number"),
+    "a fraction of steps": ({"train": {"steps": 1.5}}, "a whole number"),
+    "none of the words": ({"data": {"set": "webvid"}}, '"weft-shapes" or "weft-pan"'),
+    "two sizes for three": ({"model": {"patch": [2, 8]}}, "3 of a whole number"),
+    "a number for a table": ({"train": 3}, "a table"),
+    "no steps": ({"train": {"steps": 0}}, "1 or more"),
+    "parts that are uneven": ({"train": {"batch": 5, "accumulate": 2}}, "divide"),
+    "a folder without a path": ({"data": {"set": "folder"}}, "have a path"),
+    "a path without a folder": ({"data": {"path": "x"}}, "have a path"),
+    "a word for a budget": ({"sparse": {"budget": "most"}}, '"profile" or a number'),
+    "more than everything": ({"train": {"ema": 1.5}}, "from 0 to 1"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_recipes_are_refused_with_what_would_work(case: str) -> None:
+    said, hint = WRONG[case]
+    with pytest.raises(InputError) as refused:
+        Recipe.of(said)
+    assert hint in (refused.value.hint or "")
+
+
+def test_toml_and_python_say_the_same(tmp_path: Path) -> None:
+    toml, python = tmp_path / "a.toml", tmp_path / "a.py"
+    toml.write_text("[train]\nsteps = 7\nrate = 1\n[sparse]\nbudget = 0.25\ncube = [4, 4, 4]\n")
+    python.write_text("recipe = dict(train=dict(steps=7, rate=1.0), sparse=dict(budget=.25, cube=(4, 4, 4)))")
+    assert Recipe.load(toml) == Recipe.load(python)
+    assert Recipe.load(toml).sparse == SparsePart(budget=0.25, cube=(4, 4, 4))
+    assert Recipe.of(Recipe.load(toml).to_json()) == Recipe.load(toml)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("a.toml", "= 3"), ("a.py", "x = 1"), ("a.yaml", ""), ("gone.toml", None)]
+)
+def test_files_that_are_no_recipes(tmp_path: Path, name: str, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(InputError, match=name.replace(".", r"\.")):
+        Recipe.load(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "file", sorted(Path(__file__).parents[2].glob("recipes/*.toml")), ids=lambda f: f.stem
+)
+def test_the_recipes_of_the_repository_are_recipes(file: Path) -> None:
+    assert Recipe.load(file).train.steps > 0

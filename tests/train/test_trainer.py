@@ -1,0 +1,131 @@
+"""The trainer on one rank; on several, and killed, it is tested in tests/distributed/test_resume.py."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from weft.core.errors import InputError, WeftError
+from weft.models.video import VideoPipeline
+from weft.train.data import Clips, Endless
+from weft.train.optimise import rate
+from weft.train.recipe import Recipe, TrainPart
+from weft.train.shapes import Shapes
+from weft.train.trainer import Trainer, train
+
+TINY = Recipe.of(
+    {
+        "model": {"patch": [2, 8, 8], "width": 24, "depth": 2, "heads": 2},
+        "data": {"frames": 4, "size": 24, "held_out": 2},
+        "train": {"steps": 6, "batch": 4, "warmup": 2},
+        "save": {"every": 3, "samples": 6, "validate": 3, "prompts": ["a red circle moving left"]},
+    }
+)
+
+
+def log(folder: Path, kind: str = "step") -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == kind]
+
+
+def changed(**train_part: Any) -> Recipe:
+    return replace(TINY, train=replace(TINY.train, **train_part))
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    assert train(TINY, folder, live=False) == 6
+    return folder
+
+
+def test_a_run_leaves_a_log_samples_and_a_model(done: Path) -> None:
+    assert [line["step"] for line in log(done)] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in log(done, "validation")] == [3, 6]
+    assert (done / log(done, "sample")[0]["file"]).is_file()
+    frames = VideoPipeline.load(done / "model")("a red circle", num_inference_steps=2).frames
+    assert frames.shape == (1, 4, 24, 24, 3)
+    assert np.isfinite(frames).all()
+
+
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(done: Path, tmp_path: Path) -> None:
+    trainer = Trainer(TINY, tmp_path, live=False)
+    plain = trainer._gradients
+
+    def interrupted(step: int) -> float:
+        if step == 4:
+            signal.raise_signal(signal.SIGINT)
+        return plain(step)
+
+    trainer._gradients = interrupted
+    assert trainer.run() == 4
+    trainer.close()
+    assert train(TINY, tmp_path, live=False) == 6
+    assert [line["loss"] for line in log(tmp_path)] == [line["loss"] for line in log(done)]
+    ours, theirs = (
+        VideoPipeline.load(folder / "model").transformer.state_dict() for folder in (tmp_path, done)
+    )
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_parts_of_a_step_add_up(done: Path, tmp_path: Path) -> None:
+    train(changed(accumulate=2), tmp_path, live=False)
+    for ours, whole in zip(log(tmp_path), log(done), strict=True):
+        assert ours["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+        assert ours["norm"] == pytest.approx(whole["norm"], rel=1e-4)
+
+
+def test_checkpointing_and_bfloat16_train_alike(done: Path, tmp_path: Path) -> None:
+    train(changed(checkpointing=True), tmp_path / "again", live=False)
+    train(changed(dtype="bfloat16"), tmp_path / "half", live=False)
+    for again, half, whole in zip(log(tmp_path / "again"), log(tmp_path / "half"), log(done), strict=True):
+        assert again["loss"] == pytest.approx(whole["loss"], rel=1e-6)
+        assert half["loss"] == pytest.approx(whole["loss"], rel=0.02)
+
+
+def test_another_recipe_does_not_go_on_in_the_same_folder(done: Path) -> None:
+    with pytest.raises(InputError, match=r"\[train\]"):
+        train(changed(rate=0.5), done, live=False)
+
+
+def test_a_loss_that_is_no_number_ends_the_run_before_it_spoils_the_weights(tmp_path: Path) -> None:
+    trainer = Trainer(TINY, tmp_path, live=False)
+    trainer._gradients = lambda _: math.nan
+    with pytest.raises(WeftError, match="Step 1"):
+        trainer.run()
+    trainer.close()
+    assert trainer.done == 0
+
+
+def test_the_rate_rises_and_falls() -> None:
+    part = TrainPart(steps=100, warmup=10, rate=2.0, floor=0.1)
+    rates = [rate(part, step) for step in range(1, 101)]
+    assert rates[0] == pytest.approx(0.2)
+    assert max(rates) == rates[9] == 2.0
+    assert rates[-1] == pytest.approx(0.2)
+    assert all(a >= b for a, b in zip(rates[9:], rates[10:], strict=False))
+
+
+class Ten(Endless):
+    """A set that ends."""
+
+    size = 10  # type: ignore[assignment]
+
+
+def test_each_epoch_has_every_clip_once_and_none_that_is_held_out() -> None:
+    clips = Clips(Ten(Shapes(2, 8)), batch=4, held_out=2, seed=0, encode=lambda _: [0])
+    seen = [index for step in range(1, 5) for index in clips.indices(step)]
+    assert sorted(seen[:8]) == sorted(seen[8:]) == list(range(8))
+    assert seen[:8] != seen[8:]
+    assert list(clips.held_out) == [8, 9]
+    clips.close()
+    with pytest.raises(InputError, match="held out"):
+        Clips(Ten(Shapes(2, 8)), batch=4, held_out=10, seed=0, encode=lambda _: [0])

@@ -1,0 +1,64 @@
+"""`weft train`: a recipe to a model, on several ranks, resumed where it was left."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weft.core.errors import InputError, WeftError
+
+
+def run(
+    recipe: Annotated[Path, typer.Argument(help="A .toml or .py: what to train, on what, how long.")],
+    *,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="The run's folder; runs/RECIPE if not given."),
+    ] = None,
+    ranks: Annotated[int, typer.Option(help="Ranks to start here; under torchrun its world is used.")] = 1,
+    steps: Annotated[int | None, typer.Option(help="Another number of steps than the recipe's.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No live line; the log has everything.")] = False,
+) -> None:
+    """Train a video model with attention that is dense, or sparse where that pays, on the ranks there are.
+
+    weft train recipes/shapes.toml --ranks 2
+
+    The folder gets log.jsonl, checkpoints, sheets of samples and the model. The same command goes on from
+    the last checkpoint, after Ctrl-C (which ends after the step, with a checkpoint) or a crash, also on
+    another number of ranks. `weft report` draws a run.
+    """
+    from weft.run.world import is_launched
+    from weft.train.recipe import Recipe
+
+    said = Recipe.load(recipe)
+    if steps is not None:
+        said = replace(said, train=replace(said.train, steps=steps))
+    folder = out or Path("runs") / recipe.stem
+    if ranks < 1:
+        raise InputError(f"{ranks} ranks train nothing.", hint="Give 1 or more.")
+    if ranks > 1 and not is_launched():
+        sys.exit(_launched(ranks))
+    from weft.train.trainer import train
+
+    try:
+        train(said, folder, live=not quiet)
+    except WeftError as error:
+        if is_launched():  # the launcher shows what the first rank says, once
+            sys.exit("\n".join(line for line in (f"weft: {error.message}", error.hint) if line))
+        raise
+
+
+def _launched(ranks: int) -> int:
+    """This command again, on each rank."""
+    from weft.run.launch import Machines, launch
+
+    ended = launch(["-m", "weft.cli.main", *sys.argv[1:]], ranks, Machines())
+    if ended.stack:
+        typer.echo(ended.stack.rstrip(), err=True)
+    elif ended.rank is not None:
+        typer.echo(f"weft: rank {ended.rank} {ended.how}.", err=True)
+    return ended.code

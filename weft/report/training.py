@@ -1,0 +1,308 @@
+"""A training run as its log tells it: read from `log.jsonl`, cut off or not, and summed up."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.core.errors import InputError
+from weft.report import units
+
+LOG = "log.jsonl"
+RATES = ("samples", "tokens")
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """What was known of one attention layer at a step; numbers that were not are NaN."""
+
+    step: int
+    sparse: bool
+    sparsity: FloatArray
+    """[heads]: the share of keys that hold little of the mass."""
+    density: FloatArray
+    """[heads]: the share that is computed."""
+    coverage: float
+    recall: float
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """The records of one run, in order of steps."""
+
+    name: str
+    facts: Mapping[str, Any]
+    step: FloatArray
+    values: Mapping[str, FloatArray]
+    """By name, a number for each of the steps: loss, seconds, and samples and tokens a second."""
+    validation: FloatArray
+    """[times, (step, loss)]."""
+    layers: Mapping[str, tuple[Reading, ...]]
+    resumed: tuple[int, ...]
+    finished: bool
+    unreadable: int
+    """Lines that are no records: at most the last one, cut off, in a log that is as it should be."""
+
+    @property
+    def last(self) -> int:
+        return int(self.step[-1])
+
+    @property
+    def total(self) -> int:
+        return int(self.facts.get("total") or self.last)
+
+    @property
+    def window(self) -> int:
+        """How many steps are averaged, in curves and in the last numbers."""
+        return max(1, min(50, len(self.step) // 20))
+
+    @property
+    def now(self) -> dict[str, Reading]:
+        """The latest of each layer."""
+        return {layer: readings[-1] for layer, readings in self.layers.items()}
+
+    @cached_property
+    def changes(self) -> list[tuple[int, int]]:
+        """(step, layers that are sparse from then on), where that changes."""
+        turns: dict[int, int] = {}
+        for readings in self.layers.values():
+            before = False
+            for one in readings:
+                turns[one.step] = turns.get(one.step, 0) + one.sparse - before
+                before = one.sparse
+        count, found = 0, []
+        for step in sorted(turns):
+            count += turns[step]
+            found += [(step, count)] * bool(turns[step])
+        return found
+
+    def over_time(self, name: str) -> tuple[FloatArray, FloatArray]:
+        """(steps, [layers, steps]): a number of each layer as it was known then."""
+        steps = np.array(sorted({one.step for some in self.layers.values() for one in some}), float)
+        rows = [_held(steps, some, name) for some in self.layers.values()]
+        return steps, np.array(rows).reshape(len(rows), len(steps))
+
+
+def read(path: Path) -> Run:
+    """A run's folder, or its log."""
+    log = path / LOG if path.is_dir() else path
+    try:
+        lines = log.read_bytes().splitlines()
+    except OSError as error:
+        raise InputError(f"{log} cannot be read: {error.strerror}.") from None
+    records = list(_records(lines))
+    by_step = {one["step"]: one for one in records if one["kind"] == "step"}
+    if not by_step:
+        raise InputError(f"{log} has no step yet.", hint="Look again when the run has made some.")
+    steps = [by_step[step] for step in sorted(by_step)]
+    runs = [one for one in records if one["kind"] == "run"]
+    values = {n: np.array([_number(one.get(n)) for one in steps]) for n in ("loss", *RATES, "seconds")}
+    seconds = np.where(values["seconds"] > 0, values["seconds"], math.nan)
+    held_out = {one["step"]: _number(one.get("loss")) for one in records if one["kind"] == "validation"}
+    return Run(
+        name=log.resolve().parent.name,
+        facts=runs[-1] if runs else {},
+        step=np.array(sorted(by_step), float),
+        values=values | {name: values[name] / seconds for name in RATES},
+        validation=np.array(sorted(held_out.items()), float).reshape(-1, 2),
+        layers=_layers(records),
+        resumed=tuple(one["step"] for one in runs[1:]),
+        finished=records[-1]["kind"] == "end",
+        unreadable=len(lines) - len(records),
+    )
+
+
+def summary(run: Run) -> dict[str, Any]:
+    """The numbers of the first table; None is what the log does not say."""
+    end = slice(-run.window, None)
+    loss, seconds = run.values["loss"], run.values["seconds"]
+    held_out = run.validation[np.isfinite(run.validation[:, 1])]
+    best = held_out[held_out[:, 1].argmin()] if len(held_out) else (math.nan, math.nan)
+    now = run.now.values()
+    broken = run.step[~np.isfinite(loss)]
+    found = {
+        "step": run.last,
+        "total": run.total,
+        "finished": run.finished,
+        "loss": mean(loss[end]),
+        "validation": held_out[-1, 1] if len(held_out) else math.nan,
+        "best": best[1],
+        "best_step": best[0],
+        "samples_per_second": median(run.values["samples"][end]),
+        "tokens_per_second": median(run.values["tokens"][end]),
+        "step_seconds": median(seconds[end]),
+        "seconds": np.nansum(seconds),
+        "layers": len(now) or None,
+        "sparse_layers": sum(one.sparse for one in now) if now else None,
+        "density": mean([share(one) for one in now]),
+        "coverage": mean([one.coverage for one in now]),
+        "lowest_coverage": min((one.coverage for one in now if one.coverage == one.coverage), default=None),
+        "not_finite_from": broken[0] if len(broken) else None,
+    }
+    return {name: None if value != value else value for name, value in found.items()}
+
+
+def rows(run: Run) -> list[tuple[str, str, str]]:
+    """(what, how much, what that means) for the first table."""
+    known = summary(run)
+    left = known["step_seconds"] and known["step_seconds"] * max(0, run.total - run.last)
+    state = "finished" if run.finished else "the log ends here: under way, or broken off"
+    best = known["best"] is not None and f"; best {known['best']:.4f} at step {known['best_step']:,.0f}"
+    late = f"of the last {run.window} steps" if run.window > 1 else "of the last step"
+    candidates = [
+        ("steps", f"{run.last:,} of {run.total:,}", True, state),
+        ("loss", "{loss:.4f}", known["loss"], f"mean {late}"),
+        ("validation", "{validation:.4f}", known["validation"], f"held-out loss{best or ''}"),
+        ("step time", _time(known["step_seconds"]), known["step_seconds"], f"median {late}"),
+        ("speed", "{samples_per_second:,.3g} samples/s", known["samples_per_second"], _tokens(known)),
+        (
+            "time",
+            units.clock(known["seconds"]),
+            known["seconds"],
+            f"in steps; {units.clock(left or 0)} to go",
+        ),
+        ("sparse layers", "{sparse_layers} of {layers}", known["layers"], "the others compute everything"),
+        ("computed", "{density:.1%}", known["density"], "of all attention; a dense layer counts in full"),
+        ("coverage", "{coverage:.1%}", known["coverage"], _coverage(known)),
+    ]
+    return [(what, text.format(**known), meaning) for what, text, given, meaning in candidates if given]
+
+
+def about(run: Run) -> str:
+    """Where it ran, and what is odd about its log."""
+    ranks, parameters = run.facts.get("ranks"), run.facts.get("parameters")
+    parts = [
+        "training run",
+        *([f"{ranks} rank{'s' * (ranks != 1)}"] if ranks else []),
+        *([f"{units.count(parameters)} parameters".replace(" M", "M")] if parameters else []),
+        *([f"torch {run.facts['torch']}"] if "torch" in run.facts else []),
+        *([f"resumed {len(run.resumed)}×"] if run.resumed else []),
+        *([f"unreadable lines in the log: {run.unreadable}"] if run.unreadable else []),
+    ]
+    return " · ".join(parts)
+
+
+def verdict(run: Run) -> str:
+    """What stands out, in a sentence."""
+    known = summary(run)
+    if known["not_finite_from"] is not None:
+        return f"The loss is not a number from step {known['not_finite_from']:,.0f} on."
+    seconds = run.values["seconds"]
+    if run.changes and known["sparse_layers"]:
+        dense, sparse = median(seconds[run.step <= run.changes[0][0]]), known["step_seconds"]
+        if sparse and dense == dense:
+            return (
+                f"A step takes {units.time(sparse)}; with all layers dense it took {units.time(dense)}: "
+                f"{dense / sparse:.2f}× as fast."
+            )
+    if not run.layers:
+        return "All attention is dense: the log has nothing about sparsity."
+    return f"{known['sparse_layers']} of {known['layers']} layers are sparse."
+
+
+def layer_rows(run: Run) -> tuple[list[str], list[list[str]]]:
+    """A table of the layers as they are now."""
+    found = [
+        [
+            layer,
+            "sparse" if one.sparse else "dense",
+            _share(mean(one.sparsity)),
+            f"{_share(one.sparsity.min())} to {_share(one.sparsity.max())}" if one.sparsity.size else "–",
+            _share(share(one)),
+            _share(one.coverage),
+            _share(one.recall),
+        ]
+        for layer, one in run.now.items()
+    ]
+    return ["layer", "mode", "sparsity", "its heads", "computed", "coverage", "recall"], found
+
+
+def finite(values: FloatArray) -> FloatArray:
+    return values[np.isfinite(values)]
+
+
+def mean(values: Sequence[float] | FloatArray) -> float:
+    """Of those that are finite; NaN if none is."""
+    known = finite(np.asarray(values, float))
+    return float(known.mean()) if known.size else math.nan
+
+
+def median(values: FloatArray) -> float:
+    """As `mean`; a step that compiles something does not count."""
+    known = finite(values)
+    return float(np.median(known)) if known.size else math.nan
+
+
+def share(one: Reading) -> float:
+    """Of a layer's attention that is computed."""
+    return mean(one.density) if one.sparse else 1.0
+
+
+def _records(lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        try:
+            found = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(found, dict) and isinstance(found.get("step"), int) and "kind" in found:
+            yield found
+
+
+def _layers(records: Sequence[dict[str, Any]]) -> dict[str, tuple[Reading, ...]]:
+    found: dict[Any, dict[int, Reading]] = {}
+    for one in records:
+        if one["kind"] == "sparsity":
+            found.setdefault(one.get("layer"), {})[one["step"]] = Reading(
+                one["step"],
+                one.get("mode") == "sparse",
+                _numbers(one.get("sparsity")),
+                _numbers(one.get("density")),
+                _number(one.get("coverage")),
+                _number(one.get("recall")),
+            )
+    if all(isinstance(layer, int) for layer in found):
+        found = dict(sorted(found.items()))
+    return {str(layer): tuple(some[step] for step in sorted(some)) for layer, some in found.items()}
+
+
+def _held(steps: FloatArray, readings: Sequence[Reading], name: str) -> FloatArray:
+    """A layer's number at each step: that of the latest reading, NaN before the first."""
+    values = [share(one) if name == "share" else mean(np.atleast_1d(getattr(one, name))) for one in readings]
+    place = np.searchsorted([one.step for one in readings], steps, side="right")
+    return np.array([math.nan, *values])[place]
+
+
+def _number(value: Any) -> float:
+    """JSON has no NaN: it is a word there."""
+    return math.nan if value is None else float(value)
+
+
+def _numbers(value: Any) -> FloatArray:
+    return np.array([_number(one) for one in value] if isinstance(value, list) else [_number(value)], float)
+
+
+def _share(value: float) -> str:
+    return f"{value:.3f}" if math.isfinite(value) else "–"
+
+
+def _time(seconds: float | None) -> str:
+    return "" if seconds is None else units.time(seconds)
+
+
+def _tokens(known: Mapping[str, Any]) -> str:
+    tokens = known["tokens_per_second"]
+    return f"{units.count(tokens)} tokens/s" if tokens else "of all ranks"
+
+
+def _coverage(known: Mapping[str, Any]) -> str:
+    low = known["lowest_coverage"]
+    return f"of the mass is selected; lowest layer {low:.1%}" if low is not None else ""

@@ -1,0 +1,213 @@
+"""Costs: what an attention takes here, forward and backward, dense or at given shares of keys; measured.
+
+    costs = Costs.measure(16384, 4, 64, part=part, world=world)
+    costs.sparse(shares) < costs.dense()
+
+One head of at most LENGTH tokens is timed: pairs of tokens cost by the square of the length, the rest by the
+length. Contenders take turns, and their ratios count: the speed of a machine changes by the second. The clock
+is that of the thread at work: what others take of the cores is not the contender's. All ranks measure at the
+same time, as they will compute, and take what the first has found.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import fsum, prod
+from statistics import median
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.core.layout import Layout
+from weft.core.mask import BlockMask
+from weft.run.attention import attention, let_go
+from weft.run.kernels.attend import attend
+from weft.run.kernels.proxies import pool
+from weft.run.kernels.select import top_k
+from weft.run.kernels.tiles import Blocks
+from weft.run.world import SoloComm, World, world_of
+from weft.train.predictor import Predictor, learn
+from weft.train.select import Masses
+
+if TYPE_CHECKING:
+    from weft.train.recipe import SparsePart
+
+Shares = npt.NDArray[np.float64]
+LENGTH, ROUNDS = 1536, 5
+MUCH, LITTLE = 2, 8  # of the keys a half, an eighth
+PICO = 1e12
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds, on one of the ranks if there were no others."""
+
+    tokens: int
+    heads: int
+    ranks: int
+    full: float
+    """A head, all keys, by the faster of torch's attention and weft's."""
+    head: float
+    """A sparse head whatever its share, and what its share adds if it is 1."""
+    share: float
+    select: float
+    """A head's predictor, its training, and the selection."""
+    plan: float
+    """A new mask: dealing it, and compiling that; all ranks do it."""
+
+    def dense(self) -> float:
+        return self.heads * self.full / self.ranks
+
+    def each(self, shares: Shares) -> Shares:
+        """Of every head alone."""
+        return (self.head + self.share * shares) / self.ranks
+
+    def sparse(self, shares: Shares) -> float:
+        return fsum(self.each(shares).tolist()) + self.heads * self.select / self.ranks + self.plan
+
+    @staticmethod
+    def measure(  # noqa: PLR0913 - the sizes of an attention
+        tokens: int,
+        heads: int,
+        dim: int,
+        dtype: torch.dtype = torch.float32,
+        *,
+        part: SparsePart,
+        world: World | None = None,
+    ) -> Costs:
+        """All ranks at the same time, also inside a forward; once for a size, in a second or two."""
+        world = world or world_of(None, 60.0)
+        tokens = part.cost_tokens or tokens
+        key = tokens, heads, dim, dtype, part.cube, part.block_k, part.method, part.rank, part.rows
+        known = _known.setdefault(world, {})
+        if key not in known:
+            with _apart():
+                found = [*_kernels(tokens, dim, dtype, part), _selection(tokens, dim, part)]
+                found.append(_planning(tokens, heads, part, world))
+            agreed = world.comm.gather_numbers([round(seconds * PICO) for seconds in found])[0]
+            known[key] = Costs(tokens, heads, world.comm.size, *(number / PICO for number in agreed))
+        return known[key]
+
+
+_known: WeakKeyDictionary[World, dict[object, Costs]] = WeakKeyDictionary()
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Nobody around a forward, be it gradient checkpointing or who answers its attentions, is to see this."""
+    with (
+        torch.enable_grad(),
+        torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
+        torch._C.DisableTorchFunction(),
+    ):
+        yield
+
+
+def blocks_of(part: SparsePart) -> tuple[int, int]:
+    """Tokens of a block of queries and of keys."""
+    cube = prod(part.cube)
+    return cube, part.block_k or cube
+
+
+def _kernels(tokens: int, dim: int, dtype: torch.dtype, part: SparsePart) -> tuple[float, float, float]:
+    """(full, head, share)"""
+    length = min(tokens, LENGTH)
+    q, k, v = (_draw(1, 1, length, dim).to(dtype).requires_grad_() for _ in range(3))
+    block_q, block_k = blocks_of(part)
+    how: Any = {"scale": dim**-0.5, "block_q": block_q, "block_k": block_k}
+    rows, cols = -(-length // block_q), -(-length // block_k)
+    much, little = max(2, round(cols / MUCH)), max(1, round(cols / LITTLE))
+    some, fewer = (Blocks.of(_tiles(1, rows, cols, count)) for count in (much, little))
+
+    def back(out: Tensor) -> None:
+        torch.autograd.grad(out.sum(), (q, k, v))
+
+    own, theirs, more, less = _turns(
+        lambda: back(attend(q, k, v, None, **how)[0]),
+        lambda: back(F.scaled_dot_product_attention(q, k, v)),
+        lambda: back(attend(q, k, v, some, **how)[0]),
+        lambda: back(attend(q, k, v, fewer, **how)[0]),
+    )
+    share = max(0.0, more - less) / (much - little) * cols
+    head, longer = max(0.0, less - share * little / cols), tokens / length
+    return min(own, theirs) * longer**2, head * longer, share * longer**2
+
+
+def _tiles(heads: int, rows: int, cols: int, count: int, seed: int = 0) -> Tensor:
+    """[heads, rows, cols] of booleans, `count` in every row."""
+    return _draw(heads, rows, cols, seed=seed).argsort(-1) < count
+
+
+def _draw(*shape: int, seed: int = 0) -> Tensor:
+    """Of an own generator: the run's would go on otherwise than that of a run which has its costs already."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _selection(tokens: int, dim: int, part: SparsePart) -> float:
+    """Of a head; without what ranks tell each other, which is little."""
+    if part.method == "window":
+        return 0.0
+    heads, alone = 2, World(SoloComm())
+    q, k = (_draw(1, heads, tokens, dim) for _ in range(2))
+    predictor = Predictor(replace(part, source="qk"), heads=heads, width=heads * dim, seed=0)
+    block_q, block_k = blocks_of(part)
+    groups = torch.arange(-(-tokens // block_q))
+
+    def select() -> None:
+        low, block = (q, pool(k, block_k)), 1
+        if part.method == "dsv":
+            rows = q[:, :, : part.rows]
+            learn(predictor, part.loss, rows @ k.mT, rows, k, tokens, alone)
+            with torch.no_grad():
+                low, block = (predictor(q, 0), predictor(k, 1)), block_k
+        scores = Masses(pool(low[0], block_q)[0], low[1][0], block)
+        for head in range(heads):
+            top_k(scores.of(head, groups)[None], 1 / LITTLE)
+
+    return _turns(select)[0] / heads
+
+
+def _planning(tokens: int, heads: int, part: SparsePart, world: World) -> float:
+    """Of a mask that is new, which every step of every block has: a first call takes longer than a second."""
+    block_q, block_k = blocks_of(part)
+    rank, ranks = world.comm.rank, world.comm.size
+    plan = "ulysses+balanced" if heads >= ranks else "ring+balanced"
+
+    def once(length: int, seed: int) -> float:
+        rows, cols = -(-length // block_q), -(-length // block_k)
+        tiles = _tiles(heads, rows, cols, max(1, cols // 64), seed).numpy()
+        q = torch.zeros(1, heads, Layout.even(length, ranks).rows(rank), 8)
+        began = time.thread_time()
+        sizes = {"q_len": length, "kv_len": length, "block_q": block_q, "block_k": block_k}
+        mask = BlockMask.from_tiles(tiles, **sizes)
+        took: list[float] = []
+        for _ in range(2):
+            attention(q, q, q, mask=mask, tokens=length, plan=plan, mesh=world)
+            took.append(time.thread_time() - began)
+            began += took[0]
+        let_go(world, mask)
+        return took[0] - took[1]
+
+    once(4 * max(block_q, block_k, ranks), 0)  # the first of a process pays for what it loads
+    return max(0.0, min(once(tokens, seed) for seed in (1, 2)))
+
+
+def _turns(*contenders: Callable[[], object]) -> list[float]:
+    """Seconds of each: those of the first at its best, of the others by their ratios to it."""
+    rounds = [[_seconds(contender) for contender in contenders] for _ in range(1 + ROUNDS)][1:]
+    best = min(took[0] for took in rounds)
+    return [best * median(took[i] / took[0] for took in rounds) for i in range(len(contenders))]
+
+
+def _seconds(contender: Callable[[], object]) -> float:
+    began = time.thread_time()
+    contender()
+    return time.thread_time() - began

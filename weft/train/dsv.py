@@ -1,0 +1,254 @@
+"""DSV: attention that is sparse where it pays, in training, by keys that a predictor finds.
+
+    dsv = DSV(part, heads=6, width=192, depth=6, seed=0)
+    dsv.prepare(model)                              # before the optimiser is made
+    weft.parallelize(model, mask=dsv)
+    for step in …:
+        dsv.begin(step)
+        …forward and backward of every micro-batch; optimiser.step()
+        dsv.step()
+
+What it learns, it learns in the forward of attention modules that are in training mode; no gradient of it
+reaches the model. Blocks that are computed again for their gradients get the mask that they had.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from weft.core.mask import BlockMask
+from weft.masks.grid import TokenGrid
+from weft.models.producers import Where
+from weft.models.scores import sample
+from weft.run.attention import let_go
+from weft.run.switch import everyone
+from weft.run.world import World
+from weft.train import coarse
+from weft.train.costs import Costs
+from weft.train.cubes import Cubes
+from weft.train.dispatcher import Dispatcher
+from weft.train.look import Look
+from weft.train.plans import Plans
+from weft.train.predictor import Predictor
+from weft.train.profiler import Profile
+
+if TYPE_CHECKING:
+    from weft.train.recipe import SparsePart
+
+
+class Size(NamedTuple):
+    """Of an attention, for who measures what it costs."""
+
+    tokens: int
+    heads: int
+    dim: int
+    dtype: torch.dtype
+
+
+class DSV:
+    """A method for `weft.parallelize`, of one model."""
+
+    def __init__(self, part: SparsePart, *, heads: int, width: int, depth: int, seed: int = 0) -> None:
+        self.part, self.width = part, width
+        self.dispatcher, self.plans = Dispatcher(part, layers=depth, heads=heads), Plans()
+        self.predictors = nn.ModuleList(
+            Predictor(part, heads=heads, width=width, seed=seed * depth + layer)
+            for layer in range(depth if part.method == "dsv" else 0)
+        )
+        self.optimiser = _adam(self.predictors, part.rate)
+        self._cubes: dict[TokenGrid, Cubes] = {}
+        self._kept: dict[Any, BlockMask | None] = {}
+        """By layer and forward: what blocks that are computed again get, until the step is over."""
+        self._losses: dict[int, list[float]] = {}
+        self._profiles: dict[int, list[Profile]] = {}
+        self._facts: list[dict[str, Any]] = []
+        self._seen: tuple[World, Size] | None = None
+
+    def prepare(self, model: nn.Module) -> None:
+        """Add what belongs to the model, before it has an optimiser."""
+        if self.part.coarse:
+            coarse.add_gates(model, self.width)
+
+    def begin(self, step: int) -> None:
+        self._forget()
+        self.dispatcher.begin(step)
+
+    def attend(self, where: Where, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if where.grid not in self._cubes:
+            self._cubes[where.grid] = Cubes(where.grid, self.part.cube, self.part.block_k)
+        cubes = self._cubes[where.grid]
+        layout, mask = cubes.layout(where.layout), self._mask(where, cubes, q.detach(), k.detach())
+        if mask is not None:
+            q_, k_, v_ = (x.flatten(0, 1)[None] for x in (q, k, v))
+            plan = self.plans.of(where, layout, q_, k_, mask, self.dispatcher.budgets(where.layer))
+            out = where.attention(q_, k_, v_, plan=plan, mask=mask, tokens=layout)[0].unflatten(
+                0, q.shape[:2]
+            )
+            if not self._is_kept(where) and not torch.is_grad_enabled():
+                self._let_go(where.world, mask)
+        elif where.world.comm.size == 1:  # torch's is the fastest dense one
+            shared = q.shape[1] != k.shape[1]
+            out = F.scaled_dot_product_attention(q, k, v, scale=where.scale, enable_gqa=shared)
+        else:
+            out = where.attention(q, k, v, plan=where.plan)
+        return out + coarse.gated(where, layout, cubes.block, q, k, v) if self.part.coarse else out
+
+    def _mask(self, where: Where, cubes: Cubes, q: Tensor, k: Tensor) -> BlockMask | None:
+        """None is dense. A forward is learned from, profiled and selected for once."""
+        if self._is_kept(where):
+            return self._kept[where.layer, where.run, where.layout]
+        training = where.module is None or where.module.training
+        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+            mask = self._looked_at(where, cubes, q, k, training=training)
+        if training:
+            self._kept[where.layer, where.run, where.layout] = mask
+            self._seen = where.world, Size(where.layout.size, where.heads, q.shape[3], q.dtype)
+        return mask
+
+    def _is_kept(self, where: Where) -> bool:
+        return (where.layer, where.run, where.layout) in self._kept
+
+    def _looked_at(
+        self, where: Where, cubes: Cubes, q: Tensor, k: Tensor, *, training: bool
+    ) -> BlockMask | None:
+        layer, now = where.layer, self.dispatcher
+        budgets = now.budgets(layer)
+        learns = training and bool(self.predictors) and now.learns(layer)
+        profiles = training and layer not in now.never and now.profiles(layer)
+        if not learns and not profiles and budgets is None:
+            return None
+        predictor: Any = self.predictors[layer].to(q.device) if self.predictors else None
+        places = sample(0, cubes.video, self.part.rows, layer + 31 * now.step)
+        look = Look(self.part, predictor, where, cubes, places, q=q, k=k)
+        if learns:
+            self._losses.setdefault(layer, []).append(look.learn())
+        if profiles:
+            self._profiles.setdefault(layer, []).append(look.profile(budgets))
+        return None if budgets is None else look.select(budgets)
+
+    def step(self) -> None:
+        """After the model's own, on all ranks: predictors learn, and what was profiled is told."""
+        self._forget()
+        if self._seen is None:
+            return
+        world, size = self._seen
+        if self.optimiser is not None:
+            self._reduce(world)
+            self.optimiser.step()
+            self.optimiser.zero_grad()
+        self._observe()
+        if self.part.gate == "cost" and self.dispatcher.costs is None:
+            costs = [Costs.measure(*size, part=self.part, world=world)]
+            if dist.is_initialized():  # ranks with other clips have to decide alike
+                dist.broadcast_object_list(costs)
+            self.dispatcher.costs = costs[0]
+        self._losses, self._profiles = {}, {}
+
+    def _reduce(self, world: World) -> None:
+        """Gradients: sums over ranks that share a sequence, means over others and over micro-batches."""
+        grads = [
+            weight.grad.div_(len(losses))
+            for layer, losses in sorted(self._losses.items())
+            for weight in self.predictors[layer].parameters()
+            if weight.grad is not None
+        ]
+        if world.comm.size == 1 and not dist.is_initialized() or not grads:
+            return
+        flat = torch.cat([grad.flatten() for grad in grads])
+        if dist.is_initialized():
+            dist.all_reduce(flat)
+            flat *= world.comm.size / dist.get_world_size()
+        else:
+            flat = everyone(flat, mesh=world, stage="predictor").sum(0)
+        for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(part.view_as(grad))
+
+    def _observe(self) -> None:
+        """Means over micro-batches, and over ranks with other clips."""
+        self._facts = []
+        for layer, found in sorted(self._profiles.items()):
+            means = {
+                field.name: np.mean([getattr(each, field.name) for each in found], axis=0)
+                for field in fields(Profile)
+            }
+            means["predictor"] = np.asarray(fmean(self._losses.get(layer) or [0.0]))
+            told = _over_all(means)
+            self.dispatcher.observe(layer, told["needed"], float(told["coverage"]))
+            plain = {name: value.tolist() for name, value in told.items() if name != "coverage"}
+            self._facts.append({**self.dispatcher.facts(layer), **plain})
+
+    def facts(self) -> list[dict[str, Any]]:
+        """What the last step found out, by layer, for a journal."""
+        return self._facts
+
+    def _forget(self) -> None:
+        """The masks of the step."""
+        for mask in self._kept.values():
+            if mask is not None and self._seen is not None:
+                self._let_go(self._seen[0], mask)
+        self._kept = {}
+
+    def _let_go(self, world: World, mask: BlockMask) -> None:
+        if self.part.method != "window":  # which comes again
+            let_go(world, mask)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors as they are, to be loaded in place, and the rest as text."""
+        rest = {"dispatcher": self.dispatcher.state_dict(), "plans": self.plans.known}
+        return {"predictors": self.predictors.state_dict(), **self._moments(), "rest": json.dumps(rest)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.predictors.load_state_dict(state["predictors"])
+        for name, moment in self._moments().items():
+            for at, value in moment.items():
+                value.copy_(state[name][at])
+        rest = json.loads(state["rest"])
+        self.dispatcher.load_state_dict(rest["dispatcher"])
+        self.plans.known = {key: (shares, name) for key, (shares, name) in rest["plans"].items()}
+
+    def _moments(self) -> dict[str, dict[str, Tensor]]:
+        if self.optimiser is None:
+            return {}
+        return {
+            each: {
+                name: self.optimiser.state[weight][each]
+                for name, weight in self.predictors.named_parameters()
+            }
+            for each in ("step", "exp_avg", "exp_avg_sq")
+        }
+
+
+def _adam(predictors: nn.ModuleList, rate: float) -> torch.optim.Optimizer | None:
+    """With its moments there from the start, for checkpoints to be loaded into."""
+    if not predictors:
+        return None
+    made = torch.optim.AdamW(predictors.parameters(), lr=rate, weight_decay=0.0)
+    for weight in predictors.parameters():
+        weight.grad = torch.zeros_like(weight)
+    made.step()
+    for state in made.state.values():
+        state["step"].zero_()
+    made.zero_grad()
+    return made
+
+
+def _over_all(means: dict[str, Any]) -> dict[str, Any]:
+    """Means over all ranks; those that share a sequence have the same."""
+    if not dist.is_initialized():
+        return means
+    flat = torch.from_numpy(np.concatenate([value.ravel() for value in means.values()]))
+    dist.all_reduce(flat)
+    parts = (flat / dist.get_world_size()).split([value.size for value in means.values()])
+    return {
+        name: part.numpy().reshape(value.shape)
+        for part, (name, value) in zip(parts, means.items(), strict=True)
+    }

@@ -1,0 +1,41 @@
+"""Plans: how each attention is split over the ranks, chosen by its mask, again once its budgets have moved.
+
+A choice takes ten times as long as balancing one mask by it, and masks of like budgets are alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from weft.core.layout import Layout
+from weft.core.mask import BlockMask
+from weft.models.producers import Where
+from weft.models.sparsity import problem_of
+from weft.plan.choose import choose
+from weft.run.call import topology_for
+
+DRIFT = 1 / 16
+"""How far the share of a head may move before its block's plan is chosen again."""
+
+
+class Plans:
+    """By layer and number of ranks: the budgets that a plan was chosen at, and its name."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, tuple[list[float], str]] = {}
+
+    def of(self, where: Where, layout: Layout, q: Tensor, k: Tensor, mask: BlockMask, budgets: Any) -> Any:
+        """All ranks ask at the same time, of equal budgets and masks."""
+        if where.plan != "auto" or layout.ranks == 1:
+            return where.plan
+        key = f"{where.layer} of {layout.ranks}"
+        if key not in self.known or np.abs(self.known[key][0] - budgets).max() > DRIFT:
+            found = choose(problem_of(layout, q, k), mask, topology_for(None, layout.ranks)).ranked[0].recipe
+            if found.balance == "none":  # this mask may have nothing to balance, but later ones will
+                found = replace(found, balance="balanced")
+            self.known[key] = budgets.tolist(), str(found)
+        return self.known[key][1]

@@ -1,0 +1,139 @@
+"""Predictor: what attention scores will be, guessed from vectors of few numbers.
+
+    predictor = Predictor(part, heads=6, width=192, seed=0)
+    low_q, low_k = (predictor(x, side) for side, x in enumerate(predictor.given(where, q, k)))
+    guess = low_q @ low_k.mT * predictor.scale          # of q @ k.mT * scale, both [B, H, queries, keys]
+
+It learns from sampled queries against all keys, wherever those are: a loss is a function of sums over keys,
+each rank has its part of the sums, and of the graph. So the ranks' gradients add up to that of one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from weft.core.errors import InputError
+from weft.models.producers import Where
+from weft.run.switch import everyone
+from weft.run.world import World
+
+if TYPE_CHECKING:
+    from weft.train.recipe import SparsePart
+
+
+class Predictor(nn.Module):
+    """Low-rank maps of the queries (side 0) and keys (side 1) of one attention, in float32.
+
+    source "qk" is what attention compares, after rotations and norms; "hidden" is what the module was given.
+    """
+
+    def __init__(self, part: SparsePart, *, heads: int, width: int, seed: int) -> None:
+        super().__init__()
+        self.source = part.source
+        wide = width // heads if part.source == "qk" else width
+        rank = min(part.rank, width // heads)
+        self.scale = rank**-0.5
+        numbers = torch.randn(2, heads, wide, rank, generator=torch.Generator().manual_seed(seed))
+        if part.source == "qk":
+            # The same part of the space for both, as if it were all: scores are right but for noise.
+            maps = torch.linalg.qr(numbers[0])[0] * (wide / rank) ** 0.25
+            numbers = torch.stack((maps, maps))
+        else:
+            numbers *= (2 / wide) ** 0.5
+        self.maps, self.bias = nn.Parameter(numbers), nn.Parameter(torch.zeros(2, heads, 1, rank))
+
+    def given(self, where: Where, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """What it looks at, [B, heads or 1, S, D] of this rank's queries and of its keys."""
+        if self.source == "qk":
+            return q, k
+        hidden = where.hidden
+        if hidden is None or hidden.shape[:-1] != (q.shape[0], q.shape[2]):
+            raise InputError(
+                f"{where.name} attends from tokens that are not its first argument.",
+                hint='Use source = "qk": it needs nothing but queries and keys.',
+            )
+        hidden = hidden.detach()[:, None]
+        return hidden, hidden
+
+    def forward(self, x: Tensor, side: int) -> Tensor:
+        """[B, H, S, rank]"""
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        maps, bias = self.maps[side].to(x.dtype), self.bias[side].to(x.dtype)
+        if self.source == "qk":
+            return x @ maps + bias
+        # One product for all heads: they look at the same.
+        found = x[:, 0] @ maps.transpose(0, 1).flatten(1)
+        return found.unflatten(2, (len(maps), -1)).transpose(1, 2) + bias
+
+
+Loss = Callable[[Tensor, Tensor, int, World], Tensor]
+"""[B, H, rows] of true scores and guesses [B, H, rows, own keys], the number of all keys, and the ranks."""
+
+
+def divergence(true: Tensor, guess: Tensor, _keys: int, world: World) -> Tensor:
+    """Kullback and Leibler's, of the two softmaxes."""
+    with torch.no_grad():
+        none = true.new_full(true.shape[:-1], -torch.inf)
+        tops = torch.stack([x.amax(-1) if x.shape[-1] else none for x in (true, guess)]).double()
+    at, about = (top[..., None].to(true.dtype) for top in tops)
+    weight = (true - at).exp()
+    sums = _sums(weight, weight * true, weight * guess, (guess - about).exp())
+    every = everyone(torch.cat((tops, sums.detach())), mesh=world, stage="predictor")
+    best = every[:, :2].amax(0)
+    shrink = (every[:, :2] - best).exp()[:, [0, 0, 0, 1]]
+    total = _with_graph(every[:, 2:] * shrink, sums * shrink[world.comm.rank])
+    mass, seen, guessed, other = total
+    return (seen - guessed) / mass - (best[0] + mass.log()) + (best[1] + other.log())
+
+
+def correlation(true: Tensor, guess: Tensor, keys: int, world: World) -> Tensor:
+    """1 - Pearson's."""
+    a, b, aa, bb, ab = _moments(true, guess, world)
+    return 1 - (ab - a * b / keys) * ((aa - a * a / keys) * (bb - b * b / keys)).clamp(min=1e-30).rsqrt()
+
+
+def published(true: Tensor, guess: Tensor, keys: int, world: World) -> Tensor:
+    """DSV's: of the cosine, and of the squared distance of rows of length 1, which is 2 - 2 cos."""
+    _, _, aa, bb, ab = _moments(true, guess, world)
+    apart = 1 - ab * (aa * bb).clamp(min=1e-30).rsqrt()
+    return 0.95 * apart + 0.05 * 2 * apart / keys
+
+
+LOSSES: dict[str, Loss] = {"kl": divergence, "pearson": correlation, "dsv": published}
+
+
+def _sums(*each: Tensor) -> Tensor:
+    return torch.stack([x.sum(-1, dtype=torch.float64) for x in each])
+
+
+def _moments(true: Tensor, guess: Tensor, world: World) -> Tensor:
+    own = _sums(true, guess, true * true, guess * guess, true * guess)
+    return _with_graph(everyone(own.detach(), mesh=world, stage="predictor"), own)
+
+
+def _with_graph(every: Tensor, own: Tensor) -> Tensor:
+    """The sum over ranks, of which this rank's part has a gradient."""
+    return every.sum(0) - own.detach() + own
+
+
+def learn(  # noqa: PLR0913 - one sample of an attention
+    predictor: Predictor, loss: str, true: Tensor, x_q: Tensor, x_k: Tensor, keys: int, world: World
+) -> float:
+    """Add what sampled queries tell to the gradients of a predictor; the loss, the same on all ranks.
+
+    true are scores [B, H, rows, own keys]; x_q and x_k what the predictor is given of these rows and keys.
+    """
+    # Hooks of gradient checkpointing would expect these tensors to be made again.
+    plain = torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach(), lambda x: x)
+    with torch.enable_grad(), plain:
+        guess = predictor(x_q, 0) @ predictor(x_k, 1).mT * predictor.scale
+        found = LOSSES[loss](true, guess, keys, world).mean()
+        weights = list(predictor.parameters())
+        grads = torch.autograd.grad(found, weights)
+    for weight, grad in zip(weights, grads, strict=True):
+        weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
+    return found.item()

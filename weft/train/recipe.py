@@ -1,0 +1,266 @@
+"""Recipe: what `weft train` is told, from a TOML file or a Python one.
+
+    [model]                     # sizes of a VideoDiT
+    width = 192
+    [data]
+    set = "weft-shapes"
+    [train]
+    steps = 3000
+    [sparse]                    # left out: attention is dense
+    method = "dsv"
+
+A Python recipe has `recipe`, a dict of the same shape. Each part is one class below, with its defaults.
+"""
+
+from __future__ import annotations
+
+import runpy
+import types
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from weft.core.errors import InputError
+
+try:
+    import tomllib
+except ImportError:  # Python 3.10
+    import tomli as tomllib
+
+Extent = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """Sizes of the VideoDiT; see `weft.models.dit.DiTConfig`."""
+
+    patch: Extent = (4, 8, 8)
+    channels: int = 3
+    width: int = 192
+    depth: int = 6
+    heads: int = 6
+    mlp: int = 4
+    qk_norm: bool = True
+
+
+@dataclass(frozen=True)
+class DataPart:
+    """weft-shapes, weft-pan, or a folder of videos or of latents (then `path`)."""
+
+    set: Literal["weft-shapes", "weft-pan", "folder", "latents"] = "weft-shapes"
+    path: str = ""
+    frames: int = 16
+    size: int = 64
+    most: int = 2
+    """Shapes in a clip."""
+    held_out: int = 64
+    """Clips for validation, that are never trained on."""
+
+
+@dataclass(frozen=True)
+class TrainPart:
+    steps: int = 1000
+    batch: int = 16
+    """Clips in a step, over all ranks."""
+    accumulate: int = 1
+    """Parts that a step's clips are computed in, one after the other."""
+    rate: float = 1e-3
+    warmup: int = 100
+    floor: float = 0.0
+    """Of the rate, that the cosine ends at, as a share of it."""
+    decay: float = 0.01
+    """Weight decay of AdamW, on matrices only."""
+    clip: float = 1.0
+    """Largest norm of the gradient."""
+    ema: float = 0.999
+    drop: float = 0.1
+    """How often a prompt is forgotten, for guidance."""
+    mean: float = 0.0
+    """Of the logit-normal timesteps: above 0 trains more on noise."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the computation; parameters and optimiser are float32."""
+    checkpointing: bool = False
+    """Blocks are computed again for their gradients, instead of kept."""
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class ParallelPart:
+    """Ranks that share a sequence; the others, if there are more, have other clips. 0: all of them."""
+
+    sequence: int = 1
+    plan: str = "auto"
+
+
+@dataclass(frozen=True)
+class SavePart:
+    every: int = 200
+    """Steps from one checkpoint to the next."""
+    keep: int = 2
+    samples: int = 0
+    """Steps from one sheet of samples to the next; 0 for none."""
+    validate: int = 0
+    """Steps from one held-out loss to the next; 0 for none."""
+    prompts: tuple[str, ...] = (
+        "a red circle moving left",
+        "a blue square moving up",
+        "a green triangle moving right over a white star",
+        "a yellow star moving down and a purple circle",
+    )
+
+
+@dataclass(frozen=True)
+class SparsePart:
+    """Sparse attention in training: who selects, how much, and from when on."""
+
+    method: Literal["dsv", "pooled", "window"] = "dsv"
+    """dsv: a learned predictor. pooled: means of cubes, as VSA. window: the nearest cubes."""
+    source: Literal["qk", "hidden"] = "qk"
+    rank: int = 16
+    """Of the predictor, in each head."""
+    loss: Literal["kl", "pearson", "dsv"] = "kl"
+    rate: float = 1e-3
+    rows: int = 64
+    """Queries that predictors learn from, and that are profiled."""
+    mass: float = 0.9
+    """The share of a query's softmax that has to be kept."""
+    cube: Extent = (2, 4, 4)
+    block_k: int | None = None
+    """Keys that are taken or left together; as many as a cube has, if not told."""
+    proxy: Literal["mean", "centre"] = "mean"
+    budget: Literal["profile"] | float = "profile"
+    """Of keys, by head: as measured, or one share for all."""
+    least: float = 0.02
+    coarse: bool = False
+    """A gated attention among means of cubes is added."""
+    anneal: int = 0
+    """Steps in which the budget falls from everything to its value."""
+    stage1: int = 200
+    """The most steps that a block stays dense for the sake of its predictor."""
+    profile_every: int = 25
+    profile_rarely: int = 100
+    """Once a block is sparse."""
+    dense_blocks: tuple[int, ...] = ()
+    """Blocks that stay dense for ever; -1 is the last."""
+    gate: Literal["cost"] | float = "cost"
+    """A block is sparse where that is measured to be faster, or needs less than this share of keys."""
+    cost_tokens: int | None = None
+    """The length for which costs are asked, if not the real one."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    model: ModelPart = field(default_factory=ModelPart)
+    data: DataPart = field(default_factory=DataPart)
+    train: TrainPart = field(default_factory=TrainPart)
+    parallel: ParallelPart = field(default_factory=ParallelPart)
+    save: SavePart = field(default_factory=SavePart)
+    sparse: SparsePart | None = None
+
+    def __post_init__(self) -> None:
+        train, data = self.train, self.data
+        for name, value, least in (
+            ("train.steps", train.steps, 1), ("train.batch", train.batch, 1),
+            ("train.accumulate", train.accumulate, 1), ("train.warmup", train.warmup, 0),
+            ("save.every", self.save.every, 1), ("save.keep", self.save.keep, 1),
+            ("data.frames", data.frames, 1), ("data.size", data.size, 1),
+            ("data.held_out", data.held_out, 1), ("parallel.sequence", self.parallel.sequence, 0),
+        ):  # fmt: skip
+            if value < least:
+                raise InputError(f"{name} = {value} in the recipe.", hint=f"It is {least} or more.")
+        for name, share in (("ema", train.ema), ("drop", train.drop), ("floor", train.floor)):
+            if not 0 <= share <= 1:
+                raise InputError(f"train.{name} = {share} in the recipe.", hint="It is from 0 to 1.")
+        if train.batch % train.accumulate:
+            raise InputError(
+                f"train.batch = {train.batch} cannot be computed in {train.accumulate} equal parts.",
+                hint="Let train.accumulate divide train.batch.",
+            )
+        if (data.set in ("folder", "latents")) != bool(data.path):
+            raise InputError(
+                f'data.set = "{data.set}" with data.path = "{data.path}".',
+                hint="folder and latents have a path, the others are made up.",
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: part for name, part in asdict(self).items() if part is not None}
+
+    @staticmethod
+    def of(said: Mapping[str, Any]) -> Recipe:
+        """From a dict of parts; unknown names and wrong types are refused."""
+        return _read(Recipe, said, "")
+
+    @staticmethod
+    def load(path: Path | str) -> Recipe:
+        file = Path(path)
+        if not file.is_file():
+            raise InputError(f"There is no recipe {file}.", hint="Try recipes/shapes.toml of the repository.")
+        if file.suffix == ".py":
+            said = runpy.run_path(str(file)).get("recipe")
+            if isinstance(said, Recipe):
+                return said
+            if not isinstance(said, Mapping):
+                raise InputError(f"{file} has no `recipe`.", hint="Let it be a dict, as of a TOML file.")
+        elif file.suffix == ".toml":
+            try:
+                said = tomllib.loads(file.read_text(encoding="utf-8"))
+            except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+                raise InputError(f"{file} is no TOML: {error}") from error
+        else:
+            raise InputError(f"{file} is no recipe.", hint="Recipes end in .toml or .py.")
+        return Recipe.of(said)
+
+
+def _read(kind: Any, said: Any, where: str) -> Any:
+    """A dataclass from a mapping."""
+    if not isinstance(said, Mapping):
+        raise InputError(f"{where or 'The recipe'} is {said!r}.", hint="It is a table of names and values.")
+    names = [each.name for each in fields(kind)]
+    for name in said:
+        if name not in names:
+            near = get_close_matches(str(name), names, n=1)
+            hint = f"Is it {near[0]}?" if near else f"There are {', '.join(names)}."
+            raise InputError(f"{where}{name} in the recipe means nothing.", hint=hint)
+    hints = get_type_hints(kind)
+    return kind(**{name: _value(hints[name], value, f"{where}{name}") for name, value in said.items()})
+
+
+def _value(kind: Any, value: Any, where: str) -> Any:
+    options = get_args(kind) if get_origin(kind) in (types.UnionType, Union) else (kind,)
+    parts = [option for option in options if is_dataclass(option)]
+    if value is None and type(None) in options:
+        return None
+    if parts:
+        return _read(parts[0], value, f"{where}.")
+    for option in options:
+        if option is not type(None) and _fits(option, value):
+            return tuple(value) if get_origin(option) is tuple else float(value) if option is float else value
+    raise InputError(f"{where} = {value!r} in the recipe.", hint=f"It is {_said(kind)}.")
+
+
+def _fits(kind: Any, value: Any) -> bool:
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if get_origin(kind) is tuple:
+        inner = get_args(kind)
+        if not isinstance(value, list | tuple):
+            return False
+        inner = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
+        return len(value) == len(inner) and all(map(_fits, inner, value))
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
+
+
+def _said(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return " or ".join(f'"{word}"' for word in get_args(kind))
+    if get_origin(kind) in (types.UnionType, Union):
+        return " or ".join(_said(option) for option in get_args(kind) if option is not type(None))
+    if get_origin(kind) is tuple:
+        inner = get_args(kind)
+        many = "a list of" if inner[-1] is Ellipsis else f"{len(inner)} of"
+        return f"{many} {_said(inner[0])}"
+    return {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}[kind]

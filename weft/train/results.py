@@ -1,0 +1,114 @@
+"""Results: what a run shows of its model, by the average of its weights: samples, held-out loss, the model.
+
+All ranks take part, since each has a part of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FSDPModule
+
+from weft.models import flow
+from weft.models.dit import VideoDiT
+from weft.models.video import VideoPipeline
+from weft.train.ranks import local
+
+if TYPE_CHECKING:
+    from weft.train.trainer import Trainer
+
+COLUMNS = 8
+"""Frames of a clip that a sheet shows."""
+STEPS, GUIDANCE = 20, 2.0
+TIMES = (0.1, 0.3, 0.5, 0.7, 0.9)
+
+
+class Results:
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+
+    def export(self) -> Path:
+        """The model as `weft generate` takes it."""
+        trainer, target = self.trainer, self.trainer.folder / "model"
+        with exchanged(trainer.model, trainer.average):
+            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+            weights = get_model_state_dict(trainer.model, options=options)
+        if trainer.ranks.rank == 0:
+            model = VideoDiT(trainer.config)
+            model.load_state_dict(weights, strict=False)  # gates of sparse training stay here
+            VideoPipeline(model, trainer.captions.own).save(target)
+        return target
+
+    @torch.no_grad()
+    def held_out(self) -> float:
+        """The mean flow loss over clips that are never trained on, at fixed timesteps with fixed noise."""
+        from weft.train.trainer import generator
+
+        trainer, losses = self.trainer, []
+        with exchanged(trainer.model, trainer.average):
+            for number, index in enumerate(trainer.clips.held_out):
+                video, words = trainer.clips.load([index])
+                t = torch.tensor([TIMES[number % len(TIMES)]])
+                noise = flow.normal(video.shape, generator(number), video)
+                made = trainer.model((1 - t) * video + t * noise, t, words)
+                losses.append(float((made - video).square().mean() / max(float(t), flow.LEAST) ** 2))
+        return sum(losses) / len(losses)
+
+    def samples(self) -> str:
+        """The recipe's prompts, a row of frames each; the name of the sheet."""
+        trainer = self.trainer
+        config, prompts = trainer.config, trainer.recipe.save.prompts
+        words = torch.tensor([trainer.captions.encode(prompt) for prompt in prompts])
+        shape = (config.video[0], config.channels, *config.video[1:])
+        with exchanged(trainer.model, trainer.average):
+            made = flow.sample(
+                trainer.model, words, shape, steps=STEPS, guidance=GUIDANCE,
+                generator=torch.Generator().manual_seed(0),
+            )  # fmt: skip
+        file = trainer.folder / "samples" / f"{trainer.done:06d}.png"
+        if trainer.ranks.rank == 0:
+            file.parent.mkdir(exist_ok=True)
+            write_sheet(file, made)
+        return str(file.relative_to(trainer.folder))
+
+
+def write_sheet(file: Path, clips: Tensor) -> None:
+    """Clips [B, T, C, H, W] from -1 to 1 as rows of frames."""
+    from PIL import Image
+
+    picked = np.unique(np.linspace(0, clips.shape[1] - 1, COLUMNS).round().astype(int))
+    pixels = clips[:, picked, :3].add(1).mul(127.5).clamp(0, 255).round().byte()
+    rows = pixels.permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1)  # [B·H, frames·W, C]
+    Image.fromarray(rows.numpy()).save(file)
+
+
+@contextmanager
+def exchanged(model: nn.Module, others: dict[str, Tensor]) -> Iterator[None]:
+    """A model with other weights, such as their average, for a while."""
+
+    @torch.no_grad()
+    def exchange() -> None:
+        for name, weight in model.named_parameters():
+            mine, other = local(weight), local(others[name])
+            kept = mine.clone()
+            mine.copy_(other)
+            other.copy_(kept)
+
+    training = model.training
+    model.eval()
+    exchange()
+    try:
+        yield
+    finally:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # else weights that were gathered for this while would be used again
+        exchange()
+        model.train(training)

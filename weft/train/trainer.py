@@ -1,0 +1,258 @@
+"""Trainer: a recipe to a model, on the ranks there are.
+
+    train(Recipe.load("recipe.toml"), Path("runs/shapes"))
+
+A run's folder has recipe.json, log.jsonl, checkpoints/, samples/ and model/, which `weft generate` takes. A
+run that finds checkpoints there goes on from the last good one. What a step does depends on the recipe and
+its number only: clips, timesteps and noise are those of a clip's number, on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Generator, Tensor
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.nn.utils import clip_grad_norm_
+
+from weft import __version__
+from weft.core.errors import InputError, WeftError
+from weft.core.files import whole
+from weft.models import flow
+from weft.models.dit import DiTConfig, VideoDiT
+from weft.models.parallelize import parallelize
+from weft.train.checkpoints import Checkpoints
+from weft.train.data import Captions, Clips, source_of
+from weft.train.folder import told
+from weft.train.journal import Journal
+from weft.train.optimise import adamw, follow, rate
+from weft.train.ranks import Ranks, local
+from weft.train.recipe import Recipe
+from weft.train.results import Results
+from weft.train.stop import Stop
+
+
+def train(recipe: Recipe, folder: Path, *, live: bool = True) -> int:
+    """Run on every rank, until the recipe's last step or until told to stop; the step that was reached."""
+    trainer = Trainer(recipe, folder, live=live)
+    try:
+        return trainer.run()
+    finally:
+        trainer.close()
+
+
+class Trainer:
+    """Model, optimiser, average and clips; one `step` after the other."""
+
+    def __init__(self, recipe: Recipe, folder: Path, *, live: bool = True) -> None:
+        self.recipe, self.folder, part = recipe, folder, recipe.train
+        self.ranks = ranks = Ranks.of(recipe.parallel.sequence)
+        self.mine = ranks.part(part.batch // part.accumulate)
+        self.stop = Stop()
+        source = source_of(recipe.data, recipe)
+        self.captions = Captions.of(source)
+        self.clips = Clips(
+            source, batch=part.batch, held_out=recipe.data.held_out, seed=part.seed,
+            encode=self.captions.encode,
+        )  # fmt: skip
+        self.config = self._config()
+        torch.manual_seed(part.seed)  # the same weights on all ranks, before they are sharded
+        self.model = VideoDiT(self.config)
+        self.sparse = self._sparse()
+        if part.checkpointing:
+            self.model.enable_gradient_checkpointing()
+        if ranks.sequence > 1 or self.sparse is not None:
+            parallelize(
+                self.model, mesh=ranks.sharing, plan=recipe.parallel.plan, mask=self.sparse, cfg="off"
+            )
+        ranks.shard(self.model, self.model.blocks)
+        self.optimiser = adamw(self.model, part)
+        self.average = {name: weight.detach().clone() for name, weight in self.model.named_parameters()}
+        self.checkpoints = Checkpoints(folder / "checkpoints", keep=recipe.save.keep, tell=self.note)
+        self.results = Results(self)
+        self.journal = Journal(folder, total=part.steps, live=live) if ranks.rank == 0 else None
+        self.done = 0
+
+    def run(self) -> int:
+        self._begin()
+        last, save = self.recipe.train.steps, self.recipe.save
+        with self.stop:
+            while self.done < last:
+                stopping = self._step(self.done + 1)
+                final = stopping or self.done == last
+                if final or self.done % save.every == 0:
+                    self.checkpoints.save(self.done, self.state())
+                    self.results.export()
+                if save.validate and (self.done == last or self.done % save.validate == 0):
+                    self.write("validation", loss=self.results.held_out())
+                if save.samples and (self.done == last or self.done % save.samples == 0):
+                    self.write("sample", file=self.results.samples())
+                if stopping:
+                    self.note(f"stopped after step {self.done}; the same command goes on from there")
+                    break
+        self.checkpoints.finish()
+        self.write("end")
+        return self.done
+
+    def _step(self, step: int) -> bool:
+        """One step of the optimiser; whether to stop after it."""
+        part, began = self.recipe.train, time.perf_counter()
+        if self.sparse is not None:
+            self.sparse.begin(step)
+        loss = self._gradients(step)
+        norm = float(_full(clip_grad_norm_(self.model.parameters(), part.clip)))
+        for group in self.optimiser.param_groups:
+            group["lr"] = rate(part, step)
+        # Agreed on before anything changes, so that no rank goes on alone.
+        loss, stopping = self.ranks.mean([loss, float(self.stop.asked)])
+        if not math.isfinite(loss) or not math.isfinite(norm):
+            raise WeftError(
+                f"Step {step}: the loss is {loss:g} and its gradient's norm {norm:g}.",
+                hint="Lower train.rate or train.clip, or use float32; the last checkpoint is untouched.",
+            )
+        self.optimiser.step()
+        self.optimiser.zero_grad()
+        if self.sparse is not None:
+            self.sparse.step()
+        weights = [local(weight) for weight in self.model.parameters()]
+        follow([local(x) for x in self.average.values()], weights, part.ema, step)
+        self.done = step
+        self.write(
+            "step", loss=loss, norm=norm, rate=rate(part, step), seconds=time.perf_counter() - began,
+            samples=part.batch, tokens=part.batch * self.tokens,
+        )  # fmt: skip
+        for fact in self.sparse.facts() if self.sparse is not None else ():
+            self.write("sparsity", **fact)
+        return stopping > 0
+
+    def _gradients(self, step: int) -> float:
+        """Of the mean loss of this rank's clips of a step, in parts."""
+        part, total = self.recipe.train, 0.0
+        each = part.batch // part.accumulate
+        for at in range(0, part.batch, each):
+            mine = slice(at + self.mine.start, at + self.mine.stop)
+            video, words = self.clips.of_step(step, mine)
+            numbers = range((step - 1) * part.batch + mine.start, (step - 1) * part.batch + mine.stop)
+            given = self._noised(video, words, numbers)
+            with torch.autocast("cpu", torch.bfloat16, enabled=part.dtype == "bfloat16"):
+                made = self.model(given.video, given.timestep, given.words)
+            error = (made.float() - video).square().flatten(1).mean(1)
+            loss = (given.weight * error).mean() / part.accumulate
+            loss.backward()
+            total += loss.item()
+        return total
+
+    def _noised(self, video: Tensor, words: Tensor, numbers: range) -> flow.Noised:
+        part = self.recipe.train
+        found = [
+            flow.noised(
+                video[i : i + 1], words[i : i + 1], drop=part.drop, mean=part.mean,
+                generator=generator(part.seed, number),
+            )
+            for i, number in enumerate(numbers)
+        ]  # fmt: skip
+        return flow.Noised(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+
+    @property
+    def tokens(self) -> int:
+        t, h, w = self.config.grid(self.config.video)
+        return self.config.length + t * h * w
+
+    def _config(self) -> DiTConfig:
+        recipe, (clip, _) = self.recipe, self.clips.load(self.clips.indices(1)[:1])
+        frames, channels, height, width = clip.shape[1:]
+        sizes = {**vars(recipe.model), "channels": channels, "video": (frames, height, width)}
+        return DiTConfig(words=self.captions.size, length=self.captions.length, **sizes)
+
+    def _sparse(self) -> Any:
+        if self.recipe.sparse is None:
+            return None
+        from weft.train.dsv import DSV
+
+        config = self.config
+        sparse = DSV(
+            self.recipe.sparse, heads=config.heads, width=config.width, depth=config.depth,
+            seed=self.recipe.train.seed,
+        )  # fmt: skip
+        sparse.prepare(self.model)
+        return sparse
+
+    def state(self) -> dict[str, Any]:
+        """Everything that a step needs of the ones before."""
+        return {
+            "step": self.done,
+            "model": dict(self.model.named_parameters()),
+            "average": self.average,
+            "optimiser": get_optimizer_state_dict(self.model, self.optimiser),
+            "sparse": {} if self.sparse is None else self.sparse.state_dict(),
+        }
+
+    def _begin(self) -> None:
+        """Go on from the last checkpoint, if there is one, of the same recipe."""
+        if self.ranks.rank == 0:
+            self._keep_recipe()
+        found = self.checkpoints.latest()
+        if found is not None:
+            state = self.state()
+            self.checkpoints.load(found, state)
+            set_model_state_dict(self.model, state["model"])
+            set_optimizer_state_dict(self.model, self.optimiser, state["optimiser"])
+            if self.sparse is not None:
+                self.sparse.load_state_dict(state["sparse"])
+            self.done = found
+        if self.journal is not None:
+            self.journal.rewind(self.done)
+        count = sum(weight.numel() for weight in self.model.parameters())
+        self.write(
+            "run", recipe=self.recipe.to_json(), ranks=self.ranks.size, sequence=self.ranks.sequence,
+            threads=torch.get_num_threads(), torch=torch.__version__, weft=__version__, parameters=count,
+            resumed=found,
+        )  # fmt: skip
+        if skipped := getattr(self.clips.source, "skipped", None):
+            self.note(told(skipped))
+
+    def _keep_recipe(self) -> None:
+        """What is asked for again must be the same, but for how long, how often saved, on how many ranks."""
+        file, said = self.folder / "recipe.json", json.loads(json.dumps(self.recipe.to_json()))
+        if file.exists():
+            old = json.loads(file.read_text(encoding="utf-8"))
+            for name in ("model", "data", "train", "sparse"):
+                if old.get(name) != said.get(name):
+                    raise InputError(
+                        f"{self.folder} has a run whose [{name}] is another one.",
+                        hint="Give another --out, or remove that folder.",
+                    )
+        with whole(file) as temporary:
+            temporary.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+
+    def write(self, kind: str, **values: Any) -> None:
+        if self.journal is not None:
+            self.journal.write(kind, self.done, **values)
+
+    def note(self, text: str) -> None:
+        self.write("note", text=text)
+
+    def close(self) -> None:
+        self.clips.close()
+        if self.journal is not None:
+            self.journal.close()
+
+
+def generator(*numbers: int) -> Generator:
+    """Numbers that depend on these only."""
+    state = np.random.SeedSequence(numbers).generate_state(1, np.uint64)
+    return Generator().manual_seed(int(state[0]) >> 1)
+
+
+def _full(x: Any) -> Tensor:
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
