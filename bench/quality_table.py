@@ -38,7 +38,8 @@ class Result:
     steady: float
     camera: list[float]
     layers: list[dict[str, Any]]
-    cpu: dict[str, float]
+    cpu: float | None
+    """Seconds of training, if it was in one go."""
     clips: np.ndarray
 
     @property
@@ -84,8 +85,8 @@ def show(out: Path, steps: int, pan: Pan, console: Console, options: Namespace) 
     if DENSE not in by_arm:
         console.print(f"no dense run of {steps} steps in {out}")
         return False
-    console.print(_arms(by_arm, pan))
-    console.print(_layers(by_arm))
+    for table in (_losses(by_arm), _samples(by_arm, pan), _layers(by_arm)):
+        console.print(table)
     report = Report(_rows(by_arm))
     show_rows(report, console)
     if options.json:
@@ -110,31 +111,42 @@ def _accuracy(arm: Sequence[Result], part: str | None = None) -> Accuracy:
     return Accuracy(right, total)
 
 
-def _arms(by_arm: dict[str, list[Result]], pan: Pan) -> Table:
+def _losses(by_arm: dict[str, list[Result]]) -> Table:
+    table = Table("arm", "seeds", "density", "held-out loss", "over dense, in pairs", "camera off", "CPU s")
+    for arm, runs in by_arm.items():
+        loss, cpu = [r.loss.mean() for r in runs], [r.cpu for r in runs if r.cpu]
+        table.add_row(
+            arm, str(len(runs)), f"{np.mean([r.density for r in runs]):.2f}",
+            f"{np.mean(loss):.4f} ± {np.std(loss, ddof=len(loss) > 1):.4f}",
+            "" if arm == DENSE else str(_difference(runs, by_arm[DENSE])),
+            f"{np.mean([r.camera for r in runs]):.2f} px", f"{np.mean(cpu):.0f}" if cpu else "",
+        )  # fmt: skip
+    table.caption = (
+        "± over seeds; intervals over seeds and clips; camera as recovered from noise; CPU of training."
+    )
+    return table
+
+
+def _samples(by_arm: dict[str, list[Result]], pan: Pan) -> Table:
     dense, parts = by_arm[DENSE], list(by_arm[DENSE][0].parts)
     count = sum(len(r.clips) for r in dense)
     real = features(pan.batch(range(1000, 1000 + 2 * count))[0])
-    table = Table("arm", "seeds", "density", "held-out loss", "over dense, in pairs", "prompts right", *parts)
-    for name in ("camera off by px", "steady dB", "Fréchet", "PSNR, SSIM to dense", "CPU s"):
-        table.add_column(name, justify="right")
+    table = Table("arm", "prompts right", *parts, "steady", "Fréchet", "to dense")
     for arm, runs in by_arm.items():
-        loss = [r.loss.mean() for r in runs]
         shown, pairs = _accuracy(runs), _same_seeds(runs, dense)
         alike = compare(*(np.concatenate([pair[side].clips for pair in pairs]) for side in (0, 1)))
         made = features(np.concatenate([r.clips for r in runs]))
         table.add_row(
-            arm, str(len(runs)), f"{np.mean([r.density for r in runs]):.2f}",
-            f"{np.mean(loss):.4f} ± {np.std(loss, ddof=len(loss) > 1):.4f}",
-            "" if arm == DENSE else str(_difference(runs, dense)),
-            f"{shown.right}/{shown.total} ({shown.low:.0%} to {shown.high:.0%})",
+            arm, f"{shown.right}/{shown.total} ({shown.low:.0%} to {shown.high:.0%})",
             *(f"{each.right / each.total:.0%}" for each in (_accuracy(runs, part) for part in parts)),
-            f"{np.mean([r.camera for r in runs]):.2f}", f"{np.mean([r.steady for r in runs]):.1f}",
-            f"{frechet(made, real[: len(made)]):.2f}", "" if arm == DENSE else str(alike),
-            f"{np.mean([sum(r.cpu.values()) for r in runs]):.0f}",
+            f"{np.mean([r.steady for r in runs]):.1f} dB", f"{frechet(made, real[: len(made)]):.2f}",
+            "" if arm == DENSE else f"{alike.psnr.clip(max=100).mean():.1f} dB, {alike.ssim.mean():.2f}",
         )  # fmt: skip
+    floor = frechet(real[:count], real[count:])
     table.caption = (
-        f"± and intervals over seeds; of prompts: 95 % (Wilson). Fréchet distance on random features, of "
-        f"{count} clips; of real clips {frechet(real[:count], real[count:]):.2f}."
+        "Clips of all seeds; 95 % intervals. Steady: a frame against the last one, moved as the camera. "
+        f"Fréchet distance on random features, of {count} clips; of as many real ones {floor:.2f}. "
+        "To dense: PSNR, SSIM at the same seed and prompt."
     )
     return table
 

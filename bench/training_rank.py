@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from bench.rows import Took, take_turns
@@ -31,12 +31,9 @@ from weft.train.optimise import adamw
 from weft.train.recipe import SparsePart, TrainPart
 
 TORCH, ULYSSES, WEFT, REST = "torch SDPA", "Ulysses on torch SDPA", "weft, dense", "no attention"
-FORCED, TRAINED = "DSV at 0.1", "DSV as trained"
+FORCED, TRAINED, REFUSED = "DSV at 0.1", "DSV as trained", "DSV, nothing sparse"
 LOOKING = ": selection and predictor"
-SPARSE = {
-    FORCED: SparsePart(budget=0.1, stage1=0, cube=(4, 4, 4)),
-    TRAINED: SparsePart(stage1=0, cube=(4, 4, 4)),
-}
+SPARSE = {FORCED: SparsePart(budget=0.1, stage1=0), **dict.fromkeys((TRAINED, REFUSED), SparsePart(stage1=0))}
 FILE = Path(__file__).with_name("trained.json")
 PAN = ((0.82,) * 4, (0.65, 0.45, 0.25, 0.07), (0.60, 0.50, 0.35, 0.06), (0.15, 0.09, 0.07, 0.06))
 """The shares of keys that heads of a small model need after 1,800 steps on weft-pan, by layer; if no FILE has
@@ -64,11 +61,13 @@ class Case:
             words=16, length=8, video=video, patch=(1, 2, 2), width=width, depth=self.depth, heads=self.heads
         )
 
-    def needed(self, layer: int) -> list[float]:
-        """What the trained model's heads need, of as many layers, from its first to its last."""
+    def needed(self, name: str) -> list[list[float]]:
+        """What heads need; of a trained model, so many layers from its first to its last, or the last."""
+        if name == REFUSED:
+            return [[1.0] * self.heads] * self.depth
         known = json.loads(FILE.read_text())["needed"] if FILE.exists() else PAN
-        at = len(known) - 1 if self.depth == 1 else round(layer * (len(known) - 1) / (self.depth - 1))
-        return np.resize(known[at], self.heads).tolist()
+        layers = np.linspace(len(known) - 1, 0, self.depth).round().astype(int)[::-1]
+        return [np.resize(known[layer], self.heads).tolist() for layer in layers]
 
 
 class Without:
@@ -79,10 +78,10 @@ class Without:
 
 
 class Ulysses:
-    """All tokens of some heads by torch's attention, and back."""
+    """All tokens of some heads by torch's attention, and back; in which order tokens are does not matter."""
 
     def attend(self, where: Where, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        dims = {"batch": q.shape[0], "head": q.shape[1], "token": where.layout, "dim": q.shape[3]}
+        dims = {"batch": q.shape[0], "head": q.shape[1], "token": where.layout.size, "dim": q.shape[3]}
         q, k, v = (switch(x, "token", "head", dims=dims, mesh=where.world) for x in (q, k, v))
         return switch(F.scaled_dot_product_attention(q, k, v), "head", "token", dims=dims, mesh=where.world)
 
@@ -90,10 +89,10 @@ class Ulysses:
 class Told(Dispatcher):
     """Profiles are made, and paid for; what they find in random weights is replaced."""
 
-    case: Case
+    needs: list[list[float]]
 
     def observe(self, layer: int, needed: Any, coverage: float) -> None:  # noqa: ARG002 - a Dispatcher's
-        super().observe(layer, self.case.needed(layer), 1.0)
+        super().observe(layer, self.needs[layer], 1.0)
 
 
 class Step:
@@ -103,6 +102,8 @@ class Step:
         torch.manual_seed(0)
         config = case.config
         self.model, self.sparse = VideoDiT(config), None
+        for layer in (self.model.modulate, self.model.head):  # from 0 on, nothing of attention would count
+            nn.init.normal_(layer.weight, std=0.02)
         method: Any = {REST: Without(), ULYSSES: Ulysses()}.get(name)
         if name in SPARSE:
             method = self.sparse = _dsv(name, case)
@@ -113,8 +114,9 @@ class Step:
         frames, height, width = config.video
         self.video = torch.randn(1, frames, config.channels, height, width)
         self.number = 0
-        if self.sparse is None:
-            self.train(self.video[:, :, :, : height // 4, : width // 4])  # the optimiser gets its memory
+        # A small one first: the optimiser gets its memory, and we see whether dense ones agree.
+        small = self.video[:, :, :, : height // 4, : width // 4]
+        self.first = self.train(small) if self.sparse is None else float("nan")
 
     def __call__(self) -> float:
         self.number += 1
@@ -140,9 +142,9 @@ def _dsv(name: str, case: Case) -> DSV:
     part, config = SPARSE[name], case.config
     sizes = {"heads": config.heads, "width": config.width, "depth": config.depth}
     dsv = DSV(part, **sizes)
-    if name == TRAINED:
+    if name != FORCED:
         dsv.dispatcher = Told(part, layers=case.depth, heads=case.heads)
-        dsv.dispatcher.case = case
+        dsv.dispatcher.needs = case.needed(name)
         for layer in range(case.depth):
             dsv.dispatcher.observe(layer, [], 1.0)
     dsv.dispatcher.costs = Costs.measure(case.tokens + config.length, case.heads, case.dim, part=part)
@@ -160,8 +162,8 @@ def _average(grads: list[Tensor]) -> None:
 
 
 _stage: dict[str, Step] = {}
-_spent: defaultdict[str, float] = defaultdict(float)
-"""Seconds of DSV's own work, by what it is."""
+_spent: defaultdict[str, Took] = defaultdict(lambda: Took(0.0, 0.0))
+"""DSV's own work, by what it is."""
 
 
 def prepare(case: Case, names: tuple[str, ...]) -> dict[str, Any]:
@@ -174,6 +176,10 @@ def prepare(case: Case, names: tuple[str, ...]) -> dict[str, Any]:
     for name in names:
         _stage[name] = step = Step(name, case)
         if step.sparse is None:
+            dense = _stage[names[0]].first
+            assert name == REST or abs(step.first - dense) < 1e-4 * dense, (
+                f"{name}: {step.first}, not {dense}"
+            )
             continue
         step.number = step.sparse.part.profile_rarely - 1
         _spent.clear()
@@ -181,7 +187,7 @@ def prepare(case: Case, names: tuple[str, ...]) -> dict[str, Any]:
         now = step.sparse.dispatcher
         shares = [now.budgets(layer) for layer in range(case.depth)]
         density = float(np.mean([1.0 if share is None else share.mean() for share in shares]))
-        found[name] = density, _spent["profiling"] / step.sparse.part.profile_rarely
+        found[name] = density, _spent["profiling"].wall / step.sparse.part.profile_rarely
     return found
 
 
@@ -191,11 +197,12 @@ def _clock(owner: type, name: str, what: str) -> None:
         return
 
     def clocked(*args: Any, **kwargs: Any) -> Any:
-        began = time.perf_counter()
+        wall, cpu = time.perf_counter(), time.process_time()
         try:
             return plain(*args, **kwargs)
         finally:
-            _spent[what] += time.perf_counter() - began
+            before, now = _spent[what], Took(time.perf_counter() - wall, time.process_time() - cpu)
+            _spent[what] = Took(before.wall + now.wall, before.cpu + now.cpu)
 
     clocked.clocked = True  # type: ignore[attr-defined]
     setattr(owner, name, clocked)
@@ -207,5 +214,5 @@ def play(name: str) -> dict[str, Took]:
     _spent.clear()
     took = take_turns({name: _stage[name]}, 0, *([dist.barrier] if several else []))
     if name in SPARSE:
-        took[name + LOOKING] = Took(_spent["looking"], _spent["looking"])
+        took[name + LOOKING] = _spent["looking"]
     return took

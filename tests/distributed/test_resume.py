@@ -21,7 +21,7 @@ from weft.run.rank import PRELOAD
 from weft.train.recipe import Recipe
 from weft.train.trainer import Trainer
 
-PRELOAD.append("torch.distributed.checkpoint")  # seconds, otherwise in each rank
+PRELOAD.append("weft.train.trainer")  # seconds, otherwise in each rank
 
 EVERY, LAST = 3, 12
 DENSE: dict[str, Any] = {
@@ -53,12 +53,18 @@ class Troubled(Trainer):
         if trouble is None or self.ranks.rank != trouble.rank or step < trouble.step:
             return super()._step(step)
         if trouble.what == "full":
-            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
+            limit_files(2000)
         elif step > trouble.step:
             kill()
         else:
             threading.Timer(trouble.delay, kill).start()
         return super()._step(step)
+
+
+def limit_files(size: int | None) -> None:
+    """As a disk that is full: the kernel refuses to write on."""
+    _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most if size is None else size, most))
 
 
 def kill() -> None:
@@ -71,7 +77,7 @@ def train(said: dict[str, Any], folder: Path, trouble: Trouble | None = None) ->
     try:
         return trainer.run()
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        limit_files(None)
         trainer.close()
 
 
@@ -160,7 +166,7 @@ def test_ranks_killed_again_and_again_lose_nothing(said: dict[str, Any], tmp_pat
     seed = random.randrange(1 << 30)
     dice = random.Random(seed)
     world(2).run(train, said, tmp_path / "calm")
-    for _ in range(10):
+    for _ in range(3):
         trouble = Trouble("killed", dice.randrange(2), dice.randint(1, LAST - 1), dice.uniform(0, 0.1))
         with pytest.raises(RankFailure, match="SIGKILL"):
             world(2).run(train, said, tmp_path / "rough", trouble)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import weft
+from tests.models import toys
 from tests.models.toys import normal, seeded
 from weft.core.mask import BlockMask
 from weft.masks.grid import TokenGrid
@@ -21,6 +23,7 @@ from weft.train.cubes import Cubes
 from weft.train.dsv import DSV
 from weft.train.recipe import SparsePart
 
+on_ranks = partial(toys.on_ranks, timeout=100.0)  # a machine may be busy
 GRID = TokenGrid(3, 5, 7, prefix=8)
 CUBE = (2, 2, 2)
 CUBES = Cubes(GRID, CUBE, None)

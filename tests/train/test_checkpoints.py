@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import threading
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -285,3 +286,18 @@ def test_a_state_that_one_rank_cannot_save_is_an_error_on_all(tmp_path: Path) ->
         world(2).run(fail_on, 1, tmp_path)
     assert {each.kind for each in caught.value.failures.values()} == {"InputError"}
     assert len(caught.value.failures) == 2
+
+
+def leave_while_others_save(folder: Path) -> None:
+    checkpoints = Checkpoints(folder)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    checkpoints.save(1, {"x": torch.zeros(3)})
+    checkpoints.finish()
+
+
+def test_a_rank_that_is_lost_is_missed_and_not_waited_for(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure) as caught:
+        world(2).run(leave_while_others_save, tmp_path)
+    assert {rank: each.kind for rank, each in caught.value.failures.items()} == {0: "CommError", 1: "killed"}
+    assert "Rank 0 lost another rank" in caught.value.failures[0].message

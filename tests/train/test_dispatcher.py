@@ -128,6 +128,7 @@ def test_a_predictor_that_turns_bad_in_stage_1_sends_its_block_back() -> None:
         dispatcher.blocks[0].coverage = coverage
         dispatcher.begin(2)
         assert (dispatcher.budgets(0) is not None) == sparse
+        assert dispatcher.facts(0)["mode"] == ("sparse" if sparse else "dense")
 
 
 def test_methods_without_a_predictor_wait_for_nothing() -> None:

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 import weft
-from tests.models.toys import check, normal, on_ranks, seeded, step
-from tests.train.dsv import BUDGETS, CUBES, GRID, PART, inputs, masks, method, model, sparse
+from tests.models.toys import check, normal, seeded, step
+from tests.train.dsv import BUDGETS, CUBES, GRID, PART, inputs, masks, method, model, on_ranks, sparse
 from tests.train.test_dsv_learning import ALONE, BATCH, HEAD, HEADS, PLACES, layouts, look, scores
 from weft.core.layout import Layout
 from weft.masks.grid import TokenGrid
 from weft.models.producers import Where
+from weft.models.scores import owned
 from weft.run.world import World
 from weft.train import coarse
 from weft.train.cubes import Cubes
@@ -37,7 +38,7 @@ def test_whole_cubes_are_blocks_wherever_the_text_is() -> None:
         cubes = Cubes(grid, (2, 2, 2), None)
         assert sorted(cubes.place) == list(range(grid.tokens))
         video = cubes.place[grid.prefix : grid.prefix + grid.video]
-        of = {tuple(np.array(at) // 2): set[int]() for at in np.ndindex(2, 4, 6)}
+        of = {at: set[int]() for at in np.ndindex(2, 3, 4)}
         for place, at in zip(video, np.ndindex(*grid.extent), strict=True):
             of[tuple(np.array(at) // 2)].add(int(place) // BLOCK)
         assert all(len(of[at]) == 1 for at in np.ndindex(1, 2, 3))
@@ -163,7 +164,8 @@ def test_a_profile_is_that_of_all_scores(kind: str, budgets: Any) -> None:
 
 def test_coarse_attention_is_among_means_of_cubes() -> None:
     """Of queries that are grouped by heads, and with text on every rank."""
-    q, k, v = (normal(2, heads, GRID.tokens, HEAD, seed=heads + 3) for heads in (4, 2, 2))
+    q, k, v = (normal(2, heads, GRID.tokens, HEAD, seed=heads).requires_grad_() for heads in (4, 2, 2))
+    slope = normal(2, 4, GRID.tokens, HEAD, seed=9)
     hidden = normal(2, GRID.tokens, 48, seed=7)
     module = torch.nn.Module()
     module.coarse = seeded(torch.nn.Linear(48, 48))
@@ -173,6 +175,7 @@ def test_coarse_attention_is_among_means_of_cubes() -> None:
     out = (means[0] @ mean_k.mT * 0.3).softmax(-1) @ mean_v
     gate = module.coarse(hidden).reshape(2, GRID.tokens, 4, HEAD).transpose(1, 2)
     expected = gate * out[:, :, CUBES.place // BLOCK]
+    grads = torch.autograd.grad((expected * slope).sum(), (q, k, v), retain_graph=True)
 
     def job(world: World) -> Any:
         layout = Layout.even(GRID.tokens, world.comm.size, prefix=GRID.prefix)
@@ -181,11 +184,21 @@ def test_coarse_attention_is_among_means_of_cubes() -> None:
             layer=0, layers=1, step=0, steps=None, grid=GRID, heads=4, layout=layout, world=world,
             module=module, hidden=hidden[:, rows], scale=0.3,
         )  # fmt: skip
-        found = coarse.gated(where, CUBES.layout(layout), BLOCK, *(x[:, :, rows] for x in (q, k, v)))
-        return found - expected[:, :, rows]
+        given = [x.detach()[:, :, rows].requires_grad_() for x in (q, k, v)]
+        found = coarse.gated(where, CUBES.layout(layout), BLOCK, *given)
+        mine = torch.from_numpy(owned(layout)[world.comm.rank].rows)
+        loss = (found * slope[:, :, rows])[:, :, mine].sum()  # text, that all have, counts once
+        own = torch.autograd.grad(loss, given)
+        errors = (found - expected[:, :, rows]).abs().max().item()
+        return errors, [
+            torch.zeros_like(x).index_add(2, rows, grad) for x, grad in zip((q, k, v), own, strict=True)
+        ]
 
     for ranks in (1, 3):
-        assert max(error.abs().max().item() for error in on_ranks(ranks, job)) < 1e-12
+        answers = on_ranks(ranks, job)
+        assert max(error for error, _ in answers) < 1e-12
+        for grad, *parts in zip(grads, *(own for _, own in answers), strict=True):
+            torch.testing.assert_close(sum(parts), grad, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("again", [False, True])

@@ -67,9 +67,7 @@ def run(
         )
     with Console(stderr=True).status("reading and simulating …") as status:
         if all(trained):
-            from weft.report.training import read
-
-            cases, runs = [], [read(Path(one)) for one in what]
+            cases, runs = [], _runs(what)
         else:
             runs, cases = [], _cases(what, ask, topology, plan)
         status.update("drawing …")
@@ -87,6 +85,16 @@ def run(
 def _is_training(path: Path) -> bool:
     """A folder with a training run's log, or the log itself."""
     return (path / "log.jsonl").is_file() if path.is_dir() else path.name == "log.jsonl"
+
+
+def _runs(what: list[str]) -> list[Run]:
+    """By the names of their folders, or by all that was given where two would have one name."""
+    from weft.report.training import read
+
+    runs = [read(Path(one)) for one in what]
+    if len({run.name for run in runs}) == len(runs):
+        return runs
+    return [replace(run, name=one) for run, one in zip(runs, what, strict=True)]
 
 
 def _cases(what: list[str], ask: Callable[[str], Workload], topology: str, plan: str) -> list[Case]:
@@ -200,7 +208,7 @@ def _show_run(run: Run) -> None:
     from rich.table import Table
 
     from weft.report.terminal import sparkline
-    from weft.report.training import about, layer_rows, rows, verdict
+    from weft.report.trained import about, layer_rows, rows, verdict
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(f"{run.name} · {about(run)}")

@@ -72,6 +72,9 @@ class Site:
         if dropout_p or is_causal:
             what = f"dropout_p={dropout_p}" if dropout_p else "is_causal=True"
             raise InputError(f"{self.name} asks for attention with {what}, which weft cannot split.")
+        if not query.dtype == key.dtype == value.dtype and torch.is_autocast_enabled(query.device.type):
+            lower = torch.get_autocast_dtype(query.device.type)
+            query, key, value = query.to(lower), key.to(lower), value.to(lower)
         shards, rows = self.region.shards, query.shape[2]
         most = shards.rows(self.streams)
         if key.shape[2] != rows or rows > most or (rows < most and not self.ragged):

@@ -65,7 +65,7 @@ def sheet(pixels: np.ndarray) -> np.ndarray:
 
 
 def enlarged(pixels: np.ndarray, least: int) -> np.ndarray:
-    """Every pixel [..., H, W, 3 or none] as a square of pixels, if a side has less than half of `least`."""
+    """Every pixel of frames [F, H, W, …] as a square of pixels, if a side has at most half of `least`."""
     times = max(1, least // min(pixels.shape[1:3]))
     return pixels.repeat(times, 1).repeat(times, 2)
 

@@ -28,7 +28,7 @@ class Frame:
 
     @property
     def right(self) -> float:
-        return self.width - 14
+        return self.width - 22
 
     def x(self, step: float) -> float:
         first, last = self.steps
@@ -44,7 +44,8 @@ class Frame:
         if self.logs:
             heights = decades(self.low, self.high, self.y, wanted=5)
         else:
-            heights = [t for t in units.ticks(self.high) if t >= self.low]
+            up = units.ticks(self.high - min(0.0, self.low))
+            heights = [t for t in sorted({*up, *(-t for t in up)}) if self.low <= t <= self.high]
         found = rules((LEFT, self.right), ((self.y(t), show(t)) for t in heights))
         first, last = self.steps
         for tick in units.ticks(last, 8):
@@ -93,7 +94,7 @@ def framed(
     legend: list[Shape] = []
     x, y = LEFT, frame.bottom + 36
     for colour, text in entries:
-        room = 22 + 6.6 * len(text)
+        room = 30 + 6.8 * len(text)
         if x > LEFT and x + room > frame.right - 40:
             x, y = LEFT, y + 18
         legend += [Dot(x, y - 4, colour, 4)] * bool(colour)

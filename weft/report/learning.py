@@ -12,7 +12,8 @@ from weft.report import units
 from weft.report.draw import Dot, Figure, Line, Rect, Shape, Words
 from weft.report.frame import HALF, TOP, WIDE, Frame, framed
 from weft.report.sparsity import heads_figure, sparsity_map
-from weft.report.training import FloatArray, Run, finite, summary
+from weft.report.trained import summary
+from weft.report.training import FloatArray, Run, finite
 
 COLOURS = ("c4", "c5", "c2", "c6", "c0", "c1", "c7", "ink")
 """Of runs; lines on white, so that the pale ones come late."""
@@ -31,9 +32,6 @@ def draw_runs(runs: Sequence[Run]) -> tuple[list[Figure], list[str]]:
     if not sparse:
         missing.append("sparsity (the log has no records of it)")
     elif len(runs) > 1:
-        for number, run in enumerate(sparse):
-            figure = sparsity_map(run)
-            figures.append(replace(figure, name=f"sparsity-{number}", title=f"{run.name} · {figure.title}"))
         figures.append(computed_figure(runs))
     else:
         figures += [sparsity_map(runs[0]), heads_figure(runs[0]), coverage_figure(runs[0])]
@@ -43,6 +41,13 @@ def draw_runs(runs: Sequence[Run]) -> tuple[list[Figure], list[str]]:
         figures += [speed_figure(timed), seconds_figure(timed)]
     else:
         missing.append("speed (the log has no seconds)")
+    if len(runs) > 1:
+        figures[1:1] = [figure] if (figure := apart_figure(runs)) else []
+        maps = [(run, sparsity_map(run)) for run in sparse]
+        figures += [
+            replace(figure, name=f"sparsity-{i}", title=f"{run.name} · {figure.title}")
+            for i, (run, figure) in enumerate(maps)
+        ]
     return figures, missing
 
 
@@ -87,6 +92,25 @@ def _loss_title(runs: Sequence[Run]) -> str:
     held_out = f", {known['validation']:.4f} on validation" if known["validation"] is not None else ""
     loss = f"{known['loss']:.4f}" if known["loss"] is not None else "not a number"
     return f"Loss: {loss} after {runs[0].last:,} steps{held_out}"
+
+
+def apart_figure(runs: Sequence[Run]) -> Figure | None:
+    """How far the validation loss of each run is from that of the first at the same steps."""
+    first = dict(runs[0].validation)
+    curves: list[tuple[FloatArray, FloatArray]] = []
+    for run in runs:
+        both = [(step, 100 * (loss / first[step] - 1)) for step, loss in run.validation if first.get(step)]
+        curves.append((np.array([step for step, _ in both]), np.array([gap for _, gap in both])))
+    seen = finite(np.concatenate([values for _, values in curves[1:]]))
+    if not seen.size:
+        return None
+    most = 1.1 * max(1.0, float(np.quantile(abs(seen), 0.95)))
+    frame = Frame(HALF, 200.0, _steps(runs), -most, most)
+    shapes = frame.axes(lambda value: f"{value:+.3g}%" if value else "0%")
+    for (steps, values), colour in zip(curves, COLOURS, strict=False):
+        shapes += frame.curve(steps, values, colour, kind="apart")
+    title = f"Validation loss against that of {runs[0].name}"
+    return framed("apart", title, frame, shapes, _entries(runs, ""), caption="Below zero is better.")
 
 
 def speed_figure(runs: Sequence[Run]) -> Figure:

@@ -9,7 +9,7 @@ from itertools import groupby
 from string import Template
 
 from weft import __version__
-from weft.report import training, units
+from weft.report import trained, units
 from weft.report.case import Case, numbers, summary
 from weft.report.draw import HATCHES, Figure
 from weft.report.palette import style_sheet
@@ -45,7 +45,7 @@ def page(
 
 def run_page(runs: Sequence[Run], figures: Sequence[Figure], missing: Sequence[str]) -> str:
     """The HTML of a report on one training run, or on several in the same figures."""
-    found = [training.rows(run) for run in runs]
+    found = [trained.rows(run) for run in runs]
     labels = list(dict.fromkeys(label for some in found for label, _, _ in some))
     known = [{label: value for label, value, _ in some} for some in found]
     meaning = {label: text for label, _, text in found[0]} if len(runs) == 1 else {}
@@ -55,19 +55,19 @@ def run_page(runs: Sequence[Run], figures: Sequence[Figure], missing: Sequence[s
         cells = "".join(f"<td>{escape(one.get(label, '–'))}</td>" for one in known)
         body.append(f'<tr><td>{label}</td>{cells}<td class="note">{escape(meaning.get(label, ""))}</td></tr>')
     return _document(
-        " against ".join(run.name for run in runs),
-        " — ".join(map(training.about, runs)),
+        " against ".join(run.name for run in runs) if len(runs) < 3 else f"{len(runs)} training runs",
+        " — ".join(dict.fromkeys(map(trained.about, runs))),
         figures,
         missing,
         summary=f'<table id="summary">{"".join(body)}</table>',
-        verdict=f"<p>{escape(training.verdict(runs[0]))}</p>" if len(runs) == 1 else "",
+        verdict=f"<p>{escape(trained.verdict(runs[0]))}</p>" if len(runs) == 1 else "",
         tables="".join(_layers(run) for run in runs if run.layers),
         footer=FOOTER,
     )
 
 
 def _layers(run: Run) -> str:
-    table = _table(*training.layer_rows(run))
+    table = _table(*trained.layer_rows(run))
     return f"<details open><summary>Layers of {escape(run.name)}, now</summary>{table}</details>"
 
 

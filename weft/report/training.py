@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.core.errors import InputError
-from weft.report import units
 
 LOG = "log.jsonl"
 RATES = ("samples", "tokens")
@@ -121,111 +120,6 @@ def read(path: Path) -> Run:
     )
 
 
-def summary(run: Run) -> dict[str, Any]:
-    """The numbers of the first table; None is what the log does not say."""
-    end = slice(-run.window, None)
-    loss, seconds = run.values["loss"], run.values["seconds"]
-    held_out = run.validation[np.isfinite(run.validation[:, 1])]
-    best = held_out[held_out[:, 1].argmin()] if len(held_out) else (math.nan, math.nan)
-    now = run.now.values()
-    broken = run.step[~np.isfinite(loss)]
-    found = {
-        "step": run.last,
-        "total": run.total,
-        "finished": run.finished,
-        "loss": mean(loss[end]),
-        "validation": held_out[-1, 1] if len(held_out) else math.nan,
-        "best": best[1],
-        "best_step": best[0],
-        "samples_per_second": median(run.values["samples"][end]),
-        "tokens_per_second": median(run.values["tokens"][end]),
-        "step_seconds": median(seconds[end]),
-        "seconds": np.nansum(seconds),
-        "layers": len(now) or None,
-        "sparse_layers": sum(one.sparse for one in now) if now else None,
-        "density": mean([share(one) for one in now]),
-        "coverage": mean([one.coverage for one in now]),
-        "lowest_coverage": min((one.coverage for one in now if one.coverage == one.coverage), default=None),
-        "not_finite_from": broken[0] if len(broken) else None,
-    }
-    return {name: None if value != value else value for name, value in found.items()}
-
-
-def rows(run: Run) -> list[tuple[str, str, str]]:
-    """(what, how much, what that means) for the first table."""
-    known = summary(run)
-    left = known["step_seconds"] and known["step_seconds"] * max(0, run.total - run.last)
-    state = "finished" if run.finished else "the log ends here: under way, or broken off"
-    best = known["best"] is not None and f"; best {known['best']:.4f} at step {known['best_step']:,.0f}"
-    late = f"of the last {run.window} steps" if run.window > 1 else "of the last step"
-    candidates = [
-        ("steps", f"{run.last:,} of {run.total:,}", True, state),
-        ("loss", "{loss:.4f}", known["loss"], f"mean {late}"),
-        ("validation", "{validation:.4f}", known["validation"], f"held-out loss{best or ''}"),
-        ("step time", _time(known["step_seconds"]), known["step_seconds"], f"median {late}"),
-        ("speed", "{samples_per_second:,.3g} samples/s", known["samples_per_second"], _tokens(known)),
-        (
-            "time",
-            units.clock(known["seconds"]),
-            known["seconds"],
-            f"in steps; {units.clock(left or 0)} to go",
-        ),
-        ("sparse layers", "{sparse_layers} of {layers}", known["layers"], "the others compute everything"),
-        ("computed", "{density:.1%}", known["density"], "of all attention; a dense layer counts in full"),
-        ("coverage", "{coverage:.1%}", known["coverage"], _coverage(known)),
-    ]
-    return [(what, text.format(**known), meaning) for what, text, given, meaning in candidates if given]
-
-
-def about(run: Run) -> str:
-    """Where it ran, and what is odd about its log."""
-    ranks, parameters = run.facts.get("ranks"), run.facts.get("parameters")
-    parts = [
-        "training run",
-        *([f"{ranks} rank{'s' * (ranks != 1)}"] if ranks else []),
-        *([f"{units.count(parameters)} parameters".replace(" M", "M")] if parameters else []),
-        *([f"torch {run.facts['torch']}"] if "torch" in run.facts else []),
-        *([f"resumed {len(run.resumed)}×"] if run.resumed else []),
-        *([f"unreadable lines in the log: {run.unreadable}"] if run.unreadable else []),
-    ]
-    return " · ".join(parts)
-
-
-def verdict(run: Run) -> str:
-    """What stands out, in a sentence."""
-    known = summary(run)
-    if known["not_finite_from"] is not None:
-        return f"The loss is not a number from step {known['not_finite_from']:,.0f} on."
-    seconds = run.values["seconds"]
-    if run.changes and known["sparse_layers"]:
-        dense, sparse = median(seconds[run.step <= run.changes[0][0]]), known["step_seconds"]
-        if sparse and dense == dense:
-            return (
-                f"A step takes {units.time(sparse)}; with all layers dense it took {units.time(dense)}: "
-                f"{dense / sparse:.2f}× as fast."
-            )
-    if not run.layers:
-        return "All attention is dense: the log has nothing about sparsity."
-    return f"{known['sparse_layers']} of {known['layers']} layers are sparse."
-
-
-def layer_rows(run: Run) -> tuple[list[str], list[list[str]]]:
-    """A table of the layers as they are now."""
-    found = [
-        [
-            layer,
-            "sparse" if one.sparse else "dense",
-            _share(mean(one.sparsity)),
-            f"{_share(one.sparsity.min())} to {_share(one.sparsity.max())}" if one.sparsity.size else "–",
-            _share(share(one)),
-            _share(one.coverage),
-            _share(one.recall),
-        ]
-        for layer, one in run.now.items()
-    ]
-    return ["layer", "mode", "sparsity", "its heads", "computed", "coverage", "recall"], found
-
-
 def finite(values: FloatArray) -> FloatArray:
     return values[np.isfinite(values)]
 
@@ -288,21 +182,3 @@ def _number(value: Any) -> float:
 
 def _numbers(value: Any) -> FloatArray:
     return np.array([_number(one) for one in value] if isinstance(value, list) else [_number(value)], float)
-
-
-def _share(value: float) -> str:
-    return f"{value:.3f}" if math.isfinite(value) else "–"
-
-
-def _time(seconds: float | None) -> str:
-    return "" if seconds is None else units.time(seconds)
-
-
-def _tokens(known: Mapping[str, Any]) -> str:
-    tokens = known["tokens_per_second"]
-    return f"{units.count(tokens)} tokens/s" if tokens else "of all ranks"
-
-
-def _coverage(known: Mapping[str, Any]) -> str:
-    low = known["lowest_coverage"]
-    return f"of the mass is selected; lowest layer {low:.1%}" if low is not None else ""

@@ -24,7 +24,8 @@ from weft.report.page import page, run_page
 from weft.report.perfetto import write_trace
 from weft.report.png import render
 from weft.report.traffic import traffic_matrix
-from weft.report.training import Run, summary
+from weft.report.trained import summary
+from weft.report.training import Run
 
 MASK_BYTES = 400_000
 """Noise does not compress; the page is to stay below 2 MB."""

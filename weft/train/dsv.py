@@ -180,7 +180,10 @@ class DSV:
                 field.name: np.mean([getattr(each, field.name) for each in found], axis=0)
                 for field in fields(Profile)
             }
-            means["predictor"] = np.asarray(fmean(self._losses.get(layer) or [0.0]))
+            if self.predictors:
+                means["predictor"] = np.asarray(fmean(self._losses[layer]))
+            else:
+                del means["keys"]
             told = _over_all(means)
             self.dispatcher.observe(layer, told["needed"], float(told["coverage"]))
             plain = {name: value.tolist() for name, value in told.items() if name != "coverage"}

@@ -99,9 +99,7 @@ class Folder(Stored):
         self._room, self._kept = memory // (3 * frames * self.shape[0] * self.shape[1]), dict[str, Any]()
         said, self._files, self._counts = read_captions(root / captions), _find(root), dict[str, int]()
         skipped = dict[str, str]()
-        for name, _ in said:
-            if name in self._counts or name in skipped:
-                continue
+        for name in dict(said):
             try:
                 self._counts[name] = self._count(name)
             except UnreadableError as error:
@@ -213,7 +211,7 @@ def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
     from av.error import FFmpegError
 
     try:
-        with av.open(str(path)) as container:
+        with av.open(str(path), metadata_errors="replace") as container:  # titles are not always in UTF-8
             if not container.streams.video:
                 raise UnreadableError("has no pictures")
             yield container, container.streams.video[0]

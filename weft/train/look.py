@@ -5,10 +5,11 @@ Each part is computed when it is first asked for; all ranks ask for the same, at
 
 from __future__ import annotations
 
-from functools import cached_property
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from weft.core.indices import IntArray, split_evenly
@@ -23,6 +24,18 @@ from weft.train.select import Masses, Near, Scores, Shares, nearest, select
 
 if TYPE_CHECKING:
     from weft.train.recipe import SparsePart
+
+
+def once(make: Callable[[Any], Any]) -> Any:
+    """A cached_property without the lock of Python 3.11's, in which ranks that are threads would wait."""
+    name = f"{make.__name__} was made"
+
+    def made(self: Any) -> Any:
+        if name not in vars(self):
+            vars(self)[name] = make(self)
+        return vars(self)[name]
+
+    return property(made)
 
 
 class Look:
@@ -52,6 +65,7 @@ class Look:
         x_q, x_k = self._rows(self.given[0]), self.own.of(self.given[1])
         return predicting.learn(self.predictor, self.part.loss, true, x_q, x_k, self.layout.size, self.world)
 
+    @torch.no_grad()
     def profile(self, budgets: Shares | None) -> Profile:
         guess = None
         if self.predictor is not None and self.given is not None:
@@ -61,13 +75,14 @@ class Look:
         seen = Seen(self.places, true, guess, self._scores, self.samples)
         return profile(seen, budgets, self.part.mass, self.cubes, self.world)
 
+    @torch.no_grad()
     def select(self, budgets: Shares) -> BlockMask:
         shares = np.tile(budgets, self.samples)
         if self.part.method == "window":
             return nearest(shares, self.cubes)
         return select(self._scores, shares, self.cubes, self.world, self.q.device)
 
-    @cached_property
+    @once
     def _scores(self) -> Scores:
         cubes, layout, world = self.cubes, self.layout, self.world
         if self.part.method == "window":
@@ -82,14 +97,14 @@ class Look:
             queries = block_means(low, layout, world, cubes.block)[0]
         return Masses(queries.to(self._low_keys.dtype), self._low_keys, cubes.block_k)
 
-    @cached_property
+    @once
     def _low_keys(self) -> Tensor:
         """[this rank's heads, all keys, r], scaled."""
         assert self.predictor is not None and self.given is not None
         low = self.predictor(self.own.of(self.given[1]), 1) * self.predictor.scale
         return of_my_heads(_folded(low), self.layout, self.world)[0]
 
-    @cached_property
+    @once
     def _true(self) -> Tensor:
         """[1, folded heads, places, own keys]: scores."""
         scale = self.q.shape[3] ** -0.5 if self.where.scale is None else self.where.scale

@@ -51,7 +51,6 @@ class Seen:
     samples: int
 
 
-@torch.no_grad()
 def profile(seen: Seen, budgets: Shares | None, mass: float, cubes: Cubes, world: World) -> Profile:
     """Together, the same on all ranks; samples are averaged."""
     weights = seen.true.double().softmax(-1)

@@ -1,7 +1,7 @@
 """Select: which blocks of keys each block of queries attends to, by a score for the pair and a budget.
 
-One query stands for its block. A block of keys has the mass that its keys have, log Σ exp: the score of a
-mean of keys would miss the one that counts. Samples of a batch are further heads, so that each has a mask of
+One query stands for its block. A block of keys has the mass that its keys have, Σ exp: the score of a mean
+of keys would miss the one that counts. Samples of a batch are further heads, so that each has a mask of
 its own. Each rank scores some of the heads, with all tokens, and what it has chosen is sent as bits.
 """
 
@@ -51,11 +51,12 @@ class Masses:
         scores = queries @ keys
         if self.block == 1:
             return scores
+        scores.sub_(scores.amax(1, keepdim=True)).exp_()  # no log: it would change no order
         whole = scores.shape[1] // self.block * self.block
-        found = scores[:, :whole].unflatten(1, (-1, self.block)).logsumexp(-1)
+        found = scores[:, :whole].unflatten(1, (-1, self.block)).sum(-1)
         if whole == scores.shape[1]:
             return found
-        return torch.cat((found, scores[:, whole:].logsumexp(1, keepdim=True)), 1)
+        return torch.cat((found, scores[:, whole:].sum(1, keepdim=True)), 1)
 
 
 @dataclass(frozen=True, eq=False)
