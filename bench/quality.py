@@ -32,12 +32,12 @@ from bench.quality_table import Result, density_of, read, show
 from weft.models.flow import normal
 from weft.models.video import VideoPipeline
 from weft.train.checker import accuracy
-from weft.train.data import HELD_OUT, Endless, to_tensor
+from weft.train.data import HELD_OUT, Endless, generator, to_tensor
 from weft.train.evaluate import generated, held_out_loss
 from weft.train.pan import Pan, follow, steadiness
 from weft.train.recipe import DataPart, ModelPart, Recipe, SavePart, SparsePart, TrainPart
 from weft.train.results import exchanged
-from weft.train.trainer import Trainer, generator
+from weft.train.trainer import Trainer
 
 SEEDS = (0, 1, 2)
 JUDGED = 7001  # the seed of clips that no run sees

@@ -145,18 +145,22 @@ def _share(case: Case, wall: Wall) -> Row:
 def tell(case: Case, wall: Wall, facts: dict[str, Any], used: Sequence[Round]) -> list[Line]:
     busy = f"{len(used)} rounds, {median(one.others for one in used):.0%} of the machine to others"
     lines: list[Line] = []
-    for name, times in wall.items():
+    for name in (name for name in wall if not name.endswith(LOOKING)):
         note = "" if lines else busy
         if name in facts:
-            note = f"profiling is {1e3 * facts[name][1]:.2f} ms of it"
-        cpu = median(one.took[name].cpu * 1e3 for one in used)
-        ratio = median_ratio(times, wall[FORCED])
+            looking, profiling = median(wall[name + LOOKING]), 1e3 * facts[name][1]
+            note = f"{looking:.0f} ms are selection and predictor, {profiling:.1f} profiling"
         lines.append(
             Line(
-                case=str(case), name=name, measured=median(times), quartiles=quartiles(times), cpu=cpu,
-                ratio=ratio, note=note,
+                case=str(case),
+                name=name,
+                measured=median(wall[name]),
+                quartiles=quartiles(wall[name]),
+                cpu=median(one.took[name].cpu * 1e3 for one in used),
+                ratio=median_ratio(wall[name], wall[FORCED]),
+                note=note,
             )
-        )  # fmt: skip
+        )
     return lines
 
 

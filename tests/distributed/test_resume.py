@@ -31,7 +31,17 @@ DENSE: dict[str, Any] = {
     "save": {"every": EVERY},
 }
 SHARED = DENSE | {"parallel": {"sequence": 0}}
-SPARSE = SHARED | {"sparse": {"cube": (2, 2, 2), "rows": 8, "stage1": 4, "profile_every": 2, "gate": 1.0}}
+SPARSE = SHARED | {
+    "sparse": {
+        "cube": (2, 2, 2),
+        "rows": 8,
+        "stage1": 4,
+        "profile_every": 2,
+        "profile_rarely": 3,
+        "gate": 1.0,
+        "budget": 0.5,
+    }
+}
 
 
 class Trouble(NamedTuple):
@@ -156,6 +166,8 @@ def test_other_ranks_go_on_where_two_were(ranks: int, calm: Path, tmp_path: Path
 def test_two_ranks_go_on_where_one_was(said: dict[str, Any], tmp_path: Path) -> None:
     train(said, tmp_path)
     alone = losses(tmp_path)
+    if "sparse" in said:  # some steps were, else this says nothing about them
+        assert any(line["kind"] == "sparsity" and line["mode"] == "sparse" for line in log(tmp_path))
     assert goes_on(tmp_path, said, 2) == pytest.approx(alone, rel=1e-5)
 
 

@@ -35,7 +35,7 @@ def run(
     ranks: Annotated[str, typer.Option(help="Numbers of ranks to try.")] = "2,3",
     out: Annotated[Path, typer.Option("--out", "-o", help="The video to write.")] = Path("demo.mp4"),
 ) -> None:
-    """Check one DiT block's attention on a few local ranks, then make a video by the small model of weft's."""
+    """Check one DiT block's attention on a few local ranks, then make a video by the small model here."""
     worlds = counts(ranks, "ranks")
     from rich.console import Console
 

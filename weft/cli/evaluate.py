@@ -68,8 +68,8 @@ def _measure(model_dir: Path, against: Path | None, count: int, data: str, steps
     }
     if against is not None:
         other = VideoPipeline.load(against)
-        theirs = compare(made, generated(other, asked, **how))
-        found["likeness"] = {"psnr": float(theirs.psnr.clip(max=100).mean()), "ssim": float(theirs.ssim.mean())}
+        psnr, ssim = compare(made, generated(other, asked, **how))
+        found["likeness"] = {"psnr": float(psnr.clip(max=100).mean()), "ssim": float(ssim.mean())}
         found["loss against"] = paired(held_out_loss(other.transformer, source, clips=count), loss)
     return found
 

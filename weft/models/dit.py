@@ -48,6 +48,8 @@ class DiTConfig:
     mlp: int = 4
     """Times the width."""
     qk_norm: bool = True
+    shift: float = 1.0
+    """Of the sampler's timesteps, see `flow.times`: what is large is decided while all is noise."""
 
     def __post_init__(self) -> None:
         if self.width % self.heads or self.head % 2 or self.head < 6:
@@ -78,7 +80,8 @@ class DiTConfig:
     @staticmethod
     def from_json(said: Mapping[str, Any]) -> DiTConfig:
         """Other entries are left alone."""
-        own: dict[str, Any] = {field.name: said[field.name] for field in fields(DiTConfig)}
+        names = [field.name for field in fields(DiTConfig)]
+        own: dict[str, Any] = {name: said[name] for name in names if name in said}
         return DiTConfig(**{**own, "video": tuple(own["video"]), "patch": tuple(own["patch"])})
 
 

@@ -63,20 +63,22 @@ def sample(  # noqa: PLR0913 - what a call of a pipeline has
     negative: Tensor | None = None,
     steps: int = 30,
     guidance: float = 2.0,
+    shift: float = 1.0,
     generator: Generator | None = None,
     on_step: Callable[[int, Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Videos [B, *shape] of prompts [B, length], from -1 to 1, by Euler's method.
 
     negative   prompts to go away from, by default empty ones; guidance=1 goes by the prompts alone.
+    shift      see `times`.
     on_step    (index, timestep, videos so far) -> what to go on with.
     """
     if steps < 1:
         raise InputError(f"{steps} steps make nothing.", hint="Take 20 to 50.")
     x = normal((len(words), *shape), generator, next(model.parameters()))
-    times = torch.linspace(1, 0, steps + 1, dtype=torch.float64).to(x)
+    now_and_then = times(steps, shift).to(x)
     both = torch.cat((torch.zeros_like(words) if negative is None else negative, words))
-    for index, (now, then) in enumerate(zip(times, times[1:], strict=False)):
+    for index, (now, then) in enumerate(zip(now_and_then, now_and_then[1:], strict=False)):
         if guidance == 1:
             clean = model(x, now.expand(len(x)), words)
         else:
@@ -87,6 +89,16 @@ def sample(  # noqa: PLR0913 - what a call of a pipeline has
         x = clean + then / now * (x - clean)
         x = x if on_step is None else on_step(index, now, x)
     return x
+
+
+def times(steps: int, shift: float = 1.0) -> Tensor:
+    """Timesteps from 1 to 0, of which those near 1 are the closer, the larger `shift` is.
+
+    The more pixels show one thing, the more noise it takes to hide it: a model that was trained on
+    logit-normal timesteps around a mean is sampled with a shift of e^mean, which moves logits by that mean.
+    """
+    even = torch.linspace(1, 0, steps + 1, dtype=torch.float64)
+    return shift * even / (1 + (shift - 1) * even)
 
 
 def normal(shape: Sequence[int], generator: Generator | None, like: Tensor) -> Tensor:

@@ -123,7 +123,7 @@ class VideoPipeline:
         video = flow.sample(
             self.transformer, words, (T, config.channels, H, W), on_step=on_step, generator=generator,
             negative=None if negative_prompt is None else self._words(negative_prompt, len(words)),
-            steps=num_inference_steps, guidance=guidance_scale,
+            steps=num_inference_steps, guidance=guidance_scale, shift=config.shift,
         )  # fmt: skip
         frames = video if output_type == "latent" else _shown(video, output_type)
         return VideoOutput(frames) if return_dict else (frames,)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from weft.core.errors import InputError
 from weft.models import words
@@ -107,6 +107,12 @@ class Clips:
             rng = np.random.default_rng((self.seed, epoch))
             self._order = epoch, rng.permutation(self.trained or 0).tolist()
         return self._order[1]
+
+
+def generator(*numbers: int) -> Generator:
+    """Of these numbers, and no others: those that are near make noise that is not."""
+    mixed = np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0]
+    return Generator().manual_seed(int(mixed) >> 1)
 
 
 def to_tensor(clips: Any) -> Tensor:

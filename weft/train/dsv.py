@@ -90,9 +90,8 @@ class DSV:
         if mask is not None:
             q_, k_, v_ = (x.flatten(0, 1)[None] for x in (q, k, v))
             plan = self.plans.of(where, layout, q_, k_, mask, self.dispatcher.budgets(where.layer))
-            out = where.attention(q_, k_, v_, plan=plan, mask=mask, tokens=layout)[0].unflatten(
-                0, q.shape[:2]
-            )
+            out = where.attention(q_, k_, v_, plan=plan, mask=mask, tokens=layout)
+            out = out[0].unflatten(0, q.shape[:2])
             if not self._is_kept(where) and not torch.is_grad_enabled():
                 self._let_go(where.world, mask)
         elif where.world.comm.size == 1:  # torch's is the fastest dense one
@@ -133,7 +132,8 @@ class DSV:
             self._losses.setdefault(layer, []).append(look.learn())
         if profiles:
             self._profiles.setdefault(layer, []).append(look.profile(budgets))
-        return None if budgets is None else look.select(budgets)
+        # Where annealing begins, all heads have all keys.
+        return None if budgets is None or budgets.min() >= 1 else look.select(budgets)
 
     def step(self) -> None:
         """After the model's own, on all ranks: predictors learn, and what was profiled is told."""

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
 from weft.core.errors import InputError
 from weft.models import flow
 from weft.train.checker import Accuracy, accuracy
-from weft.train.data import HELD_OUT, Captions, Source, to_tensor
+from weft.train.data import HELD_OUT, Captions, Source, generator, to_tensor
 from weft.train.likeness import psnr, ssim
 
 TIMESTEPS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 0.95)
@@ -52,7 +52,7 @@ def held_out_loss(
         for index in range(first, first + clips):
             pixels, [caption] = source.batch([index])
             video = to_tensor(pixels).to(like)
-            noise = flow.normal((len(times), *video.shape[1:]), _generator(seed, index), like)
+            noise = flow.normal((len(times), *video.shape[1:]), generator(seed, index), like)
             t, words = times.view(-1, 1, 1, 1, 1), torch.tensor([encode(caption)], device=like.device)
             clean = model((1 - t) * video + t * noise, times, words.expand(len(times), -1))
             losses.append(weight * (clean - video).square().flatten(1).mean(1))
@@ -65,7 +65,7 @@ def generated(pipe: Any, prompts: Sequence[str], *, seed: int = 0, batch: int = 
     with _resting(pipe.transformer):
         for start in range(0, len(prompts), batch):
             some = list(prompts[start : start + batch])
-            made.extend(pipe(some, generator=_generator(seed, start), **how).frames)
+            made.extend(pipe(some, generator=generator(seed, start), **how).frames)
     return np.stack(made)
 
 
@@ -126,9 +126,3 @@ def _resting(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(training)
-
-
-def _generator(seed: int, place: int) -> Generator:
-    """Of one clip or batch: seeds and places that are near make noise that is not."""
-    mixed = np.random.SeedSequence((seed, place)).generate_state(1, np.uint64)[0]
-    return Generator().manual_seed(int(mixed) >> 1)

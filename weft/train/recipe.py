@@ -43,6 +43,8 @@ class ModelPart:
     heads: int = 6
     mlp: int = 4
     qk_norm: bool = True
+    start: str = ""
+    """A model's directory, whose weights to begin with."""
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -28,11 +27,12 @@ from torch.nn.utils import clip_grad_norm_
 from weft import __version__
 from weft.core.errors import InputError, WeftError
 from weft.core.files import whole
-from weft.models import flow
+from weft.models import checkpoint, flow
 from weft.models.dit import DiTConfig, VideoDiT
 from weft.models.parallelize import parallelize
+from weft.models.video import VideoPipeline
 from weft.train.checkpoints import Checkpoints
-from weft.train.data import Captions, Clips, source_of
+from weft.train.data import Captions, Clips, generator, source_of
 from weft.train.folder import told
 from weft.train.journal import Journal
 from weft.train.optimise import adamw, follow, rate
@@ -66,8 +66,7 @@ class Trainer:
             encode=self.captions.encode,
         )  # fmt: skip
         self.config = self._config()
-        torch.manual_seed(part.seed)  # the same weights on all ranks, before they are sharded
-        self.model = VideoDiT(self.config)
+        self.model = self._model()
         self.sparse = self._sparse()
         if part.checkpointing:
             self.model.enable_gradient_checkpointing()
@@ -171,8 +170,25 @@ class Trainer:
     def _config(self) -> DiTConfig:
         recipe, (clip, _) = self.recipe, self.clips.load(self.clips.indices(1)[:1])
         frames, channels, height, width = clip.shape[1:]
-        sizes = {**vars(recipe.model), "channels": channels, "video": (frames, height, width)}
-        return DiTConfig(words=self.captions.size, length=self.captions.length, **sizes)
+        sizes = {name: size for name, size in vars(recipe.model).items() if name != "start"}
+        sizes |= {"channels": channels, "video": (frames, height, width)}
+        shift = math.exp(recipe.train.mean)
+        return DiTConfig(words=self.captions.size, length=self.captions.length, shift=shift, **sizes)
+
+    def _model(self) -> VideoDiT:
+        torch.manual_seed(self.recipe.train.seed)  # the same weights on all ranks, before they are sharded
+        model, start = VideoDiT(self.config), self.recipe.model.start
+        if start:
+            checkpoint.check(Path(start))
+            weights = VideoPipeline.load(start).transformer.state_dict()
+            try:
+                model.load_state_dict(weights)
+            except RuntimeError as error:
+                raise InputError(
+                    f"The model in {start} has other sizes than the recipe: {error}",
+                    hint="Copy [model] from the recipe that made it.",
+                ) from error
+        return model
 
     def _sparse(self) -> Any:
         if self.recipe.sparse is None:
@@ -246,12 +262,6 @@ class Trainer:
         self.clips.close()
         if self.journal is not None:
             self.journal.close()
-
-
-def generator(*numbers: int) -> Generator:
-    """Numbers that depend on these only."""
-    state = np.random.SeedSequence(numbers).generate_state(1, np.uint64)
-    return Generator().manual_seed(int(state[0]) >> 1)
 
 
 def _full(x: Any) -> Tensor:
