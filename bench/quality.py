@@ -98,6 +98,7 @@ def recipe_of(part: SparsePart | None, size: Size, seed: int) -> Recipe:
             rate=2e-3,
             warmup=max(1, size.steps // 20),
             floor=0.05,
+            mean=1.0,  # what a camera does shows through much noise
             seed=seed,
         ),
         save=SavePart(every=max(1, size.steps // 8), keep=1),

@@ -21,7 +21,7 @@ from weft.run.rank import PRELOAD
 from weft.train.recipe import Recipe
 from weft.train.trainer import Trainer
 
-PRELOAD.append("weft.train.trainer")  # seconds, otherwise in each rank
+PRELOAD.append("torch.distributed.checkpoint")  # seconds, otherwise in each rank
 
 EVERY, LAST = 3, 12
 DENSE: dict[str, Any] = {

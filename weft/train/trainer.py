@@ -215,8 +215,7 @@ class Trainer:
 
     def _begin(self) -> None:
         """Go on from the last checkpoint, if there is one, of the same recipe."""
-        if self.ranks.rank == 0:
-            self._keep_recipe()
+        self._keep_recipe()
         found = self.checkpoints.latest()
         if found is not None:
             state = self.state()
@@ -243,11 +242,14 @@ class Trainer:
         if file.exists():
             old = json.loads(file.read_text(encoding="utf-8"))
             for name in ("model", "data", "train", "sparse"):
-                if old.get(name) != said.get(name):
+                before, now = ({**(each.get(name) or {}), "steps": 0} for each in (old, said))
+                if before != now:
                     raise InputError(
                         f"{self.folder} has a run whose [{name}] is another one.",
                         hint="Give another --out, or remove that folder.",
                     )
+        if self.ranks.rank:
+            return  # all have looked, so that all refuse
         with whole(file) as temporary:
             temporary.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
 
