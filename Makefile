@@ -7,13 +7,17 @@ PIP := $(PY) -m pip --disable-pip-version-check
 
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: demo test lint testbed bench soak clean
+.PHONY: demo test pytest lint testbed bench soak clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/weft.stamp
 	$(VENV)/bin/weft demo
 
-test: lint
+# Both at once: the tests leave most of a second core to the type checker.
+test: $(VENV)/test.stamp
+	@$(MAKE) --no-print-directory -j2 lint pytest
+
+pytest: $(VENV)/test.stamp
 	$(PY) -m pytest
 
 lint: $(VENV)/test.stamp
