@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from weft.core.codec import value
+from weft.core.codec import digest, value
 from weft.core.errors import InputError
 from weft.core.indices import EMPTY, Indices, IntArray, split_evenly
 
@@ -123,9 +123,21 @@ class Layout:
         return self.held(rank).size + (self.padding[rank] if self.padding else 0)
 
     def order(self, rank: int) -> IntArray:
-        """The global index of each local row, padding left out."""
-        runs = [np.arange(start, stop, dtype=np.int64) for start, stop in self.shards[rank]]
-        return np.concatenate(runs) if runs else np.empty(0, dtype=np.int64)
+        """The global index of each local row, padding left out; not to be written to."""
+        return self._orders[rank]
+
+    @cached_property
+    def _orders(self) -> tuple[IntArray, ...]:
+        found: list[IntArray] = []
+        for shard in self.shards:
+            runs = [np.arange(start, stop, dtype=np.int64) for start, stop in shard]
+            found.append(np.concatenate(runs) if runs else np.empty(0, dtype=np.int64))
+        return tuple(found)
+
+    @cached_property
+    def digest(self) -> str:
+        """A layout in the order of cubes is long, and is that of many schedules."""
+        return digest(self)
 
     @cached_property
     def shared(self) -> Indices:

@@ -185,8 +185,11 @@ class Schedule:
 
     @cached_property
     def digest(self) -> str:
-        # The mask is hashed once, by itself: it is most of the bytes and shared by many schedules.
-        head = dumps([self.name, self.problem, self.mask.digest, self.mesh, self.backward, self.kept])
+        # Mask and layouts are hashed once, by themselves: they are most of the bytes, and many schedules'.
+        problem = self.problem
+        sizes = [problem.batch, problem.heads, problem.kv_heads, problem.head_dim, problem.dtype]
+        parts = [problem.q.digest, problem.kv.digest, self.mask.digest]
+        head = dumps([self.name, sizes, parts, self.mesh, self.backward, self.kept])
         state = hashlib.sha256(head.encode())
         for op in self.ops:
             state.update(repr(_exact(op)).encode())

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.core.mask import BlockMask
@@ -94,9 +93,6 @@ class DSV:
             out = out[0].unflatten(0, q.shape[:2])
             if not self._is_kept(where) and not torch.is_grad_enabled():
                 self._let_go(where.world, mask)
-        elif where.world.comm.size == 1:  # torch's is the fastest dense one
-            shared = q.shape[1] != k.shape[1]
-            out = F.scaled_dot_product_attention(q, k, v, scale=where.scale, enable_gqa=shared)
         else:
             out = where.attention(q, k, v, plan=where.plan)
         return out + coarse.gated(where, layout, cubes.block, q, k, v) if self.part.coarse else out

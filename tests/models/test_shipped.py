@@ -1,0 +1,21 @@
+"""The small model that comes with weft: it is there, it is small, and it shows what it is asked for."""
+
+from __future__ import annotations
+
+import torch
+
+from weft.models.checkpoint import WEIGHTS, check, shipped
+from weft.models.video import VideoPipeline
+from weft.train.checker import accuracy
+
+PROMPTS = ("a red circle moving left", "a blue square moving up", "a white triangle moving down")
+
+
+def test_it_shows_what_it_is_asked_for() -> None:
+    check(shipped())
+    assert (shipped() / WEIGHTS).stat().st_size <= 12_000_000
+    pipe = VideoPipeline.load(shipped())
+    made = pipe(PROMPTS, generator=torch.Generator().manual_seed(1), num_inference_steps=15).frames
+    assert made.shape == (3, 16, 64, 64, 3)
+    parts = accuracy(made, PROMPTS).parts
+    assert parts["colour"].right == parts["motion"].right == len(PROMPTS)
