@@ -36,4 +36,5 @@ def rate(part: TrainPart, step: int) -> float:
 def follow(averages: Iterable[Tensor], weights: Iterable[Tensor], share: float, step: int) -> None:
     """Averages keep `share` of themselves, less in the first steps, when weights are not worth keeping."""
     share = min(share, (1 + step) / (10 + step))
-    torch._foreach_lerp_(list(averages), [w.detach() for w in weights], 1 - share)
+    for average, weight in zip(averages, weights, strict=True):
+        average.lerp_(weight.detach(), 1 - share)

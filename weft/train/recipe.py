@@ -232,8 +232,10 @@ def _read(kind: Any, said: Any, where: str) -> Any:
 def _value(kind: Any, value: Any, where: str) -> Any:
     options = get_args(kind) if get_origin(kind) in (types.UnionType, Union) else (kind,)
     parts = [option for option in options if is_dataclass(option)]
-    if value is None and type(None) in options:
-        return None
+    if value is None:
+        if type(None) in options:
+            return None
+        raise InputError(f"{where} is nothing in the recipe.", hint=f"It is {_said(kind)}.")
     if parts:
         return _read(parts[0], value, f"{where}.")
     for option in options:
