@@ -23,6 +23,8 @@ from weft.train.pan import Pan
 MARGIN = 0.01
 """By how much of dense's held-out loss another's may be above it. Declared before the first run."""
 DENSE, DSV = "dense", "dsv"
+MEASURED = ("density", "sparsity", "coverage", "recall", "keys")
+"""By layer; `keys` is the share of the critical mass that as many predicted keys have."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,8 @@ def density_of(folder: Path, steps: int) -> dict[str, Any]:
     for layer in sorted({r["layer"] for r in late}):
         own = [r for r in late if r["layer"] == layer]
         means = {
-            name: _mean([r.get(name) for r in own]) for name in ("density", "sparsity", "coverage", "recall")
+            name: _mean([r.get(name) for r in own])
+            for name in ("density", "sparsity", "coverage", "recall", "keys")
         }
         layers.append({**means, "sparse": float(np.mean([r["mode"] == "sparse" for r in own]))})
     return {"layers": layers}

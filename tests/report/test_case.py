@@ -149,4 +149,4 @@ def test_all_is_every_candidate_once():
 
 def test_units_are_as_their_examples_say():
     assert doctest.testmod(units).failed == 0
-    assert doctest.testmod(units).attempted == 5
+    assert doctest.testmod(units).attempted == 6

@@ -53,6 +53,11 @@ def _measure(model_dir: Path, against: Path | None, count: int, data: str, steps
     from weft.train.shapes import Shapes
 
     pipe = VideoPipeline.load(model_dir)
+    if pipe.vocabulary is not None:
+        raise InputError(
+            f"{model_dir} was trained on captions of its own.",
+            hint="What weft-shapes and weft-pan show can be checked; other clips have to be looked at.",
+        )
     (frames, size, _), patch = pipe.transformer.config.video, pipe.transformer.config.patch[2]
     source = Endless(Shapes(frames, size) if data == "weft-shapes" else Pan(frames, size, patch))
     real, captions = source.batch(range(HELD_OUT, HELD_OUT + 2 * count))

@@ -11,6 +11,8 @@ import typer
 
 from weft.core.errors import InputError, WeftError
 
+GRACE_SECONDS = 600  # the step that runs, and its checkpoint
+
 
 def run(
     recipe: Annotated[Path, typer.Argument(help="A .toml or .py: what to train, on what, how long.")],
@@ -56,7 +58,7 @@ def _launched(ranks: int) -> int:
     """This command again, on each rank."""
     from weft.run.launch import Machines, launch
 
-    ended = launch(["-m", "weft.cli.main", *sys.argv[1:]], ranks, Machines())
+    ended = launch(["-m", "weft.cli.main", *sys.argv[1:]], ranks, Machines(), grace=GRACE_SECONDS)
     if ended.stack:
         typer.echo(ended.stack.rstrip(), err=True)
     elif ended.rank is not None:

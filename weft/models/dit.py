@@ -50,12 +50,14 @@ class DiTConfig:
     qk_norm: bool = True
     shift: float = 1.0
     """Of the sampler's timesteps, see `flow.times`: what is large is decided while all is noise."""
+    pixels: bool = True
+    """Whether it makes pixels, from -1 to 1, or latents."""
 
     def __post_init__(self) -> None:
-        if self.width % self.heads or self.head % 2 or self.head < 6:
+        if min(self.heads, *self.patch) < 1 or self.width % self.heads or self.head % 2 or self.head < 6:
             raise InputError(
-                f"width={self.width} and heads={self.heads} do not make heads of a size that can be rotated.",
-                hint="Width over heads is an even number of at least 6.",
+                f"width={self.width}, heads={self.heads} and patch={self.patch} make no heads to be rotated.",
+                hint="Width over heads is an even number of at least 6; a patch is 1 or more each way.",
             )
         self.grid(self.video)
 

@@ -64,10 +64,11 @@ def sample(  # noqa: PLR0913 - what a call of a pipeline has
     steps: int = 30,
     guidance: float = 2.0,
     shift: float = 1.0,
+    pixels: bool = True,
     generator: Generator | None = None,
     on_step: Callable[[int, Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Videos [B, *shape] of prompts [B, length], from -1 to 1, by Euler's method.
+    """Videos [B, *shape] of prompts [B, length], by Euler's method; pixels are from -1 to 1.
 
     negative   prompts to go away from, by default empty ones; guidance=1 goes by the prompts alone.
     shift      see `times`.
@@ -85,7 +86,10 @@ def sample(  # noqa: PLR0913 - what a call of a pipeline has
             # In one call, of which `weft.parallelize` gives a half to each half of the ranks.
             without, clean = model(torch.cat((x, x)), now.expand(2 * len(x)), both).chunk(2)
             clean = without + guidance * (clean - without)
-        clean = clean.clamp(-1, 1)  # guidance leaves the range of pixels, and would do so more in each step
+        if pixels:
+            clean = clean.clamp(
+                -1, 1
+            )  # guidance leaves the range of pixels, and would do so more in each step
         x = clean + then / now * (x - clean)
         x = x if on_step is None else on_step(index, now, x)
     return x

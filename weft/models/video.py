@@ -72,7 +72,8 @@ class VideoPipeline:
             save_file(weights, file)
         own = {} if self.vocabulary is None else {"vocabulary": self.vocabulary.to_json()}
         said = {"_class_name": OWN, **self.transformer.config.to_json(), **own}
-        (folder / CONFIG).write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+        with whole(folder / CONFIG) as file:
+            file.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
 
     @staticmethod
     def load(directory: Path | str, dtype: torch.dtype = torch.float32) -> VideoPipeline:
@@ -110,6 +111,11 @@ class VideoPipeline:
         if output_type not in OUTPUTS:
             raise InputError(f"output_type={output_type!r} is none of {', '.join(OUTPUTS)}.")
         config, self.num_timesteps = self.transformer.config, num_inference_steps
+        if not config.pixels and output_type != "latent":
+            raise InputError(
+                "This model makes latents, and weft has no decoder for them.",
+                hint='Call the pipeline with output_type="latent".',
+            )
         asked = zip((num_frames, height, width), config.video, strict=True)
         T, H, W = (own if size is None else size for size, own in asked)
         config.grid((T, H, W))
@@ -124,6 +130,7 @@ class VideoPipeline:
             self.transformer, words, (T, config.channels, H, W), on_step=on_step, generator=generator,
             negative=None if negative_prompt is None else self._words(negative_prompt, len(words)),
             steps=num_inference_steps, guidance=guidance_scale, shift=config.shift,
+            pixels=config.pixels,
         )  # fmt: skip
         frames = video if output_type == "latent" else _shown(video, output_type)
         return VideoOutput(frames) if return_dict else (frames,)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-GRACE_SECONDS = 10  # from Ctrl-C to SIGKILL; a second Ctrl-C is SIGTERM at once
+GRACE_SECONDS = 10  # a second Ctrl-C is SIGTERM at once
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -41,8 +41,8 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def launch(command: Sequence[str], ranks: int, machines: Machines) -> Ended:
-    """Run a script, or -m and a module, on `ranks` processes here.
+def launch(command: Sequence[str], ranks: int, machines: Machines, *, grace: int = GRACE_SECONDS) -> Ended:
+    """Run a script, or -m and a module, on `ranks` processes here; `grace` is from Ctrl-C to SIGKILL.
 
     Returns when all have ended, or one has failed and the others are gone too.
     """
@@ -52,7 +52,7 @@ def launch(command: Sequence[str], ranks: int, machines: Machines) -> Ended:
 
     environment = {"OMP_NUM_THREADS": str(max(1, usable_cores() // ranks))} | os.environ
     with tempfile.TemporaryDirectory(prefix="weft-run-") as directory, _alone(environment):
-        agent = elastic_launch(_config(ranks, machines, directory), sys.executable)
+        agent = elastic_launch(_config(ranks, machines, directory, grace), sys.executable)
         try:
             agent("-m", "weft.run.script", *command)
         except SignalException as error:
@@ -62,7 +62,7 @@ def launch(command: Sequence[str], ranks: int, machines: Machines) -> Ended:
     return Ended()
 
 
-def _config(ranks: int, machines: Machines, directory: str) -> Any:
+def _config(ranks: int, machines: Machines, directory: str, grace: int) -> Any:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 
@@ -78,7 +78,7 @@ def _config(ranks: int, machines: Machines, directory: str) -> Any:
         run_id=uuid.uuid4().hex if machines.count == 1 else "weft",
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=directory),
-        shutdown_timeout=GRACE_SECONDS,
+        shutdown_timeout=grace,
         **meeting,  # pyright: ignore[reportArgumentType]
     )
 

@@ -145,6 +145,11 @@ class Checkpoints:
     def _close(self, step: int, path: Path, files: Iterable[dict[str, Print]]) -> None:
         """The manifest makes it a checkpoint; only then may an older one go."""
         prints = {name: print for each in files for name, print in each.items()}
+        if away := [name for name in prints if not (path / name).exists()]:
+            raise InputError(
+                f"{path} has no {away[0]}, which another rank wrote.",
+                hint="Put the run's folder on a disk that all machines share.",
+            )
         with whole(path / MANIFEST) as temporary, temporary.open("w", encoding="utf-8") as stream:
             json.dump({"step": step, "files": prints}, stream, indent=1)
             stream.flush()

@@ -75,8 +75,10 @@ class Clips:
             )
         self.trained = None if source.size is None else source.size - held_out
         first = HELD_OUT if self.trained is None else self.trained
+        if hasattr(source, "border"):
+            source.border = first  # type: ignore[attr-defined]
         self.held_out = range(first, first + held_out)
-        self._ahead: tuple[tuple[int, ...], Future[tuple[Tensor, Tensor]]] | None = None
+        self._ahead: dict[tuple[int, ...], Future[tuple[Tensor, Tensor]]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weft-data")
 
     def indices(self, step: int) -> list[int]:
@@ -89,10 +91,10 @@ class Clips:
     def of_step(self, step: int, mine: slice) -> tuple[Tensor, Tensor]:
         """Videos [B, T, C, H, W] from -1 to 1 and words [B, length]: this rank's part of a step's clips."""
         wanted = tuple(self.indices(step)[mine])
-        ahead, future = self._ahead or (None, None)
-        found = future.result() if future is not None and ahead == wanted else self.load(wanted)
+        ahead = self._ahead.pop(wanted, None)
+        found = self.load(wanted) if ahead is None else ahead.result()
         following = tuple(self.indices(step + 1)[mine])
-        self._ahead = following, self._thread.submit(self.load, following)
+        self._ahead[following] = self._thread.submit(self.load, following)
         return found
 
     def load(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:

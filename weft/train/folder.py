@@ -11,6 +11,7 @@ replaced by the next good clip: which one depends on the files alone, so ranks n
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import re
@@ -49,6 +50,14 @@ class Stored(ABC):
         if skipped:
             logging.getLogger(__name__).warning("Of %s, %s", where, told(skipped))
         self.vocabulary = Vocabulary.of(self.captions)
+        self.border = len(clips)
+        """Where the clips begin that are held out: a clip that breaks is replaced on its own side of it."""
+
+    @property
+    def digest(self) -> str:
+        """Of names and captions: other ones make other words and other clips of the same numbers."""
+        said = json.dumps([self.names, self.captions])
+        return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
 
     @property
     def size(self) -> int:
@@ -64,7 +73,8 @@ class Stored(ABC):
         """A clip, or UnreadableError."""
 
     def _next_good(self, index: int) -> tuple[np.ndarray, str]:
-        for i in chain(range(index, self.size), range(index)):
+        first, stop = (0, self.border) if index < self.border else (self.border, self.size)
+        for i in chain(range(index, stop), range(first, index)):
             if self.names[i] in self._broken:
                 continue
             try:

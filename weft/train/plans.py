@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 from torch import Tensor
 
 from weft.core.layout import Layout
@@ -37,5 +38,8 @@ class Plans:
             found = choose(problem_of(layout, q, k), mask, topology_for(None, layout.ranks)).ranked[0].recipe
             if found.balance == "none":  # this mask may have nothing to balance, but later ones will
                 found = replace(found, balance="balanced")
-            self.known[key] = budgets.tolist(), str(found)
+            names = [str(found)]
+            if dist.is_initialized():  # ranks with other clips have other masks, and resume by the same state
+                dist.broadcast_object_list(names)
+            self.known[key] = budgets.tolist(), names[0]
         return self.known[key][1]

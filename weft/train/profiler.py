@@ -85,10 +85,12 @@ def _read(every: FloatArray, budgets: Shares | None, mass: float, cubes: Cubes) 
     needed = (curves[:, 0] < mass - 1e-9).sum(1).clip(max=cubes.cols - 1) + 1
     counts = needed if budgets is None else np.array([cubes.blocks(share) for share in budgets])
     found, best = curves[heads, :, counts - 1].T
+    chosen = counts < cubes.cols  # heads that keep all keys tell nothing of the choice
+    chosen = chosen if chosen.any() else ~chosen
     return Profile(
         needed=needed / cubes.cols,
         sparsity=1 - single[:, 0],
-        coverage=float((single[:, 1] if budgets is None else found).mean()),
-        recall=float((found / best).mean()),
+        coverage=float((single[:, 1] if budgets is None else found[chosen]).mean()),
+        recall=float((found / best)[chosen].mean()),
         keys=float(single[:, 1].mean() / mass),
     )

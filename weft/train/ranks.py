@@ -41,8 +41,8 @@ class Ranks:
             )
         if comm.size == 1:
             return Ranks(None, 0, 1, 1)
-        kind, shape = "cuda" if torch.cuda.is_available() else "cpu", (comm.size // sequence, sequence)
-        mesh = init_device_mesh(kind, shape, mesh_dim_names=("data", "sequence"))
+        shape = comm.size // sequence, sequence  # clips and noise are made on the CPU, and stay there so far
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "sequence"))
         return Ranks(mesh, comm.rank, comm.size, sequence)
 
     @property

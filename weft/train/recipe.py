@@ -37,7 +37,6 @@ class ModelPart:
     """Sizes of the VideoDiT; see `weft.models.dit.DiTConfig`."""
 
     patch: Extent = (4, 8, 8)
-    channels: int = 3
     width: int = 192
     depth: int = 6
     heads: int = 6
@@ -143,13 +142,26 @@ class SparsePart:
     """The most steps that a block stays dense for the sake of its predictor."""
     profile_every: int = 25
     profile_rarely: int = 100
-    """Once a block is sparse."""
+    """Once a block's predictor is good."""
     dense_blocks: tuple[int, ...] = ()
     """Blocks that stay dense for ever; -1 is the last."""
     gate: Literal["cost"] | float = "cost"
     """A block is sparse where that is measured to be faster, or needs less than this share of keys."""
     cost_tokens: int | None = None
     """The length for which costs are asked, if not the real one."""
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "rows", "profile_every", "profile_rarely"):
+            _at_least(f"sparse.{name}", getattr(self, name), 1)
+        for name in ("anneal", "stage1"):
+            _at_least(f"sparse.{name}", getattr(self, name), 0)
+        _at_least("sparse.cube", min(self.cube), 1)
+        for name in ("mass", "least", "budget"):
+            share = getattr(self, name)
+            if share != "profile" and not 0 < share <= 1:
+                raise InputError(
+                    f"sparse.{name} = {share} is no share.", hint="It is above 0, and at most 1."
+                )
 
 
 @dataclass(frozen=True)
@@ -169,12 +181,17 @@ class Recipe:
             ("save.every", self.save.every, 1), ("save.keep", self.save.keep, 1),
             ("data.frames", data.frames, 1), ("data.size", data.size, 1),
             ("data.held_out", data.held_out, 1), ("parallel.sequence", self.parallel.sequence, 0),
+            ("train.seed", train.seed, 0), ("save.samples", self.save.samples, 0),
+            ("save.validate", self.save.validate, 0), ("prompts of save", len(self.save.prompts), 1),
         ):  # fmt: skip
-            if value < least:
-                raise InputError(f"{name} = {value} in the recipe.", hint=f"It is {least} or more.")
+            _at_least(name, value, least)
         for name, share in (("ema", train.ema), ("drop", train.drop), ("floor", train.floor)):
             if not 0 <= share <= 1:
                 raise InputError(f"train.{name} = {share} in the recipe.", hint="It is from 0 to 1.")
+        if min(train.rate, train.clip) <= 0:
+            raise InputError(
+                f"train.rate = {train.rate}, train.clip = {train.clip}.", hint="Above 0 it learns."
+            )
         if train.batch % train.accumulate:
             raise InputError(
                 f"train.batch = {train.batch} cannot be computed in {train.accumulate} equal parts.",
@@ -213,6 +230,11 @@ class Recipe:
         else:
             raise InputError(f"{file} is no recipe.", hint="Recipes end in .toml or .py.")
         return Recipe.of(said)
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise InputError(f"{name} = {value} in the recipe.", hint=f"It is {least} or more.")
 
 
 def _read(kind: Any, said: Any, where: str) -> Any:

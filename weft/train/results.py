@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 
+from weft.core.errors import WeftError
 from weft.models import flow
 from weft.models.dit import VideoDiT
 from weft.models.video import VideoPipeline
@@ -44,8 +46,12 @@ class Results:
             weights = get_model_state_dict(trainer.model, options=options)
         if trainer.ranks.rank == 0:
             model = VideoDiT(trainer.config)
-            model.load_state_dict(weights, strict=False)  # gates of sparse training stay here
-            VideoPipeline(model, trainer.captions.own).save(target)
+            if trainer.sparse is not None and trainer.recipe.sparse.coarse:
+                trainer.note("model/ is without the coarse branch that it was trained with")
+            own = {name: weights[name] for name in model.state_dict()}
+            model.load_state_dict(own)
+            with told(target):
+                VideoPipeline(model, trainer.captions.own).save(target)
         return target
 
     def held_out(self) -> float:
@@ -63,12 +69,13 @@ class Results:
         with exchanged(trainer.model, trainer.average):
             made = flow.sample(
                 trainer.model, words, shape, steps=STEPS, guidance=GUIDANCE, shift=config.shift,
-                generator=torch.Generator().manual_seed(0),
+                pixels=config.pixels, generator=torch.Generator().manual_seed(0),
             )  # fmt: skip
         file = trainer.folder / "samples" / f"{trainer.done:06d}.png"
         if trainer.ranks.rank == 0:
-            file.parent.mkdir(exist_ok=True)
-            write_sheet(file, made)
+            with told(file):
+                file.parent.mkdir(exist_ok=True)
+                write_sheet(file, made)
         return str(file.relative_to(trainer.folder))
 
 
@@ -77,9 +84,21 @@ def write_sheet(file: Path, clips: Tensor) -> None:
     from PIL import Image
 
     picked = np.unique(np.linspace(0, clips.shape[1] - 1, COLUMNS).round().astype(int))
-    pixels = clips[:, picked, :3].add(1).mul(127.5).clamp(0, 255).round().byte()
+    shown = clips if clips.shape[2] == 3 else clips[:, :, :1].expand(-1, -1, 3, -1, -1)  # a latent's first
+    pixels = shown[:, picked].add(1).mul(127.5).clamp(0, 255).round().byte()
     rows = pixels.permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1)  # [B·H, frames·W, C]
     Image.fromarray(rows.numpy()).save(file)
+
+
+@contextmanager
+def told(target: Path) -> Iterator[None]:
+    """What a disk refuses as a sentence."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise WeftError(
+            f"{target} was not written: {error}.", hint="Checkpoints that are complete are untouched."
+        ) from error
 
 
 @contextmanager

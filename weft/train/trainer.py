@@ -41,6 +41,9 @@ from weft.train.recipe import Recipe
 from weft.train.results import Results
 from weft.train.stop import Stop
 
+LOOSE = {"steps": 0, "accumulate": 0, "checkpointing": False}
+"""Of a recipe, what may change when a run goes on; how often it is saved and on how many ranks, too."""
+
 
 def train(recipe: Recipe, folder: Path, *, live: bool = True) -> int:
     """Run on every rank, until the recipe's last step or until told to stop; the step that was reached."""
@@ -80,7 +83,7 @@ class Trainer:
         self.checkpoints = Checkpoints(folder / "checkpoints", keep=recipe.save.keep, tell=self.note)
         self.results = Results(self)
         self.journal = Journal(folder, total=part.steps, live=live) if ranks.rank == 0 else None
-        self.done = 0
+        self.done = self._told = 0
 
     def run(self) -> int:
         self._begin()
@@ -92,15 +95,16 @@ class Trainer:
                 if final or self.done % save.every == 0:
                     self.checkpoints.save(self.done, self.state())
                     self.results.export()
+                if stopping and self.done < last:
+                    self.note(f"stopped after step {self.done}; the same command goes on from there")
+                    break
                 if save.validate and (self.done == last or self.done % save.validate == 0):
                     self.write("validation", loss=self.results.held_out())
                 if save.samples and (self.done == last or self.done % save.samples == 0):
                     self.write("sample", file=self.results.samples())
-                if stopping:
-                    self.note(f"stopped after step {self.done}; the same command goes on from there")
-                    break
-        self.checkpoints.finish()
-        self.write("end")
+            self.checkpoints.finish()
+        if self.done == last:
+            self.write("end")
         return self.done
 
     def _step(self, step: int) -> bool:
@@ -117,7 +121,7 @@ class Trainer:
         if not math.isfinite(loss) or not math.isfinite(norm):
             raise WeftError(
                 f"Step {step}: the loss is {loss:g} and its gradient's norm {norm:g}.",
-                hint="Lower train.rate or train.clip, or use float32; the last checkpoint is untouched.",
+                hint="Lower train.rate or use float32, in another --out with model.start = …/model.",
             )
         self.optimiser.step()
         self.optimiser.zero_grad()
@@ -130,6 +134,7 @@ class Trainer:
             "step", loss=loss, norm=norm, rate=rate(part, step), seconds=time.perf_counter() - began,
             samples=part.batch, tokens=part.batch * self.tokens,
         )  # fmt: skip
+        self._tell_skipped()
         for fact in self.sparse.facts() if self.sparse is not None else ():
             self.write("sparsity", **fact)
         return stopping > 0
@@ -172,14 +177,15 @@ class Trainer:
         frames, channels, height, width = clip.shape[1:]
         sizes = {name: size for name, size in vars(recipe.model).items() if name != "start"}
         sizes |= {"channels": channels, "video": (frames, height, width)}
-        shift = math.exp(recipe.train.mean)
-        return DiTConfig(words=self.captions.size, length=self.captions.length, shift=shift, **sizes)
+        sizes |= {"shift": math.exp(recipe.train.mean), "pixels": recipe.data.set != "latents"}
+        return DiTConfig(words=self.captions.size, length=self.captions.length, **sizes)
 
     def _model(self) -> VideoDiT:
         torch.manual_seed(self.recipe.train.seed)  # the same weights on all ranks, before they are sharded
         model, start = VideoDiT(self.config), self.recipe.model.start
         if start:
-            checkpoint.check(Path(start))
+            if not checkpoint.is_own(Path(start)):
+                raise InputError(f"{start} has no model of weft's own.", hint="Give the model/ of a run.")
             weights = VideoPipeline.load(start).transformer.state_dict()
             try:
                 model.load_state_dict(weights)
@@ -233,16 +239,17 @@ class Trainer:
             threads=torch.get_num_threads(), torch=torch.__version__, weft=__version__, parameters=count,
             resumed=found,
         )  # fmt: skip
-        if skipped := getattr(self.clips.source, "skipped", None):
-            self.note(told(skipped))
+        self._tell_skipped()
 
     def _keep_recipe(self) -> None:
-        """What is asked for again must be the same, but for how long, how often saved, on how many ranks."""
+        """What is asked for again must be the same, but for what is LOOSE."""
         file, said = self.folder / "recipe.json", json.loads(json.dumps(self.recipe.to_json()))
+        if clips := getattr(self.clips.source, "digest", None):
+            said["clips"] = {"digest": clips}
         if file.exists():
             old = json.loads(file.read_text(encoding="utf-8"))
-            for name in ("model", "data", "train", "sparse"):
-                before, now = ({**(each.get(name) or {}), "steps": 0} for each in (old, said))
+            for name in ("model", "data", "train", "sparse", "clips"):
+                before, now = ({**(each.get(name) or {}), **LOOSE} for each in (old, said))
                 if before != now:
                     raise InputError(
                         f"{self.folder} has a run whose [{name}] is another one.",
@@ -252,6 +259,13 @@ class Trainer:
             return  # all have looked, so that all refuse
         with whole(file) as temporary:
             temporary.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+
+    def _tell_skipped(self) -> None:
+        """Clips that cannot be used, as far as they have not been told yet; some break only when decoded."""
+        skipped = getattr(self.clips.source, "skipped", [])[self._told :]
+        if skipped:
+            self._told += len(skipped)
+            self.note(told(skipped))
 
     def write(self, kind: str, **values: Any) -> None:
         if self.journal is not None:
