@@ -7,18 +7,23 @@ PIP := $(PY) -m pip --disable-pip-version-check
 
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: demo test pytest lint testbed bench soak clean
+.PHONY: demo test test-ranks test-values lint testbed bench soak clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/weft.stamp
 	$(VENV)/bin/weft demo
 
-# Both at once: the tests leave most of a second core to the type checker.
-test: $(VENV)/test.stamp
-	@$(MAKE) --no-print-directory -j2 lint pytest
+# Two halves at once, on the two cores that there are at least: tests that start ranks, and the others after lint.
+RANKS := tests/bench tests/cli tests/distributed tests/models tests/run tests/train
 
-pytest: $(VENV)/test.stamp
-	$(PY) -m pytest
+test: $(VENV)/test.stamp
+	@$(MAKE) --no-print-directory -j2 test-ranks test-values
+
+test-ranks: $(VENV)/test.stamp
+	$(PY) -m pytest $(RANKS)
+
+test-values: lint
+	$(PY) -m pytest $(RANKS:%=--ignore=%)
 
 lint: $(VENV)/test.stamp
 	$(VENV)/bin/ruff check
