@@ -139,10 +139,12 @@ def plain_profile(kind: str, one: Look, budgets: Any, mass: float) -> dict[str, 
         found["keys"].append(torch.stack(keys).mean())
     told = {name: np.array(values) for name, values in found.items()}
     selected, ideal = told.pop("selected"), told.pop("ideal")
-    coverage = told["keys"] if budgets is None else selected
+    # Heads that keep everything tell nothing of a choice.
+    chosen = [budgets is None or budgets[head] < 1 for head in range(HEADS)]
+    coverage = told["keys"] if budgets is None else selected[chosen]
     return {
         **told, "keys": told["keys"].mean() / mass,
-        "coverage": coverage.mean(), "recall": (selected / ideal).mean(),
+        "coverage": coverage.mean(), "recall": (selected / ideal)[chosen].mean(),
     }  # fmt: skip
 
 
