@@ -46,7 +46,7 @@ class Results:
             weights = get_model_state_dict(trainer.model, options=options)
         if trainer.ranks.rank == 0:
             model = VideoDiT(trainer.config)
-            if trainer.sparse is not None and trainer.recipe.sparse.coarse:
+            if trainer.recipe.sparse is not None and trainer.recipe.sparse.coarse:
                 trainer.note("model/ is without the coarse branch that it was trained with")
             own = {name: weights[name] for name in model.state_dict()}
             model.load_state_dict(own)
