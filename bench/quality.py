@@ -70,7 +70,8 @@ QUICK = Size(steps=12, frames=4, width=32, depth=2, heads=2, clips=4, prompts=4,
 def arms(steps: int, matched: float | None = None) -> dict[str, SparsePart | None]:
     """What [sparse] is in each arm; 25 is a forced budget of a quarter of the keys, vsa has pooled scores.
 
-    The dense one is watched: its attention is torch's, but it is profiled, and a predictor learns beside it.
+    The dense one is watched: weft's dense kernel answers its attentions, as in the others where they are
+    dense, and each is profiled, with a predictor that learns beside it.
     """
     often = max(1, steps // 100)
     dsv = SparsePart(cost_tokens=LONG, stage1=steps // 4, profile_every=often, profile_rarely=2 * often)

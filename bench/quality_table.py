@@ -15,6 +15,7 @@ from rich.table import Table
 
 from bench.rows import Report, Row, write_json
 from bench.rows import show as show_rows
+from weft.report import training
 from weft.train.checker import Accuracy
 from weft.train.evaluate import compare, paired
 from weft.train.features import features, frechet
@@ -24,7 +25,7 @@ MARGIN = 0.01
 """By how much of dense's held-out loss another's may be above it. Declared before the first run."""
 DENSE, DSV = "dense", "dsv"
 MEASURED = ("density", "sparsity", "coverage", "recall", "keys")
-"""By layer; `keys` is the share of the critical mass that as many predicted keys have."""
+"""By layer; `keys` is the mass of as many predicted keys as are critical, over the mass asked for."""
 
 
 @dataclass(frozen=True)
@@ -63,21 +64,16 @@ def read(out: Path, steps: int) -> list[Result]:
 
 def density_of(folder: Path, steps: int) -> dict[str, Any]:
     """By layer, from a run's log: the means of the second half of its steps."""
-    records = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    late = [r for r in records if r["kind"] == "sparsity" and r["step"] > steps // 2]
     layers: list[dict[str, Any]] = []
-    for layer in sorted({r["layer"] for r in late}):
-        own = [r for r in late if r["layer"] == layer]
-        means = {
-            name: _mean([r.get(name) for r in own])
-            for name in ("density", "sparsity", "coverage", "recall", "keys")
-        }
-        layers.append({**means, "sparse": float(np.mean([r["mode"] == "sparse" for r in own]))})
+    for readings in training.read(folder).layers.values():
+        late = [one for one in readings if one.step > steps // 2]
+        means = {name: _mean([getattr(one, name) for one in late]) for name in MEASURED}
+        layers.append({**means, "sparse": float(np.mean([one.sparse for one in late]))})
     return {"layers": layers}
 
 
 def _mean(values: Sequence[Any]) -> Any:
-    known = [value for value in values if value not in (None, [])]
+    known = [value for value in values if np.isfinite(value).all()]
     return np.round(np.mean(known, axis=0), 4).tolist() if known else None
 
 
@@ -158,11 +154,14 @@ def _layers(by_arm: dict[str, list[Result]]) -> Table:
     depth = max(len(r.layers) for runs in by_arm.values() for r in runs)
     table = Table("arm", "", *(f"layer {layer}" for layer in range(depth)))
     for arm, runs in by_arm.items():
-        for name in ("density", "sparsity", "coverage", "recall"):
+        for name in MEASURED:
             cells = [_cell([r.layers[at][name] for r in runs]) for at in range(depth)]
             if any(cells):
                 table.add_row("" if name != "density" else arm, name, *cells)
-    table.caption = "Means of the second half of the steps, over seeds; in brackets from head to head."
+    table.caption = (
+        "Means of the second half of the steps, over seeds; in brackets from head to head. "
+        "Keys: the mass of as many predicted keys as are critical, of what is asked for."
+    )
     return table
 
 

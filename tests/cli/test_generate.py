@@ -14,8 +14,9 @@ import pytest
 from tests.worlds import world
 from weft.cli.main import main
 from weft.core.errors import InputError
+from weft.core.units import clock
 from weft.models import media
-from weft.models.progress import Step, clock, line
+from weft.models.progress import Step, line
 from weft.models.request import Request, arguments
 
 pytest.importorskip("transformers")

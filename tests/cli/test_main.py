@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from runpy import run_module
 from types import ModuleType
 from typing import Annotated
 
@@ -51,6 +52,13 @@ def test_every_verb_of_the_table_has_a_run_that_explains_itself(name: str) -> No
 
 def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("--version") == 0
+    assert capsys.readouterr().out == f"weft {__version__}\n"
+
+
+def test_python_m_weft_is_weft(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["weft", "--version"])
+    with pytest.raises(SystemExit, match="0"):
+        run_module("weft", run_name="__main__")
     assert capsys.readouterr().out == f"weft {__version__}\n"
 
 

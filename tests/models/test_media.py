@@ -88,9 +88,11 @@ def test_a_png_of_a_video_is_a_sheet(tmp_path) -> None:
     assert (page[134:, 266:] == 255).all()  # there is no sixth
 
 
-def test_a_sheet_of_many_has_the_first_and_the_last() -> None:
-    frames = np.arange(101, dtype=np.uint8)[:, None, None, None] * np.ones((2, 3, 3), np.uint8)
-    page = media.sheet(frames)
+def test_a_sheet_of_many_has_the_first_and_the_last(tmp_path) -> None:
+    frames = np.arange(101)[:, None, None, None] * np.ones((2, 3, 3)) / 255
+    media.write(tmp_path / "a.png", frames, ABOUT, fps=16)
+    with Image.open(tmp_path / "a.png") as image:
+        page = np.asarray(image)
     tones = np.unique(page[page != 255])
     assert len(tones) == 16 and tones[[0, -1]].tolist() == [0, 100]
     assert set(np.diff(tones.astype(int))) == {6, 7}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -127,11 +129,26 @@ def test_a_directory_holds_all_of_it(tmp_path) -> None:
     assert again.transformer.config == CONFIG and not again.transformer.training
     assert torch.equal(call(again), call(pipeline()))
     again.save(tmp_path / "b")
-    half, whole = ((tmp_path / name / checkpoint.WEIGHTS).stat().st_size for name in "ba")
-    assert half < 0.6 * whole
+    half, whole = ((tmp_path / name / checkpoint.WEIGHTS).stat() for name in "ba")
+    assert half.st_size < 0.6 * whole.st_size
+    assert half.st_mode == (tmp_path / "b" / checkpoint.CONFIG).stat().st_mode, "others may read both"
     loaded = VideoPipeline.load(tmp_path / "b")
     assert next(loaded.transformer.parameters()).dtype == torch.float32
     torch.testing.assert_close(call(loaded), call(pipeline()), atol=0.02, rtol=0)
+
+
+def test_a_full_disk_is_told_and_leaves_the_file_before(tmp_path) -> None:
+    pipeline().save(tmp_path)
+    before = (tmp_path / checkpoint.WEIGHTS).read_bytes()
+    kept, limits = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before), limits[1]))
+        with pytest.raises(OSError, match="File too large"):
+            pipeline().save(tmp_path, dtype=torch.float32)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, kept)
+    assert (tmp_path / checkpoint.WEIGHTS).read_bytes() == before and len([*tmp_path.iterdir()]) == 2
 
 
 @pytest.mark.parametrize("left", [0, 5, 60, -1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +11,6 @@ from tests.report.toys import schedule, topology, two_ranks
 from weft.core.errors import InputError
 from weft.core.timeline import Timeline
 from weft.plan.choose import build
-from weft.report import units
 from weft.report.case import Case, numbers, summary
 from weft.report.sources import measured, one_call, simulated
 from weft.report.sweep import on_ranks, resized, sizes_up_to, sweep, wanted
@@ -145,8 +143,3 @@ def test_all_is_every_candidate_once():
     assert names[0] == "ring" and len(names) == len(set(names)) > 5
     with pytest.raises(InputError, match="usp:4x4 needs 16"):
         wanted(plan.problem, plan.mask, topology(), ("usp:4x4",))
-
-
-def test_units_are_as_their_examples_say():
-    assert doctest.testmod(units).failed == 0
-    assert doctest.testmod(units).attempted == 6

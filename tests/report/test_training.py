@@ -19,7 +19,7 @@ from weft.report.draw import Dot, Figure, Line, Picture, Rect, Words
 from weft.report.frame import TOP
 from weft.report.learning import draw_runs, loss_figure, running
 from weft.report.png import render
-from weft.report.trained import rows, summary, verdict
+from weft.report.trained import layer_rows, rows, summary, verdict
 from weft.report.training import read
 
 STEPS = 120
@@ -32,7 +32,7 @@ def step(n: int, **values: Any) -> dict[str, Any]:
 
 
 def layer(n: int, number: int, *, sparse: bool, **values: Any) -> dict[str, Any]:
-    known = {"sparsity": [0.5, 0.9], "density": [0.2, 0.3], "coverage": 0.9, "recall": None}
+    known = {"sparsity": [0.5, 0.9], "density": [0.2, 0.3], "coverage": 0.9, "recall": None, "keys": 0.87}
     return (
         {"kind": "sparsity", "step": n, "layer": number, "mode": "sparse" if sparse else "dense"}
         | known
@@ -73,6 +73,11 @@ def test_what_is_read_is_what_was_written(tmp_path):
     assert (known["best"], known["best_step"]) == (2.5 / 120, 120)
     assert known["samples_per_second"] == 32 and known["step_seconds"] == 0.25
     assert verdict(run).endswith("2.00× as fast.")
+    layers = [dict(zip(layer_rows(run)[0], row, strict=True)) for row in layer_rows(run)[1]]
+    assert [(one["coverage"], one["recall"], one["predictor"]) for one in layers[:2]] == [
+        ("0.800", "–", "0.870"),
+        ("0.900", "–", "0.870"),
+    ]
 
 
 def test_a_block_that_turns_back_is_marked_again(tmp_path):

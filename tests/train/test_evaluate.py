@@ -19,8 +19,9 @@ from weft.core.errors import InputError
 from weft.models.dit import DiTConfig, VideoDiT
 from weft.models.video import VideoPipeline
 from weft.models.words import LENGTH, WORDS
+from weft.train.checker import accuracy
 from weft.train.data import HELD_OUT, Endless, to_tensor
-from weft.train.evaluate import accuracy_of, compare, generated, held_out_loss, paired
+from weft.train.evaluate import compare, generated, held_out_loss, paired
 from weft.train.features import FEATURES, features, frechet
 from weft.train.likeness import psnr, ssim
 from weft.train.pan import Pan
@@ -178,9 +179,8 @@ def test_accuracy_of_a_pipe_that_paints_what_it_is_told() -> None:
         return SimpleNamespace(frames=np.stack([render(Scene.of(p), 8, 32) for p in told]))
 
     paints.transformer = nn.Identity()  # type: ignore[attr-defined]
-    found = accuracy_of(
-        paints, ["a red circle", "a blue star moving up", "a white square moving left"], batch=2
-    )
+    asked = ["a red circle", "a blue star moving up", "a white square moving left"]
+    found = accuracy(generated(paints, asked, batch=2), asked)
     assert (found.right, found.total) == (2, 3)
     assert {part: each.right for part, each in found.parts.items()} == {
         "count": 3, "colour": 3, "kind": 2, "motion": 3,

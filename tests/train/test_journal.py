@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import sys
+from contextlib import closing
 from io import StringIO
 
 import numpy as np
@@ -43,7 +44,7 @@ def test_a_float_comes_back_to_the_bit(loss):
 
 
 def test_values_of_all_kinds_are_plain_and_there_at_once(tmp_path):
-    with Journal(tmp_path / "new", total=7) as journal:
+    with closing(Journal(tmp_path / "new", total=7)) as journal:
         journal.write("run", 0, recipe={"size": (2, 4), "at": tmp_path}, ranks=2)
         journal.write("sparsity", 3, layer=1, density=np.float32([0.1, math.nan]), coverage=np.float64(0.9))
         run, sparsity = records(tmp_path / "new")
@@ -54,24 +55,24 @@ def test_values_of_all_kinds_are_plain_and_there_at_once(tmp_path):
 @pytest.mark.parametrize("cut", [b'{"kind": "step", "st', b"\x00\x00\x00", b"7"])
 def test_a_cut_last_line_is_removed_and_the_next_is_whole(tmp_path, cut):
     for n in (1, 2):
-        with Journal(tmp_path, total=9) as journal:
+        with closing(Journal(tmp_path, total=9)) as journal:
             journal.write("step", n)
         path = tmp_path / "log.jsonl"
         path.write_bytes(path.read_bytes() + cut)
-    with Journal(tmp_path, total=9) as journal:
+    with closing(Journal(tmp_path, total=9)) as journal:
         journal.write("step", 3)
     assert [one["step"] for one in records(tmp_path)] == [1, 2, 3]
 
 
 def test_a_whole_record_that_lacks_only_its_end_is_kept(tmp_path):
     (tmp_path / "log.jsonl").write_bytes(encode(step(1)).rstrip())
-    with Journal(tmp_path, total=9) as journal:
+    with closing(Journal(tmp_path, total=9)) as journal:
         journal.write("step", 2)
     assert [one["step"] for one in records(tmp_path)] == [1, 2]
 
 
 def test_rewind_moves_what_comes_after_and_loses_nothing(tmp_path):
-    with Journal(tmp_path, total=9) as journal:
+    with closing(Journal(tmp_path, total=9)) as journal:
         for n in range(6):
             journal.write("step", n, loss=n / 3)
         journal.write("note", 2, text="late, but of an early step")
@@ -167,7 +168,7 @@ def test_on_a_terminal_there_is_one_line_and_the_cursor_stays(monkeypatch):
 
 def test_without_tensorboard_it_says_so_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with Journal(tmp_path, total=9, live=True) as journal:
+    with closing(Journal(tmp_path, total=9, live=True)) as journal:
         for n in range(3):
             journal.write("step", n, loss=0.5)
     assert capsys.readouterr().err.count("without TensorBoard (pip install 'weft[train]')") == 1
@@ -176,7 +177,7 @@ def test_without_tensorboard_it_says_so_once(tmp_path, monkeypatch, capsys):
 
 def test_tensorboard_has_the_scalars_once(tmp_path):
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    with Journal(tmp_path, total=9) as journal:
+    with closing(Journal(tmp_path, total=9)) as journal:
         journal.write("run", 0, ranks=2)
         for n in range(1, 6):
             journal.write("step", n, loss=n / 3)

@@ -11,6 +11,7 @@ import typer
 
 from weft.core.codec import to_plain
 from weft.core.errors import InputError
+from weft.core.files import writing
 from weft.core.problem import ITEM_BYTES
 
 if TYPE_CHECKING:
@@ -37,10 +38,8 @@ def run(
     found = _measure(ranks, head_dim, dtype)
     if found is None:  # another rank writes
         return
-    try:
+    with writing(out, hint="Give another --out."):
         out.write_text(found.to_toml())
-    except OSError as error:
-        raise InputError(f"{out} cannot be written: {error.strerror}.", hint="Give another --out.") from None
     typer.echo(json.dumps(to_plain(found), indent=2) if as_json else _words(found, out))
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weft.cli.workload import Block, Cluster, Dtype, Frames, Json, Mask, Name, Size, Workload, read_topology
-from weft.core.errors import InputError
+from weft.core.files import writing
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -173,9 +173,5 @@ def _plain(plan: Plan) -> dict[str, Any]:
 def _save(plan: Plan, path: Path) -> None:
     from weft.core.codec import dumps
 
-    try:
+    with writing(path, hint="Give another --save."):
         path.write_text(dumps(plan.schedule))
-    except OSError as error:
-        raise InputError(
-            f"{path} cannot be written: {error.strerror}.", hint="Give another --save."
-        ) from None

@@ -121,7 +121,7 @@ def _show(rows: list[dict[str, Any]], found: Sequence[Found], model: Model) -> N
     from rich.console import Console
     from rich.table import Table
 
-    from weft.report import units
+    from weft.core import units
     from weft.report.terminal import text_gantt
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
@@ -149,7 +149,7 @@ def _show(rows: list[dict[str, Any]], found: Sequence[Found], model: Model) -> N
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    from weft.report import units
+    from weft.core import units
 
     return [
         str(row["gpus"]),

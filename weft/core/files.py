@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Files that are written whole or not at all, and what a disk refuses as a sentence."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
+
+from weft.core.errors import InputError
 
 _serial = count()
 
@@ -20,3 +22,12 @@ def whole(path: Path) -> Generator[Path]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def writing(path: Path, *, hint: str) -> Generator[None]:
+    """Where `path` is written, the system's reason not to becomes weft's."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror or error}.", hint=hint) from error

@@ -29,29 +29,38 @@ class Noised(NamedTuple):
     words: Tensor
     weight: Tensor
 
+    @staticmethod
+    def of(video: Tensor, noise: Tensor, timestep: Tensor, words: Tensor) -> Noised:
+        """The error of a clean video, over the timestep, is that of the direction that the sampler takes;
+        hence the weight.
+        """
+        t = timestep.reshape(-1, *(1,) * (video.dim() - 1))
+        return Noised((1 - t) * video + t * noise, timestep, words, timestep.clamp(min=LEAST) ** -2)
+
 
 def noised(
     video: Tensor, words: Tensor, *, generator: Generator | None = None, drop: float = 0.1, mean: float = 0.0
 ) -> Noised:
     """Draw a timestep and noise for each video; forget a prompt as often as `drop`, for guidance.
 
-    Timesteps are logit-normal, around 1 / (1 + e^-mean). The error of a clean video, over the timestep, is
-    that of the direction that the sampler takes; hence the weight.
+    Timesteps are logit-normal, around 1 / (1 + e^-mean).
     """
     samples = len(video)
     timestep = torch.sigmoid(mean + normal((samples,), generator, video))
     forgets = torch.rand(samples, generator=generator, device=_device(generator)) < drop
     words = words.masked_fill(forgets.to(words.device)[:, None], 0)
-    t = timestep.reshape(-1, *(1,) * (video.dim() - 1))
-    mixed = (1 - t) * video + t * normal(video.shape, generator, video)
-    return Noised(mixed, timestep, words, timestep.clamp(min=LEAST) ** -2)
+    return Noised.of(video, normal(video.shape, generator, video), timestep, words)
+
+
+def weighted(model: Model, given: Noised, video: Tensor) -> Tensor:
+    """[B]: the squared error of the clean videos that a model predicts, by what each sample counts."""
+    made = model(given.video, given.timestep, given.words)
+    return given.weight * (made - video).square().flatten(1).mean(1)
 
 
 def loss(model: Model, video: Tensor, words: Tensor, **how: Any) -> Tensor:
-    """The weighted squared error of the clean videos that a model predicts; options are those of `noised`."""
-    given = noised(video, words, **how)
-    error = (model(given.video, given.timestep, given.words) - video).square().flatten(1).mean(1)
-    return (given.weight * error).mean()
+    """The mean of what is `weighted`; options are those of `noised`."""
+    return weighted(model, noised(video, words, **how), video).mean()
 
 
 @torch.no_grad()

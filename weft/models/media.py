@@ -43,18 +43,23 @@ def write(path: Path, frames: np.ndarray, about: dict[str, Any], *, fps: float) 
     }
     with whole(path) as temporary:
         if path.suffix.lower() == ".png":
-            _png(temporary, pixels[0] if len(pixels) == 1 else sheet(pixels), tags)
+            shown = pixels[spread(len(pixels), SHOWN)]
+            columns = math.ceil(len(shown) ** 0.5)
+            _png(temporary, shown[0] if len(shown) == 1 else sheet(shown, columns=columns), tags)
         elif path.suffix.lower() == ".gif":
             _gif(temporary, pixels, tags["comment"], fps)
         else:
             _mp4(temporary, pixels, tags, fps)
 
 
-def sheet(pixels: np.ndarray) -> np.ndarray:
-    """A video's frames uint8 [F, H, W, 3], or some that are evenly spread, side by side in one picture."""
-    chosen = np.linspace(0, len(pixels) - 1, min(SHOWN, len(pixels))).round().astype(int)
-    shown = enlarged(pixels[chosen], VISIBLE // 2)
-    columns = math.ceil(len(shown) ** 0.5)
+def spread(frames: int, most: int) -> np.ndarray:
+    """The numbers of at most so many frames, at even distances, with the first and the last."""
+    return np.linspace(0, frames - 1, min(most, frames)).round().astype(int)
+
+
+def sheet(pixels: np.ndarray, *, columns: int) -> np.ndarray:
+    """Frames uint8 [F, H, W, 3] in rows, as one picture."""
+    shown = enlarged(pixels, VISIBLE // 2)
     rows, gap = -(-len(shown) // columns), 4
     height, width = (size + gap for size in shown.shape[1:3])
     page = np.full((rows * height + gap, columns * width + gap, 3), 255, np.uint8)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, TextIO
 
+from weft.core.units import clock
 from weft.run.comm import Comm
 from weft.run.meter import Meter
 
@@ -69,13 +70,6 @@ def line(done: list[Step], total: int) -> str:
         f"exposed communication {last.exposed:.1%}",
     ]
     return " · ".join(parts)
-
-
-def clock(seconds: float) -> str:
-    """3:07, or 1:02:09."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _step(spent: list[list[int]], seconds: float) -> Step:

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from safetensors.torch import save as to_bytes
 from torch import Generator, Tensor
 
 from weft.core.errors import InputError
@@ -69,7 +70,8 @@ class VideoPipeline:
         folder.mkdir(parents=True, exist_ok=True)
         with whole(folder / WEIGHTS) as file:
             weights = {name: x.to(dtype).contiguous() for name, x in self.transformer.state_dict().items()}
-            save_file(weights, file)
+            # By ourselves: safetensors would keep it from all other users, and has errors of its own.
+            file.write_bytes(to_bytes(weights))
         own = {} if self.vocabulary is None else {"vocabulary": self.vocabulary.to_json()}
         said = {"_class_name": OWN, **self.transformer.config.to_json(), **own}
         with whole(folder / CONFIG) as file:

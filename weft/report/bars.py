@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from weft.core import units
 from weft.core.indices import split_evenly
 from weft.plan.balance import ratio
-from weft.report import units
 from weft.report.case import Case
 from weft.report.draw import Figure, Line, Rect, Shape, Words, rules
 from weft.report.palette import rank_colour

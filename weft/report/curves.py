@@ -6,8 +6,8 @@ import math
 import re
 from collections.abc import Callable, Sequence
 
+from weft.core import units
 from weft.core.topology import Topology
-from weft.report import units
 from weft.report.case import Case
 from weft.report.draw import Dot, Figure, Line, Shape, Words, rules
 from weft.report.palette import EIGHT

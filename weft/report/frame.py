@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weft.report import units
+from weft.core import units
 from weft.report.curves import decades, log_scale
 from weft.report.draw import Dot, Figure, Line, Shape, Words, rules
 from weft.report.training import FloatArray

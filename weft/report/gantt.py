@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from weft.core import units
 from weft.core.timeline import Span
-from weft.report import units
 from weft.report.case import Case, summary
 from weft.report.draw import Figure, Line, Rect, Shape, Words
 from weft.report.palette import on_colour, rank_colour

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from weft.report import units
+from weft.core import units
 from weft.report.draw import Dot, Figure, Line, Rect, Shape, Words
 from weft.report.frame import HALF, TOP, WIDE, Frame, framed
 from weft.report.sparsity import heads_figure, sparsity_map

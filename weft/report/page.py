@@ -9,7 +9,8 @@ from itertools import groupby
 from string import Template
 
 from weft import __version__
-from weft.report import trained, units
+from weft.core import units
+from weft.report import trained
 from weft.report.case import Case, numbers, summary
 from weft.report.draw import HATCHES, Figure
 from weft.report.palette import style_sheet

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from weft.report import units
+from weft.core import units
 from weft.report.draw import Dot, Figure, Line, Picture, Shape, Words
 from weft.report.palette import rgb
 from weft.report.training import FloatArray, Run, mean

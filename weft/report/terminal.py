@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from weft.core import units
 from weft.core.timeline import Timeline
-from weft.report import units
 
 WIDTH = 80
 MOST_ROWS = 8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from weft.report import units
+from weft.core import units
 from weft.report.case import Case
 from weft.report.draw import Figure, Line, Picture, Rect, Shape, Words
 from weft.report.palette import rgb

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from weft.report import units
+from weft.core import units
 from weft.report.training import Run, finite, mean, median, share
 
 
@@ -116,10 +116,11 @@ def layer_rows(run: Run) -> tuple[list[str], list[list[str]]]:
             _share(share(one)),
             _share(one.coverage),
             _share(one.recall),
+            _share(one.keys),
         ]
         for layer, one in run.now.items()
     ]
-    return ["layer", "mode", "sparsity", "its heads", "computed", "coverage", "recall"], found
+    return ["layer", "mode", "sparsity", "its heads", "computed", "coverage", "recall", "predictor"], found
 
 
 def _share(value: float) -> str:

@@ -32,6 +32,8 @@ class Reading:
     """[heads]: the share that is computed."""
     coverage: float
     recall: float
+    keys: float
+    """The mass of as many predicted keys as are critical, as a share of the mass that is asked for."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,6 +164,7 @@ def _layers(records: Sequence[dict[str, Any]]) -> dict[str, tuple[Reading, ...]]
                 _numbers(one.get("density")),
                 _number(one.get("coverage")),
                 _number(one.get("recall")),
+                _number(one.get("keys")),
             )
     if all(isinstance(layer, int) for layer in found):
         found = dict(sorted(found.items()))

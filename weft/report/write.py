@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from weft import __version__
-from weft.core.errors import InputError
+from weft.core.files import writing
 from weft.core.schedule import Schedule
 from weft.report.bars import load_bars, memory_bars
 from weft.report.case import Case, numbers
@@ -68,13 +68,9 @@ def _save(folder: Path, figures: Sequence[Figure], known: Mapping[str, Any], htm
 
 @contextmanager
 def _writable(folder: Path) -> Iterator[None]:
-    try:
+    with writing(folder, hint="Give another --out."):
         (folder / "figures").mkdir(parents=True, exist_ok=True)
         yield
-    except OSError as error:
-        raise InputError(
-            f"{folder} cannot be written: {error.strerror}.", hint="Give another --out."
-        ) from None
 
 
 def has_png() -> bool:

@@ -20,8 +20,6 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -35,12 +33,11 @@ from weft.run.kernels.select import top_k
 from weft.run.kernels.tiles import Blocks
 from weft.run.world import SoloComm, World, world_of
 from weft.train.predictor import Predictor, learn
-from weft.train.select import Masses
+from weft.train.select import Masses, Shares
 
 if TYPE_CHECKING:
     from weft.train.recipe import SparsePart
 
-Shares = npt.NDArray[np.float64]
 LENGTH, ROUNDS = 1536, 5
 MUCH, LITTLE = 2, 8  # of the keys a half, an eighth
 PICO = 1e12

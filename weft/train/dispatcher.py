@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.core.errors import InputError
-from weft.train.costs import Costs, Shares
+from weft.train.costs import Costs
+from weft.train.select import Shares
 
 if TYPE_CHECKING:
     from weft.train.recipe import SparsePart
@@ -144,7 +145,6 @@ class Dispatcher:
             "layer": layer,
             "mode": "sparse" if block.sparse else "dense",
             "stage": self.stage(layer),
-            "sparsity": [] if block.needed is None else (1 - block.needed).tolist(),
             "density": (whole if block.budgets is None else block.budgets).tolist(),
             "coverage": block.coverage,
         }

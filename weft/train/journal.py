@@ -9,24 +9,22 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.core.errors import InputError
-from weft.core.files import whole
+from weft.core.files import whole, writing
 from weft.train.live import Live, mean
 
 if TYPE_CHECKING:
     from io import FileIO
-    from types import TracebackType
 
     from torch.utils.tensorboard import SummaryWriter
 
 NAME = "log.jsonl"
+HINT = "What is in it stays; resume when there is room."
 
 
 class Journal:
@@ -37,7 +35,7 @@ class Journal:
         self.live = Live(total) if live else None
         self._board: SummaryWriter | None = None
         self._boarding, self._purge = True, None
-        with _told(self.path):
+        with writing(self.path, hint=HINT):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = _reopened(self.path)
 
@@ -45,7 +43,7 @@ class Journal:
         """Append a record; it is in the file when this returns, whole or not at all."""
         known = {"total": self.total} if kind == "run" else {}
         record = {"kind": kind, "step": step, "time": round(time.time(), 3)} | known | plain(values)
-        with _told(self.path):
+        with writing(self.path, hint=HINT):
             _append(self._file, encode(record))
         self._scalars(record)
         if self.live:
@@ -54,7 +52,7 @@ class Journal:
     def rewind(self, step: int) -> int:
         """Move the records after a step to `log.jsonl.1`, .2 and so on; returns how many there were."""
         self.close()
-        with _told(self.path):
+        with writing(self.path, hint=HINT):
             lines = self.path.read_bytes().splitlines(keepends=True)
             late = [_step(line) > step for line in lines]
             if any(late):
@@ -74,14 +72,6 @@ class Journal:
             self._board.close()
             self._board = None
         self._file.close()
-
-    def __enter__(self) -> Journal:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _scalars(self, record: dict[str, Any]) -> None:
         """The numbers of a record for TensorBoard: lists by their mean, layers by their own names."""
@@ -170,14 +160,3 @@ def _writer(folder: Path, purge: int | None) -> SummaryWriter:
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(str(folder), purge_step=purge)
-
-
-@contextmanager
-def _told(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise InputError(
-            f"{path} cannot be written: {error.strerror}.",
-            hint="What is in it stays; resume when there is room.",
-        ) from error

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
-from weft.models.progress import clock
+from weft.core.units import clock
 
 RECENT = 50
 """Steps that speed and time left are taken from."""

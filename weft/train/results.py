@@ -10,15 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 
-from weft.core.errors import WeftError
-from weft.models import flow
+from weft.core.files import writing
+from weft.models import media
 from weft.models.dit import VideoDiT
 from weft.models.video import VideoPipeline
 from weft.train.evaluate import held_out_loss
@@ -30,6 +28,7 @@ if TYPE_CHECKING:
 COLUMNS = 8
 """Frames of a clip that a sheet shows."""
 STEPS, GUIDANCE = 20, 2.0
+HINT = "Checkpoints that are complete are untouched."
 VALIDATED = 16
 """Clips, of those that are held out, that a validation takes, at eight timesteps each."""
 
@@ -50,7 +49,7 @@ class Results:
                 trainer.note("model/ is without the coarse branch that it was trained with")
             own = {name: weights[name] for name in model.state_dict()}
             model.load_state_dict(own)
-            with told(target):
+            with writing(target, hint=HINT):
                 VideoPipeline(model, trainer.captions.own).save(target)
         return target
 
@@ -63,17 +62,15 @@ class Results:
     def samples(self) -> str:
         """The recipe's prompts, a row of frames each; the name of the sheet."""
         trainer = self.trainer
-        config, prompts = trainer.config, trainer.recipe.save.prompts
-        words = torch.tensor([trainer.captions.encode(prompt) for prompt in prompts])
-        shape = (config.video[0], config.channels, *config.video[1:])
+        pipe = VideoPipeline(trainer.model, trainer.captions.own)
         with exchanged(trainer.model, trainer.average):
-            made = flow.sample(
-                trainer.model, words, shape, steps=STEPS, guidance=GUIDANCE, shift=config.shift,
-                pixels=config.pixels, generator=torch.Generator().manual_seed(0),
-            )  # fmt: skip
+            made = pipe(
+                trainer.recipe.save.prompts, num_inference_steps=STEPS, guidance_scale=GUIDANCE,
+                generator=torch.Generator().manual_seed(0), output_type="latent",
+            ).frames  # fmt: skip
         file = trainer.folder / "samples" / f"{trainer.done:06d}.png"
         if trainer.ranks.rank == 0:
-            with told(file):
+            with writing(file, hint=HINT):
                 file.parent.mkdir(exist_ok=True)
                 write_sheet(file, made)
         return str(file.relative_to(trainer.folder))
@@ -83,22 +80,10 @@ def write_sheet(file: Path, clips: Tensor) -> None:
     """Clips [B, T, C, H, W] from -1 to 1 as rows of frames."""
     from PIL import Image
 
-    picked = np.unique(np.linspace(0, clips.shape[1] - 1, COLUMNS).round().astype(int))
     shown = clips if clips.shape[2] == 3 else clips[:, :, :1].expand(-1, -1, 3, -1, -1)  # a latent's first
-    pixels = shown[:, picked].add(1).mul(127.5).clamp(0, 255).round().byte()
-    rows = pixels.permute(0, 3, 1, 4, 2).flatten(2, 3).flatten(0, 1)  # [B·H, frames·W, C]
-    Image.fromarray(rows.numpy()).save(file)
-
-
-@contextmanager
-def told(target: Path) -> Iterator[None]:
-    """What a disk refuses as a sentence."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise WeftError(
-            f"{target} was not written: {error}.", hint="Checkpoints that are complete are untouched."
-        ) from error
+    some = shown[:, media.spread(clips.shape[1], COLUMNS)]
+    pixels = some.add(1).mul(127.5).clamp(0, 255).round().byte().permute(0, 1, 3, 4, 2).flatten(0, 1)
+    Image.fromarray(media.sheet(pixels.numpy(), columns=some.shape[1])).save(file)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from weft.run.world import World
 from weft.train.cubes import Cubes
 
 Shares = npt.NDArray[np.float64]
+"""Of keys, or of blocks of keys, by head."""
 
 
 class Scores(Protocol):

@@ -149,9 +149,7 @@ class Trainer:
             numbers = range((step - 1) * part.batch + mine.start, (step - 1) * part.batch + mine.stop)
             given = self._noised(video, words, numbers)
             with torch.autocast("cpu", torch.bfloat16, enabled=part.dtype == "bfloat16"):
-                made = self.model(given.video, given.timestep, given.words)
-            error = (made.float() - video).square().flatten(1).mean(1)
-            loss = (given.weight * error).mean() / part.accumulate
+                loss = flow.weighted(self.model, given, video).mean() / part.accumulate
             loss.backward()
             total += loss.item()
         return total
