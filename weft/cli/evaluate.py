@@ -47,7 +47,7 @@ def _measure(model_dir: Path, against: Path | None, count: int, data: str, steps
     from weft.models.video import VideoPipeline
     from weft.train.checker import accuracy
     from weft.train.data import HELD_OUT, Endless
-    from weft.train.evaluate import compare, generated, held_out_loss, paired
+    from weft.train.evaluate import compare, generated, paired
     from weft.train.features import features, frechet
     from weft.train.pan import Pan
     from weft.train.shapes import Shapes
@@ -64,7 +64,7 @@ def _measure(model_dir: Path, against: Path | None, count: int, data: str, steps
     # Two sets of real clips are as far apart as clips so few always are.
     known, others = (features(some) for some in (real[:count], real[count:]))
     asked, how = captions[:count], {"num_inference_steps": steps}
-    made, loss = generated(pipe, asked, **how), held_out_loss(pipe.transformer, source, clips=count)
+    made, loss = generated(pipe, asked, **how), _loss(pipe, source, count)
     found = {
         "accuracy": accuracy(made, asked),
         "loss": float(loss.mean()),
@@ -75,8 +75,14 @@ def _measure(model_dir: Path, against: Path | None, count: int, data: str, steps
         other = VideoPipeline.load(against)
         psnr, ssim = compare(made, generated(other, asked, **how))
         found["likeness"] = {"psnr": float(psnr.clip(max=100).mean()), "ssim": float(ssim.mean())}
-        found["loss against"] = paired(held_out_loss(other.transformer, source, clips=count), loss)
+        found["loss against"] = paired(_loss(other, source, count), loss)
     return found
+
+
+def _loss(pipe: Any, source: Any, clips: int) -> Any:
+    from weft.train.evaluate import held_out_loss
+
+    return held_out_loss(pipe.transformer, source, clips=clips, shrink=pipe.transformer.config.upscale)
 
 
 def _plain(found: dict[str, Any]) -> dict[str, Any]:

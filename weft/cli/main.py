@@ -18,6 +18,7 @@ from weft import __version__
 from weft.core.errors import InputError, MissingError, WeftError
 
 VERBS = {
+    "bench": ("weft.cli.bench", "Put load on a server and tell how it holds."),
     "calibrate": ("weft.cli.calibrate", "Measure links and kernel here, for the planner."),
     "demo": ("weft.cli.demo", "Check an attention on a few local ranks, and make a video."),
     "doctor": ("weft.cli.doctor", "Show what this machine can do and how to add what it cannot."),
@@ -28,6 +29,7 @@ VERBS = {
     "plan": ("weft.cli.plan", "Rank the ways to run a model's attention on a cluster."),
     "report": ("weft.cli.report", "Write a page with figures of a run, a schedule or a plan."),
     "run": ("weft.cli.run", "Run a script on several ranks."),
+    "serve": ("weft.cli.serve", "Serve images and videos over HTTP, and a page."),
     "simulate": ("weft.cli.simulate", "Time plans on clusters of several sizes."),
     "testbed": ("weft.cli.testbed", "Build several machines on this one, with slow links between."),
     "train": ("weft.cli.train", "Train a video model by a recipe, on several ranks."),

@@ -1,8 +1,16 @@
-"""Numbers as people type them: 2,3 or 8."""
+"""Numbers as people type them: 2,3 or 8, 24h, 10GiB."""
 
 from __future__ import annotations
 
+import re
+
 from weft.core.errors import InputError
+
+SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+BYTES = {
+    "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
+}  # fmt: skip
 
 
 def counts(text: str, name: str) -> list[int]:
@@ -11,3 +19,26 @@ def counts(text: str, name: str) -> list[int]:
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise InputError(f"{name}={text!r} is not a list of counts.", hint="Write 2 or 2,3,4.")
     return [int(part) for part in parts]
+
+
+def duration(text: str, name: str) -> float:
+    """
+    >>> duration("24h", "ttl"), duration("1.5 m", "ttl")
+    (86400.0, 90.0)
+    """
+    return _with_unit(text, name, SECONDS, "30s, 15m, 24h or 7d")
+
+
+def amount(text: str, name: str) -> int:
+    """
+    >>> amount("10GiB", "quota"), amount("500 MB", "quota")
+    (10737418240, 500000000)
+    """
+    return int(_with_unit(text, name, BYTES, "500MB or 10GiB"))
+
+
+def _with_unit(text: str, name: str, units: dict[str, int], such: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]+)", text.strip())
+    if match is None or match[2] not in units or not float(match[1]):
+        raise InputError(f"{name}={text!r} is not a number with a unit.", hint=f"Write {such}.")
+    return float(match[1]) * units[match[2]]

@@ -29,7 +29,16 @@ PACKAGES = {
     "safetensors": Package(gives="model weights", add="pip install safetensors"),
     "av": Package(gives="writing video", add="pip install 'weft[models]'"),
     "PIL": Package(gives="writing pictures", add="pip install 'weft[models]'", distribution="pillow"),
-    "fastapi": Package(gives="serving", add="pip install fastapi uvicorn"),
+    "fastapi": Package(gives="serving", add="pip install 'weft[serve]'"),
+    "uvicorn": Package(gives="serving", add="pip install 'weft[serve]'"),
+    "sse_starlette": Package(gives="serving", add="pip install 'weft[serve]'", distribution="sse-starlette"),
+    "prometheus_client": Package(
+        gives="metrics", add="pip install 'weft[serve]'", distribution="prometheus-client"
+    ),
+    "python_multipart": Package(
+        gives="uploads", add="pip install 'weft[serve]'", distribution="python-multipart"
+    ),
+    "httpx": Package(gives="load on a server", add="pip install 'weft[serve]'"),
     "matplotlib": Package(gives="figures", add="pip install matplotlib"),
     "yunchang": Package(gives="a peer to measure against", add="pip install 'weft[bench]'"),
 }

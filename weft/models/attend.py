@@ -85,9 +85,9 @@ class Site:
             )
         if self.ragged or attn_mask is not None or self.region.watched:
             return self._with_care((query, key, value), attn_mask, scale)
-        tokens, mesh = shards.runs(self.streams), shards.mesh
+        tokens, how = shards.runs(self.streams), {"plan": self.region.plan, "impl": self.region.impl}
         return attention(
-            query, key, value, plan=self.region.plan, mesh=mesh, scale=scale, tokens=tokens, kv_tokens=tokens
+            query, key, value, mesh=shards.mesh, scale=scale, tokens=tokens, kv_tokens=tokens, **how
         )
 
     def _with_care(self, qkv: QKV, mask: Tensor | None, scale: float | None) -> Tensor:
@@ -121,7 +121,7 @@ class Site:
         layout = Layout(*shards.runs(self.streams, text))
         if region.sparsity is not None:
             return region.sparsity.attend(region.where(self, qkv[0], scale, layout), *qkv)
-        how = {"plan": region.plan, "mesh": shards.mesh, "scale": scale}
+        how = {"plan": region.plan, "impl": region.impl, "mesh": shards.mesh, "scale": scale}
         out = attention(*qkv, tokens=layout, kv_tokens=layout, **how)
         if region.proof is not None:
             region.proof.check(self.name, qkv, out, scale, None, layout, shards.world)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ THETA = 100.0
 """Rotations are from one radian a patch to a hundredth: grids have tens of patches a side, not thousands."""
 TICKS = 1000.0
 """A timestep from 0 to 1 in the units that waves are made for."""
+FEW = 4
+"""Of fewer rows than this, BLAS computes a product another way than of more (measured: MKL, float32)."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,15 @@ class DiTConfig:
     """Of the sampler's timesteps, see `flow.times`: what is large is decided while all is noise."""
     pixels: bool = True
     """Whether it makes pixels, from -1 to 1, or latents."""
+    upscale: int = 1
+    """Videos are made at a fraction of their height and width; an upscaler does the rest."""
 
     def __post_init__(self) -> None:
+        if self.upscale < 1 or any(size % self.upscale for size in self.patch[1:]):
+            raise InputError(
+                f"upscale={self.upscale} with patches of {'×'.join(map(str, self.patch))} pixels.",
+                hint="It is 1 or more, and divides the height and width of a patch.",
+            )
         if min(self.heads, *self.patch) < 1 or self.width % self.heads or self.head % 2 or self.head < 6:
             raise InputError(
                 f"width={self.width}, heads={self.heads} and patch={self.patch} make no heads to be rotated.",
@@ -76,6 +86,11 @@ class DiTConfig:
         t, h, w = (size // part for size, part in zip(video, self.patch, strict=True))
         return t, h, w
 
+    @property
+    def made(self) -> Size:
+        """The patch as it is made, before it is enlarged."""
+        return self.patch[0], self.patch[1] // self.upscale, self.patch[2] // self.upscale
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -97,7 +112,7 @@ class VideoDiT(nn.Module):
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
         self.config, width = config, config.width
-        pixels = config.channels * config.patch[0] * config.patch[1] * config.patch[2]
+        pixels = config.channels * prod(config.made)
         self.embed, self.text, self.rope = nn.Linear(pixels, width), Prompt(config), Rope(config.head)
         self.clock = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
         self.modulate = nn.Linear(width, 6 * width)
@@ -118,9 +133,9 @@ class VideoDiT(nn.Module):
         patches = self._patches(video)
         text, prompt = self.text(words)
         x = torch.cat((text, self.embed(patches.flatten(1, 3))), 1)
-        time = self.clock(waves(timestep * TICKS, self.config.width).to(x.dtype))
+        time = by_row(self.clock, waves(timestep * TICKS, self.config.width).to(x.dtype))
         condition = time + prompt
-        changes = self.modulate(F.silu(condition)).unflatten(-1, (6, -1))
+        changes = by_row(self.modulate, F.silu(condition)).unflatten(-1, (6, -1))
         # Words are not rotated, so that where a patch is, seen from a word, is where it is in the video.
         cos, sin = self.rope(patches)
         cos, sin = (
@@ -134,15 +149,20 @@ class VideoDiT(nn.Module):
         x = self.head(self.norm(x[:, text.shape[1] :]) * (1 + scale) + shift)
         return self._pixels(x.reshape(patches.shape))
 
+    def grid(self, video: Tensor) -> Size:
+        """Patches of a video as it is made."""
+        (_, T, _, H, W), up = video.shape, self.config.upscale
+        return self.config.grid((T, H * up, W * up))
+
     def _patches(self, video: Tensor) -> Tensor:
         """[B, t, h, w, pixels of a patch]"""
-        _, T, C, H, W = video.shape
-        (t, h, w), (pt, ph, pw) = self.config.grid((T, H, W)), self.config.patch
+        C = video.shape[2]
+        (t, h, w), (pt, ph, pw) = self.grid(video), self.config.made
         x = video.reshape(-1, t, pt, C, h, ph, w, pw)
         return x.permute(0, 1, 4, 6, 2, 3, 5, 7).flatten(4)
 
     def _pixels(self, patches: Tensor) -> Tensor:
-        x = patches.unflatten(4, (self.config.patch[0], -1, *self.config.patch[1:]))
+        x = patches.unflatten(4, (self.config.made[0], -1, *self.config.made[1:]))
         x = x.permute(0, 1, 4, 5, 2, 6, 3, 7)  # [B, t, frames of a patch, C, h, rows, w, columns]
         B, t, pt, C, h, ph, w, pw = x.shape
         return x.reshape(B, t * pt, C, h * ph, w * pw)
@@ -160,7 +180,7 @@ class Prompt(nn.Module):
 
     def forward(self, words: Tensor) -> tuple[Tensor, Tensor]:
         x = self.embed(words)
-        return x + self.place, self.whole((x * self.mix).sum(1))
+        return x + self.place, by_row(self.whole, (x * self.mix).sum(1))
 
 
 class Rope(nn.Module):
@@ -217,6 +237,11 @@ class Attention(nn.Module):
         return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
+def by_row(layer: nn.Module, x: Tensor) -> Tensor:
+    """A layer of a row for each sample, whose bits are the same however many samples are beside it."""
+    return layer(F.pad(x, (0, 0, 0, max(0, FEW - len(x)))))[: len(x)]
+
+
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Each pair of channels, one of either half, by its angle."""
     a, b = x.chunk(2, -1)
@@ -229,6 +254,6 @@ ADAPTER = Adapter(
     outputs={"text": (Cut("text", 1), None), "rope": Cut("video", 0)},
     attention={"blocks.*.attn": "text video"},
     gather={"head": Cut("video", 1)},
-    grid=lambda model, given: model.config.grid(tuple(given["video"].shape[at] for at in (1, 3, 4))),
+    grid=lambda model, given: model.grid(given["video"]),
     note="weft's own",
 )

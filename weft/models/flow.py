@@ -17,6 +17,8 @@ from torch import Generator, Tensor, nn
 from weft.core.errors import InputError
 
 Model = Callable[[Tensor, Tensor, Tensor], Tensor]
+Generators = Generator | Sequence[Generator] | None
+"""One for all samples, or one for each."""
 LEAST = 0.15
 """A smaller share of noise than this weighs no more: there is nothing left to learn but grain."""
 
@@ -71,15 +73,16 @@ def sample(  # noqa: PLR0913 - what a call of a pipeline has
     *,
     negative: Tensor | None = None,
     steps: int = 30,
-    guidance: float = 2.0,
+    guidance: float | Sequence[float] = 2.0,
     shift: float = 1.0,
     pixels: bool = True,
-    generator: Generator | None = None,
+    generator: Generators = None,
     on_step: Callable[[int, Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Videos [B, *shape] of prompts [B, length], by Euler's method; pixels are from -1 to 1.
 
-    negative   prompts to go away from, by default empty ones; guidance=1 goes by the prompts alone.
+    negative   prompts to go away from, by default empty ones.
+    guidance   1 goes by the prompts alone; it may be another for each prompt.
     shift      see `times`.
     on_step    (index, timestep, videos so far) -> what to go on with.
     """
@@ -88,13 +91,15 @@ def sample(  # noqa: PLR0913 - what a call of a pipeline has
     x = normal((len(words), *shape), generator, next(model.parameters()))
     now_and_then = times(steps, shift).to(x)
     both = torch.cat((torch.zeros_like(words) if negative is None else negative, words))
+    scale = torch.as_tensor(guidance, dtype=torch.float64).to(x).reshape(-1, *(1,) * len(shape))
+    is_guided = bool((scale != 1).any())
     for index, (now, then) in enumerate(zip(now_and_then, now_and_then[1:], strict=False)):
-        if guidance == 1:
+        if not is_guided:
             clean = model(x, now.expand(len(x)), words)
         else:
             # In one call, of which `weft.parallelize` gives a half to each half of the ranks.
             without, clean = model(torch.cat((x, x)), now.expand(2 * len(x)), both).chunk(2)
-            clean = without + guidance * (clean - without)
+            clean = without + scale * (clean - without)
         if pixels:
             clean = clean.clamp(
                 -1, 1
@@ -114,9 +119,16 @@ def times(steps: int, shift: float = 1.0) -> Tensor:
     return shift * even / (1 + (shift - 1) * even)
 
 
-def normal(shape: Sequence[int], generator: Generator | None, like: Tensor) -> Tensor:
-    """Drawn in float32 where the generator is: a seed means the same on any device and in any dtype."""
+def normal(shape: Sequence[int], generator: Generators, like: Tensor) -> Tensor:
+    """Drawn in float32 where the generator is: a seed means the same on any device and in any dtype.
+
+    Of several generators each draws for one sample, what it would draw for that one alone.
+    """
     shape = tuple(shape)
+    if isinstance(generator, Sequence):
+        if len(generator) != shape[0]:
+            raise InputError(f"{len(generator)} generators are for as many samples, not for {shape[0]}.")
+        return torch.cat([normal((1, *shape[1:]), each, like) for each in generator])
     return torch.randn(shape, generator=generator, device=_device(generator), dtype=torch.float32).to(like)
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import os
 from fractions import Fraction
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ SUFFIXES = {".mp4": "av", ".gif": "PIL", ".png": "PIL"}
 """What can be written, and the package that writes it."""
 VISIBLE = 256
 """Videos of fewer pixels a side are enlarged."""
+QUALITY = 92
+"""Of JPEG and WebP."""
 SHOWN = 16
 """Frames that a sheet has at most."""
 
@@ -35,21 +38,28 @@ def check_target(path: Path) -> None:
 
 def write(path: Path, frames: np.ndarray, about: dict[str, Any], *, fps: float) -> None:
     """Frames [F, H, W, 3] from 0 to 1, of which a PNG is a sheet; `about` becomes the comment, as JSON."""
+    with whole(path) as temporary:
+        temporary.write_bytes(encoded(path.suffix.lower()[1:], frames, about, fps=fps))
+
+
+def encoded(kind: str, frames: np.ndarray, about: dict[str, Any], *, fps: float) -> bytes:
+    """The same as bytes, equal for equal frames; `kind` is mp4, gif, png, webp or jpeg."""
     pixels = np.round(np.clip(np.nan_to_num(frames), 0.0, 1.0) * 255).astype(np.uint8)
     tags = {
         "title": str(about.get("prompt", "")),
         "software": f"weft {about['versions']['weft']}",
         "comment": json.dumps(about, ensure_ascii=False),
     }
-    with whole(path) as temporary:
-        if path.suffix.lower() == ".png":
-            shown = pixels[spread(len(pixels), SHOWN)]
-            columns = math.ceil(len(shown) ** 0.5)
-            _png(temporary, shown[0] if len(shown) == 1 else sheet(shown, columns=columns), tags)
-        elif path.suffix.lower() == ".gif":
-            _gif(temporary, pixels, tags["comment"], fps)
-        else:
-            _mp4(temporary, pixels, tags, fps)
+    file = BytesIO()
+    if kind == "mp4":
+        _mp4(file, pixels, tags, fps)
+    elif kind == "gif":
+        _gif(file, pixels, tags["comment"], fps)
+    else:
+        shown = pixels[spread(len(pixels), SHOWN)]
+        columns = math.ceil(len(shown) ** 0.5)
+        _image(file, kind, shown[0] if len(shown) == 1 else sheet(shown, columns=columns), tags)
+    return file.getvalue()
 
 
 def spread(frames: int, most: int) -> np.ndarray:
@@ -75,16 +85,21 @@ def enlarged(pixels: np.ndarray, least: int) -> np.ndarray:
     return pixels.repeat(times, 1).repeat(times, 2)
 
 
-def _png(path: Path, pixels: np.ndarray, tags: dict[str, str]) -> None:
+def _image(file: BytesIO, kind: str, pixels: np.ndarray, tags: dict[str, str]) -> None:
     from PIL import Image, PngImagePlugin
 
-    text = PngImagePlugin.PngInfo()
-    for name, value in tags.items():
-        text.add_itxt(name.capitalize(), value)  # the keywords of the PNG standard
-    Image.fromarray(pixels).save(path, format="PNG", pnginfo=text)
+    if kind == "png":
+        text = PngImagePlugin.PngInfo()
+        for name, value in tags.items():
+            text.add_itxt(name.capitalize(), value)  # the keywords of the PNG standard
+        Image.fromarray(pixels).save(file, format="PNG", pnginfo=text)
+        return
+    exif = Image.Exif()
+    exif[0x010E], exif[0x0131] = tags["comment"], tags["software"]  # ImageDescription, Software
+    Image.fromarray(pixels).save(file, format=kind, quality=QUALITY, exif=exif)
 
 
-def _gif(path: Path, pixels: np.ndarray, comment: str, fps: float) -> None:
+def _gif(file: BytesIO, pixels: np.ndarray, comment: str, fps: float) -> None:
     from PIL import Image
 
     # One palette for all frames, since colours that change with the frame flicker.
@@ -97,25 +112,26 @@ def _gif(path: Path, pixels: np.ndarray, comment: str, fps: float) -> None:
     ends = np.round(100 * np.arange(len(pixels) + 1) / fps)
     lengths = [10 * int(length) for length in np.maximum(2, np.diff(ends))]
     pictures[0].save(
-        path, format="GIF", save_all=True, append_images=pictures[1:], duration=lengths, loop=0,
+        file, format="GIF", save_all=True, append_images=pictures[1:], duration=lengths, loop=0,
         comment=comment.encode(),
     )  # fmt: skip
 
 
-def _mp4(path: Path, pixels: np.ndarray, tags: dict[str, str], fps: float) -> None:
+def _mp4(file: BytesIO, pixels: np.ndarray, tags: dict[str, str], fps: float) -> None:
     import av
 
     # Players expect half as many pixels in colour, which would blur small videos, and an even number of them.
     pixels = enlarged(pixels, VISIBLE)
     pixels = np.pad(pixels, ((0, 0), *((0, size % 2) for size in pixels.shape[1:3]), (0, 0)), mode="edge")
     codec = "libx264" if "libx264" in av.codecs_available else "mpeg4"
-    with av.open(str(path), "w", format="mp4") as container:
+    with av.open(file, "w", format="mp4") as container:
         container.metadata.update(tags)
         stream: Any = container.add_stream(codec, rate=Fraction(fps).limit_denominator(1001))
         stream.height, stream.width = pixels.shape[1:3]
         stream.pix_fmt = "yuv420p"
         stream.codec_context.colorspace = 6  # BT.601, as frames are converted; players take HD for another
-        stream.options = {"crf": "17"} if codec == "libx264" else {"qscale": "2"}
+        # What x264 writes depends on how many threads it has: as many everywhere.
+        stream.options = {"crf": "17", "threads": "4"} if codec == "libx264" else {"qscale": "2"}
         for picture in pixels:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
         container.mux(stream.encode())

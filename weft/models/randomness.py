@@ -54,7 +54,7 @@ def share_numbers(world: World, arguments: tuple[tuple[Any, ...], dict[str, Any]
     if torch.cuda.is_available():
         states.append(torch.cuda.get_rng_state())
     sizes = [state.numel() for state in states]
-    agree(world.comm, {"generators": str(sizes), **_facts(*arguments)}, what="pipelines")
+    agree(world.comm, {"generators": str(sizes), **facts(*arguments)}, what="pipelines")
     data = torch.cat(states)
     words = F.pad(data, (0, -data.numel() % WORD)).view(torch.int64).tolist()
     first = torch.tensor(world.comm.gather_numbers(words)[0], dtype=torch.int64)
@@ -87,12 +87,12 @@ def dropout(x: Tensor, p: float, training: bool, *, dim: int, layout: Layout, ra
     return F.dropout(whole.index_copy_(dim, index, x), p, training).index_select(dim, index)
 
 
-def _facts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, str]:
+def facts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, str]:
     """Arguments by name, as far as they can be compared; ranks may have devices of their own."""
     named = {**{f"argument {at}": value for at, value in enumerate(args)}, **kwargs}
     leaves = tree_flatten_with_path(named)[0]
-    facts = {f"{path[0].key}{keystr(path[1:])}": _fact(leaf) for path, leaf in leaves}  # pyright: ignore
-    return {where: fact for where, fact in facts.items() if "device" not in where}
+    found = {f"{path[0].key}{keystr(path[1:])}": _fact(leaf) for path, leaf in leaves}  # pyright: ignore
+    return {where: fact for where, fact in found.items() if "device" not in where}
 
 
 def _fact(leaf: Any) -> str:

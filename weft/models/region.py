@@ -33,7 +33,7 @@ from weft.models.shards import Shards
 class Region:
     """Installed in a model until `remove`; `run` is the model's forward with its tokens sharded."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what parallelize was told
         self,
         model: nn.Module,
         adapter: Adapter,
@@ -41,10 +41,12 @@ class Region:
         plan: Any = "auto",
         sparsity: Method | None = None,
         clock: Clock | None = None,
+        impl: str = "auto",
         check: bool = False,
         tells: bool = False,
     ) -> None:
         self.model, self.adapter, self.plan = model, adapter.for_model(model), plan
+        self.impl = impl
         self.sparsity, self.clock = sparsity, clock or Clock()
         self.extent, self.layers = (1, 1, 1), 0
         self.orders: set[tuple[str, ...]] = set()

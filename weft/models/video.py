@@ -18,16 +18,18 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from safetensors.torch import save as to_bytes
-from torch import Generator, Tensor
+from torch import Tensor, nn
 
 from weft.core.errors import InputError
 from weft.core.files import whole
 from weft.models import flow
 from weft.models.checkpoint import CONFIG, OWN, WEIGHTS
 from weft.models.dit import DiTConfig, VideoDiT
+from weft.models.upscale import Upscaler
 from weft.models.vocabulary import Vocabulary
 from weft.models.words import LENGTH, WORDS, encode
 
+UPSCALER = "upscaler."
 OUTPUTS = ("np", "pil", "latent")
 
 
@@ -41,9 +43,14 @@ class VideoOutput:
 class VideoPipeline:
     """One model, which makes pixels; there is no text encoder and no VAE."""
 
-    def __init__(self, transformer: VideoDiT, vocabulary: Vocabulary | None = None) -> None:
-        """Without a vocabulary, words are weft's own."""
+    def __init__(
+        self, transformer: VideoDiT, vocabulary: Vocabulary | None = None, upscaler: Upscaler | None = None
+    ) -> None:
+        """Without a vocabulary, words are weft's own; without an upscaler, one that has learned nothing."""
         self.transformer, config = transformer, transformer.config
+        self.upscaler = upscaler
+        if config.upscale > 1 and upscaler is None:
+            self.upscaler = Upscaler(config.upscale, config.channels).eval()
         self.vocabulary, self.num_timesteps = vocabulary, 0
         known = (len(vocabulary.words), vocabulary.length) if vocabulary else (len(WORDS), LENGTH)
         if (config.words, config.length) != known:
@@ -61,15 +68,23 @@ class VideoPipeline:
         """It has no bar."""
 
     def to(self, *where: Any) -> VideoPipeline:
-        self.transformer.to(*where)
+        for part in self._parts().values():
+            part.to(*where)
         return self
+
+    def _parts(self) -> dict[str, nn.Module]:
+        return {"": self.transformer} | ({UPSCALER: self.upscaler} if self.upscaler else {})
 
     def save(self, directory: Path | str, dtype: torch.dtype = torch.float16) -> None:
         """Weights are stored in 16 bits, which is more than sampling can tell."""
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
         with whole(folder / WEIGHTS) as file:
-            weights = {name: x.to(dtype).contiguous() for name, x in self.transformer.state_dict().items()}
+            weights = {
+                prefix + name: x.to(dtype).contiguous()
+                for prefix, part in self._parts().items()
+                for name, x in part.state_dict().items()
+            }
             # By ourselves: safetensors would keep it from all other users, and has errors of its own.
             file.write_bytes(to_bytes(weights))
         own = {} if self.vocabulary is None else {"vocabulary": self.vocabulary.to_json()}
@@ -84,7 +99,13 @@ class VideoPipeline:
         own = Vocabulary.from_json(said["vocabulary"]) if "vocabulary" in said else None
         pipe = VideoPipeline(VideoDiT(DiTConfig.from_json(said)).eval(), own)
         try:
-            pipe.transformer.load_state_dict(load_file(folder / WEIGHTS))
+            weights = load_file(folder / WEIGHTS)
+            if pipe.upscaler is not None:
+                own = [name for name in weights if name.startswith(UPSCALER)]
+                pipe.upscaler.load_state_dict(
+                    {name.removeprefix(UPSCALER): weights.pop(name) for name in own}
+                )
+            pipe.transformer.load_state_dict(weights)
         except SafetensorError as error:
             raise InputError(
                 f"{folder / WEIGHTS} is no whole file: {error}", hint="Copy it again."
@@ -103,13 +124,16 @@ class VideoPipeline:
         height: int | None = None,
         width: int | None = None,
         num_inference_steps: int = 30,
-        guidance_scale: float = 2.0,
-        generator: Generator | None = None,
+        guidance_scale: float | Sequence[float] = 2.0,
+        generator: flow.Generators = None,
         output_type: str = "np",
         callback_on_step_end: Callable[..., Any] | None = None,
         return_dict: bool = True,
     ) -> Any:
-        """Frames of each prompt: np is [B, T, H, W, 3] from 0 to 1, latent [B, T, 3, H, W] from -1 to 1."""
+        """Frames of each prompt: np is [B, T, H, W, 3] from 0 to 1.
+
+        latent is [B, T, 3, H, W] from -1 to 1, before it is enlarged.
+        """
         if output_type not in OUTPUTS:
             raise InputError(f"output_type={output_type!r} is none of {', '.join(OUTPUTS)}.")
         config, self.num_timesteps = self.transformer.config, num_inference_steps
@@ -129,11 +153,14 @@ class VideoPipeline:
             return callback_on_step_end(self, index, timestep, {"latents": video}).get("latents", video)
 
         video = flow.sample(
-            self.transformer, words, (T, config.channels, H, W), on_step=on_step, generator=generator,
+            self.transformer, words, (T, config.channels, H // config.upscale, W // config.upscale),
+            on_step=on_step, generator=generator,
             negative=None if negative_prompt is None else self._words(negative_prompt, len(words)),
             steps=num_inference_steps, guidance=guidance_scale, shift=config.shift,
             pixels=config.pixels,
         )  # fmt: skip
+        if self.upscaler is not None and output_type != "latent":
+            video = self.upscaler.videos(video)
         frames = video if output_type == "latent" else _shown(video, output_type)
         return VideoOutput(frames) if return_dict else (frames,)
 

@@ -52,7 +52,7 @@ def launch(command: Sequence[str], ranks: int, machines: Machines, *, grace: int
 
     environment = {"OMP_NUM_THREADS": str(max(1, usable_cores() // ranks))} | os.environ
     with tempfile.TemporaryDirectory(prefix="weft-run-") as directory, _alone(environment):
-        agent = elastic_launch(_config(ranks, machines, directory, grace), sys.executable)
+        agent = elastic_launch(config_of(ranks, machines, directory, grace), sys.executable)
         try:
             agent("-m", "weft.run.script", *command)
         except SignalException as error:
@@ -62,7 +62,7 @@ def launch(command: Sequence[str], ranks: int, machines: Machines, *, grace: int
     return Ended()
 
 
-def _config(ranks: int, machines: Machines, directory: str, grace: int) -> Any:
+def config_of(ranks: int, machines: Machines, directory: str, grace: int) -> Any:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig
 

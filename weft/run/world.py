@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.core.errors import CommError, InputError
@@ -19,6 +20,7 @@ from weft.run.comm import Comm, Message, shm, symmetric
 from weft.run.comm.group import GroupComm
 from weft.run.comm.onesided import OneSidedComm
 
+PATIENCE = timedelta(minutes=10)
 TRANSPORTS = ("auto", "group", "shm", "symmetric")
 
 
@@ -110,6 +112,27 @@ def is_launched() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
+def place() -> tuple[int, int]:
+    """This process's rank and how many there are, before they meet if need be."""
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def meet(generation: int) -> None:
+    """Join the world of a launcher that starts ranks again: each time under another name.
+
+    torch's own store still has the addresses of those before, who may be gone.
+    """
+    rank, world = place()
+    if world == 1 or dist.is_initialized():
+        return
+    here = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and rank == 0
+    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=here)
+    named = PrefixStore(f"weft{generation}", store)
+    dist.init_process_group(_backend(), store=named, rank=rank, world_size=world, timeout=PATIENCE)
+
+
 def machines() -> int:
     """How many machines the world spans, as the launcher tells."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -120,9 +143,12 @@ def _join() -> bool:
     """Under torchrun, join the world that the environment describes; else we are alone."""
     if not is_launched():
         return False
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(minutes=10))
+    dist.init_process_group(_backend(), timeout=PATIENCE)
     return True
+
+
+def _backend() -> str:
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
 def axes_of(mesh: Any) -> str | None:

@@ -14,6 +14,7 @@ from torch import Generator, Tensor
 
 from weft.core.errors import InputError
 from weft.models import words
+from weft.models.upscale import shrunk
 from weft.train.pan import Pan
 from weft.train.recipe import DataPart, Recipe
 from weft.train.shapes import Shapes
@@ -66,8 +67,12 @@ def source_of(part: DataPart, recipe: Recipe) -> Source:
 class Clips:
     """Batches of a source, the next one made ready while the last is trained on."""
 
-    def __init__(self, source: Source, *, batch: int, held_out: int, seed: int, encode: Encode) -> None:
+    def __init__(
+        self, source: Source, *, batch: int, held_out: int, seed: int, encode: Encode, shrink: int = 1
+    ) -> None:
+        """`shrink`: clips have a fraction of their height and width."""
         self.source, self.count, self.seed, self.encode = source, batch, seed, encode
+        self.shrink = shrink
         if source.size is not None and source.size <= held_out:
             raise InputError(
                 f"There are {source.size} clips, and {held_out} of them are held out.",
@@ -99,7 +104,7 @@ class Clips:
 
     def load(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         clips, captions = self.source.batch(list(indices))
-        return to_tensor(clips), torch.tensor([self.encode(caption) for caption in captions])
+        return to_tensor(clips, self.shrink), torch.tensor([self.encode(caption) for caption in captions])
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
@@ -117,10 +122,11 @@ def generator(*numbers: int) -> Generator:
     return Generator().manual_seed(int(mixed) >> 1)
 
 
-def to_tensor(clips: Any) -> Tensor:
+def to_tensor(clips: Any, shrink: int = 1) -> Tensor:
     """Pixels as [B, T, C, H, W] from -1 to 1; latents as they are."""
     if isinstance(clips, np.ndarray) and clips.dtype == np.uint8:
-        return torch.from_numpy(clips).permute(0, 1, 4, 2, 3).float().div_(127.5).sub_(1).contiguous()
+        pixels = torch.from_numpy(clips).permute(0, 1, 4, 2, 3).float().div_(127.5).sub_(1).contiguous()
+        return shrunk(pixels, shrink)
     return torch.as_tensor(clips).float()
 
 

@@ -35,6 +35,7 @@ def held_out_loss(
     clips: int = 64,
     timesteps: Sequence[float] = TIMESTEPS,
     seed: int = 0,
+    shrink: int = 1,
 ) -> np.ndarray:
     """The flow loss [clips, timesteps] of clips that nobody trained on, at fixed timesteps and noise.
 
@@ -49,7 +50,7 @@ def held_out_loss(
         times = torch.tensor(timesteps).to(like)
         for index in range(first, first + clips):
             pixels, [caption] = source.batch([index])
-            video = to_tensor(pixels).to(like)
+            video = to_tensor(pixels, shrink).to(like)
             noise = flow.normal((len(times), *video.shape[1:]), generator(seed, index), like)
             words = torch.tensor([encode(caption)], device=like.device).expand(len(times), -1)
             losses.append(flow.weighted(model, flow.Noised.of(video, noise, times, words), video))

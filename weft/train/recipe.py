@@ -42,6 +42,8 @@ class ModelPart:
     heads: int = 6
     mlp: int = 4
     qk_norm: bool = True
+    upscale: int = 1
+    """Train on clips of a fraction of their height and width, and an upscaler for the rest."""
     start: str = ""
     """A model's directory, whose weights to begin with."""
 
@@ -177,6 +179,7 @@ class Recipe:
         train, data = self.train, self.data
         for name, value, least in (
             ("train.steps", train.steps, 1), ("train.batch", train.batch, 1),
+            ("model.upscale", self.model.upscale, 1),
             ("train.accumulate", train.accumulate, 1), ("train.warmup", train.warmup, 0),
             ("save.every", self.save.every, 1), ("save.keep", self.save.keep, 1),
             ("data.frames", data.frames, 1), ("data.size", data.size, 1),
@@ -197,6 +200,8 @@ class Recipe:
                 f"train.batch = {train.batch} cannot be computed in {train.accumulate} equal parts.",
                 hint="Let train.accumulate divide train.batch.",
             )
+        if data.set == "latents" and self.model.upscale > 1:
+            raise InputError(f"model.upscale = {self.model.upscale}.", hint="Latents are not enlarged.")
         if (data.set in ("folder", "latents")) != bool(data.path):
             raise InputError(
                 f'data.set = "{data.set}" with data.path = "{data.path}".',

@@ -19,6 +19,7 @@ from weft.core.files import writing
 from weft.models import media
 from weft.models.dit import VideoDiT
 from weft.models.video import VideoPipeline
+from weft.train.edges import learn
 from weft.train.evaluate import held_out_loss
 from weft.train.ranks import local
 
@@ -49,15 +50,20 @@ class Results:
                 trainer.note("model/ is without the coarse branch that it was trained with")
             own = {name: weights[name] for name in model.state_dict()}
             model.load_state_dict(own)
+            pipe = VideoPipeline(model, trainer.captions.own)
+            if pipe.upscaler is not None and trainer.done == trainer.recipe.train.steps:
+                error = learn(pipe.upscaler, trainer.clips.source, seed=trainer.recipe.train.seed)
+                trainer.note(f"the upscaler has learned its edges, to a squared error of {error:.4f}")
             with writing(target, hint=HINT):
-                VideoPipeline(model, trainer.captions.own).save(target)
+                pipe.save(target)
         return target
 
     def held_out(self) -> float:
         """The mean flow loss over clips that are never trained on, at fixed timesteps with fixed noise."""
         trainer, clips = self.trainer, min(VALIDATED, len(self.trainer.clips.held_out))
         with exchanged(trainer.model, trainer.average):
-            return float(held_out_loss(trainer.model, trainer.clips.source, clips=clips).mean())
+            how = {"clips": clips, "shrink": trainer.clips.shrink}
+            return float(held_out_loss(trainer.model, trainer.clips.source, **how).mean())
 
     def samples(self) -> str:
         """The recipe's prompts, a row of frames each; the name of the sheet."""

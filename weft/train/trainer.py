@@ -66,7 +66,7 @@ class Trainer:
         self.captions = Captions.of(source)
         self.clips = Clips(
             source, batch=part.batch, held_out=recipe.data.held_out, seed=part.seed,
-            encode=self.captions.encode,
+            encode=self.captions.encode, shrink=recipe.model.upscale,
         )  # fmt: skip
         self.config = self._config()
         self.model = self._model()
@@ -174,7 +174,8 @@ class Trainer:
         recipe, (clip, _) = self.recipe, self.clips.load(self.clips.indices(1)[:1])
         frames, channels, height, width = clip.shape[1:]
         sizes = {name: size for name, size in vars(recipe.model).items() if name != "start"}
-        sizes |= {"channels": channels, "video": (frames, height, width)}
+        up = recipe.model.upscale
+        sizes |= {"channels": channels, "video": (frames, height * up, width * up)}
         sizes |= {"shift": math.exp(recipe.train.mean), "pixels": recipe.data.set != "latents"}
         return DiTConfig(words=self.captions.size, length=self.captions.length, **sizes)
 

@@ -1,0 +1,253 @@
+"""Serving: what the server adds to the pipeline, and the elastic scheduler against first come first served.
+
+    python -m bench.serving [--quick] [--json FILE]
+
+Overhead: videos of the model that comes with weft, all asked for at once over HTTP from a server on two
+ranks, against the same videos by the same pipeline in a loop: by a process for each core, or by both ranks
+together, whichever is faster. Times are until the last file is written; contenders take turns, a ratio is the
+median over rounds. Client and server share the two cores with the ranks.
+
+Mixed: images and long videos arrive at random times, the same for a server with each schedule, at a load of
+0.8 of what two ranks can do. In time is what takes at most three times what it takes alone on an idle elastic
+server. The limit of what is in time is that of a fluid: at each deadline no more work than both ranks do; of
+the images' latency, that of one alone. Batches do less work than their jobs, so they may come above.
+
+Simulated: the same schedulers on 8 to 64 GPUs, images and videos of a model like Wan2.1-14B, whose times are
+the planner's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from types import SimpleNamespace
+from typing import Any
+
+from rich.progress import Progress
+
+from bench.rows import Line, Report, Row, Took, interleave, main, median_ratio, quartiles, undisturbed
+from bench.serving_rank import each, prepare, shared
+from weft.run.pool import Pool
+from weft.serve import load, simulator
+from weft.serve.jobs import Shape
+from weft.simulate.clusters import cluster
+
+OVERHEAD, BETTER, SHARE = 1.05, 1.3, 0.5
+"""The bars: time over the loop's, in time over the better of the others, p95 of images over theirs."""
+SERVER, EACH, SHARED = "weft serve", "a process a core, each in a loop", "both ranks together, in a loop"
+POLICIES = ("elastic", "all", "one")
+NAMES = {"elastic": "elastic", "all": "all ranks, in turn", "one": "one rank each, in turn"}
+RANKS, LOAD, SLO = 2, 0.8, 3.0
+MIX = {"image": 0.8, "video": 0.2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """How long all of it takes."""
+
+    videos: int
+    steps: int
+    rounds: int
+    """At least."""
+    seconds: float
+    mixed: float
+    frames: int
+    clusters: tuple[str, ...]
+    count: int
+    seeds: tuple[int, ...]
+
+
+FULL = Size(
+    videos=16, steps=30, rounds=5, seconds=120.0, mixed=120.0, frames=64, count=200, seeds=(0, 1, 2),
+    clusters=("8xh100", "2x8xh100", "4x8xh100", "8x8xh100"),
+)  # fmt: skip
+QUICK = Size(
+    videos=8, steps=5, rounds=2, seconds=2.0, mixed=4.0, frames=32, count=60, seeds=(0,),
+    clusters=("8xh100", "8x8xh100"),
+)  # fmt: skip
+
+
+@contextmanager
+def served(policy: str) -> Iterator[str]:
+    """The address of a real server that lasts as long as the block."""
+    with tempfile.TemporaryDirectory(prefix="weft-bench-") as folder:
+        command = ["serve", "--port", "0", "--data", folder, "--ranks", str(RANKS), "--schedule", policy]
+        with (Path(folder) / "log").open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "weft", *command, "--max-queue", "10000"],
+                stdout=subprocess.PIPE,
+                stderr=log,
+            )
+        try:
+            yield _url(process, Path(folder) / "log")
+        finally:
+            process.terminate()
+            process.communicate()
+
+
+def _url(process: subprocess.Popen[bytes], log: Path) -> str:
+    assert process.stdout is not None
+    words = process.stdout.readline().decode().split()
+    if not words:
+        raise RuntimeError(f"The server ended: {log.read_text()[-2000:]}")
+    return next(word for word in words if word.startswith("http://"))
+
+
+def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - the command line's call
+    size, report = QUICK if quick else FULL, Report()
+    with ExitStack() as stack:
+        task = progress.add_task("starting servers", total=None)
+        urls = dict(zip(POLICIES, stack.enter_context(_together(POLICIES)), strict=True))
+        progress.update(task, description="overhead")
+        with Pool(RANKS, threads=1, timeout=300.0) as pool:
+            overhead(report, urls["elastic"], pool, size)
+        progress.update(task, description="mixed")
+        mixed(report, urls, size)
+    progress.update(task, description="simulated")
+    simulated(report, size)
+    progress.remove_task(task)
+    return report
+
+
+@contextmanager
+def _together(policies: Sequence[str]) -> Iterator[list[str]]:
+    """A server for each; those that have nothing to do take next to nothing."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ExitStack() as stack, ThreadPoolExecutor() as threads:
+        yield list(threads.map(lambda policy: stack.enter_context(served(policy)), policies))
+
+
+def overhead(report: Report, url: str, pool: Pool, size: Size) -> None:
+    pool.run(prepare)
+    case = f"{size.videos} videos of {size.steps} steps at once"
+    contenders = {
+        SERVER: lambda seeds: asyncio.run(videos(url, seeds, size.steps)),
+        EACH: lambda seeds: pool.run(each, seeds, size.steps),
+        SHARED: lambda seeds: pool.run(shared, seeds, size.steps),
+    }
+
+    def play(turn: int) -> list[dict[str, Took]]:
+        names, took = list(contenders), {}
+        for name in names[turn % 3 :] + names[: turn % 3]:
+            began = time.perf_counter()
+            contenders[name](range(turn * size.videos, (turn + 1) * size.videos))
+            took[name] = Took(time.perf_counter() - began, 0.0)
+        return [took]
+
+    play(0)  # plans are made, allocators grow, the scheduler sees what a step takes
+    rounds = undisturbed(list(interleave(play, size.seconds, least=size.rounds)))
+    wall = {name: [one.took[name].wall for one in rounds] for name in contenders}
+    best = min((EACH, SHARED), key=lambda name: median(wall[name]))
+    ratio = median_ratio(wall[SERVER], wall[best])
+    report.rows.append(
+        Row(
+            case=case, measured=median(wall[SERVER]), unit="s", peer=median(wall[best]), peer_name=best,
+            limit=median(wall[best]), bar=f"serve/loop ≤ {OVERHEAD} (is {ratio:.3f})",
+            holds=ratio <= OVERHEAD,
+        )
+    )  # fmt: skip
+    report.lines.extend(
+        Line(case=case, name=name, measured=median(times), quartiles=quartiles(times), unit="s",
+             ratio=median_ratio(times, wall[SERVER]), note=f"{len(rounds)} rounds" if name == SERVER else "")
+        for name, times in wall.items()
+    )  # fmt: skip
+
+
+async def videos(url: str, seeds: Sequence[int], steps: int) -> None:
+    """Until the last is made. One of them is watched, and then those that are left are asked after."""
+    asks = load.Asks(steps=steps)
+    async with load.Client(url) as client:
+        ids = [await client.create(asks.body("video", seed)) for seed in seeds]
+        for id in reversed(ids):
+            await client.end(id)
+        await client.delete(ids)
+
+
+def mixed(report: Report, urls: Mapping[str, str], size: Size) -> None:
+    asks = load.Asks(frames=size.frames, steps=size.steps)
+    alone = asyncio.run(isolated(urls["elastic"], asks))
+    work = asyncio.run(isolated(urls["one"], asks))
+    rate = LOAD * RANKS / sum(share * work[kind] for kind, share in MIX.items())
+    trace = load.arrivals(rate, size.mixed, MIX, seed=1)
+    found = {
+        policy: asyncio.run(load.measure(url, trace, slo=SLO, asks=asks, known=alone))
+        for policy, url in urls.items()
+    }
+    case = f"{len(trace)} images and videos in {size.mixed:.0f} s on {RANKS} ranks"
+    numbers = {
+        policy: {"attained": each.attained(), "image_p95": each.percentile("image", 95) or float("inf"),
+                 "video_p95": each.percentile("video", 95) or float("inf")}
+        for policy, each in found.items()
+    }  # fmt: skip
+    judge(report, case, numbers, bound=fluid(trace, alone, work), alone=alone["image"])
+
+
+async def isolated(url: str, asks: load.Asks) -> dict[str, float]:
+    async with load.Client(url) as client:
+        return await load.alone(client, sorted(MIX), asks)
+
+
+def fluid(trace: Sequence[load.Arrival], alone: Mapping[str, float], work: Mapping[str, float]) -> float:
+    """The share in time of the best schedule there could be, of work that can be split as one likes."""
+    shapes = {
+        kind: Shape(frames=n, height=1, width=1, steps=1, guided=False) for n, kind in enumerate(MIX, 1)
+    }
+    kinds = {shape: kind for kind, shape in shapes.items()}
+    times = SimpleNamespace(
+        sizes=[1], whole=lambda shape, _ranks: work[kinds[shape]], topology=SimpleNamespace(ranks=RANKS)
+    )
+    jobs = [simulator.Arrival(each.at, shapes[each.kind], each.at + SLO * alone[each.kind]) for each in trace]
+    return simulator.bound(jobs, times)  # type: ignore[arg-type]
+
+
+def simulated(report: Report, size: Size) -> None:
+    for name in size.clusters:
+        table = simulator.table([cluster(name)], loads=(LOAD,), count=size.count, seeds=size.seeds)
+        rows = {row["policy"]: row for row in table}
+        case = f"simulated, {rows['elastic']['ranks']} ranks"
+        judge(report, case, rows, bound=rows["elastic"]["bound"], alone=None)
+
+
+def judge(
+    report: Report, case: str, numbers: Mapping[str, Mapping[str, Any]], *, bound: float, alone: float | None
+) -> None:
+    """Elastic against the better of the others, which may be another one for each question."""
+    mine, others = numbers["elastic"], [policy for policy in numbers if policy != "elastic"]
+    most = max(others, key=lambda policy: numbers[policy]["attained"])
+    least = min(others, key=lambda policy: numbers[policy]["image_p95"])
+    theirs = numbers[most]["attained"]
+    gain = mine["attained"] / theirs if theirs else float("inf") if mine["attained"] else 0.0
+    share = mine["image_p95"] / numbers[least]["image_p95"]
+    report.rows.append(
+        Row(
+            case=f"{case}, in time", measured=100 * mine["attained"], unit="%", peer=100 * theirs,
+            peer_name=NAMES[most], limit=100 * bound, bar=f"elastic/other ≥ {BETTER} (is {gain:.2f})",
+            holds=gain >= BETTER,
+        )
+    )  # fmt: skip
+    report.rows.append(
+        Row(
+            case=f"{case}, p95 of images", measured=mine["image_p95"], unit="s",
+            peer=numbers[least]["image_p95"], peer_name=NAMES[least], limit=alone,
+            bar=f"elastic/other ≤ {SHARE} (is {share:.2f})", holds=share <= SHARE,
+        )
+    )  # fmt: skip
+    for policy, said in numbers.items():
+        note = f"{said['attained']:.1%} in time, p95 of videos {said['video_p95']:.1f} s"
+        report.lines.append(
+            Line(case=case, name=NAMES[policy], measured=said["image_p95"], unit="s", note=note,
+                 ratio=said["image_p95"] / mine["image_p95"])
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(measure, __doc__ or "")

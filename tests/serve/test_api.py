@@ -1,0 +1,227 @@
+"""What all routes have in common, and those about the server itself."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serve.fake import Fake, made, serving
+from weft.serve import logs
+from weft.serve.app import Limits, create_app
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fake]:
+    with made(tmp_path_factory.mktemp("jobs")) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def http(engine: Fake) -> Iterator[httpx.Client]:
+    with serving(engine) as url, httpx.Client(base_url=url, timeout=60) as http:
+        yield http
+
+
+def test_every_answer_has_an_id_and_is_for_nobody_elses_page(http: httpx.Client) -> None:
+    seen = set()
+    for method, path in (
+        ("GET", "/"),
+        ("GET", "/live"),
+        ("GET", "/v1/none"),
+        ("PUT", "/v1/videos"),
+        ("GET", "/page/x"),
+    ):
+        headers = http.request(method, path).headers
+        seen.add(headers["x-request-id"])
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["referrer-policy"] == "no-referrer"
+        rules = headers["content-security-policy"]
+        assert "default-src 'self'" in rules
+        assert "unsafe" not in rules
+        assert "access-control-allow-origin" not in headers
+        assert "server" not in headers
+    assert len(seen) == 5
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/nothing", 404, "not_found"),
+        ("GET", "/v1/videos/", 404, "not_found"),
+        ("GET", "/docs", 404, "not_found"),
+        ("GET", "/page/../app.py", 404, "not_found"),
+        ("GET", "/page/%2e%2e/app.py", 404, "not_found"),
+        ("GET", "/page/none.js", 404, "not_found"),
+        ("PUT", "/v1/videos", 405, "method_not_allowed"),
+        ("TRACE", "/live", 405, "method_not_allowed"),
+        ("POST", "/page/page.js", 405, "method_not_allowed"),
+        ("GET", "/v1/models/other", 404, "model_not_found"),
+        ("GET", "/v1/plan?size=7x7", 400, "invalid_size"),
+        ("GET", "/v1/plan?frames=0", 400, "invalid_frames"),
+    ],
+)
+def test_every_error_is_in_the_envelope(
+    http: httpx.Client, method: str, path: str, status: int, code: str
+) -> None:
+    answer = http.request(method, path)
+    assert answer.headers["content-type"] == "application/json"
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["type"]) == (status, code, "invalid_request_error")
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert status != 405 or answer.headers["allow"]
+
+
+@pytest.mark.parametrize(
+    ("body", "sort", "status", "code"),
+    [
+        (b"{", "application/json", 400, "invalid_json"),
+        (b"", "application/json", 400, "invalid_json"),
+        (b"[]", "application/json", 400, "invalid_json"),
+        (b'{"prompt": "\xff"}', "application/json", 400, "invalid_json"),
+        (b'{"prompt": "\\ud800"}', "application/json", 400, "invalid_json"),
+        (b'{"prompt": NaN}', "application/json", 400, "invalid_prompt"),
+        (b'{"prompt": "a", "guidance_scale": NaN}', "application/json", 400, "invalid_guidance_scale"),
+        (b'{"prompt": "a", "seed": 1' + b"0" * 5000 + b"}", "application/json", 400, None),
+        (b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}", "application/json", 400, None),
+        (b'{"prompt": "a"}', "text/plain", 415, "unsupported_media_type"),
+        (b'{"prompt": "a"}', "application/x-www-form-urlencoded", 415, "unsupported_media_type"),
+        (b"--x", "multipart/form-data; boundary=x", 400, None),
+        (b"x", "multipart/form-data", 400, None),
+    ],
+)
+def test_bodies_that_say_nothing(
+    http: httpx.Client, body: bytes, sort: str, status: int, code: str | None
+) -> None:
+    answer = http.post("/v1/videos", content=body, headers={"content-type": sort})
+    assert answer.status_code == status, answer.text
+    assert code is None or answer.json()["error"]["code"] == code
+
+
+def test_a_fault_of_ours_says_only_where_to_look(engine: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("secret /etc/path")
+
+    out = io.StringIO()
+    handler = logging.StreamHandler(out)
+    handler.setFormatter(logs.Lines())
+    monkeypatch.setattr(engine, "page", broken)
+    logger = logging.getLogger("weft.serve")
+    logger.addHandler(handler)
+    try:
+        with serving(engine) as url:
+            answer = httpx.get(f"{url}/v1/videos", timeout=60)
+    finally:
+        logger.removeHandler(handler)
+    error, id = answer.json()["error"], answer.headers["x-request-id"]
+    assert (answer.status_code, error["code"], error["type"]) == (500, "internal_error", "server_error")
+    assert id in error["message"]
+    assert "secret" not in answer.text
+    line = json.loads(out.getvalue().splitlines()[0])
+    assert (line["request_id"], line["route"], line["level"]) == (id, "/v1/videos", "error")
+    assert "secret /etc/path" in line["traceback"]
+
+
+def test_requests_are_logged_without_prompts(http: httpx.Client) -> None:
+    out = io.StringIO()
+    handler = logging.StreamHandler(out)
+    handler.setFormatter(logs.Lines())
+    logs.access.addHandler(handler)
+    logs.access.setLevel(logging.INFO)
+    try:
+        id = http.post("/v1/videos", json={"prompt": "my secret"}).headers["x-request-id"]
+        http.get("/v1/videos/my%0asecret")
+    finally:
+        logs.access.removeHandler(handler)
+    lines = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert [(line["method"], line["route"], line["status"]) for line in lines] == [
+        ("POST", "/v1/videos", 200), ("GET", "/v1/videos/{id}", 404),
+    ]  # fmt: skip
+    assert lines[0]["request_id"] == id
+    assert "secret" not in out.getvalue()
+
+
+def test_health_is_readiness_and_live_is_not(http: httpx.Client, engine: Fake) -> None:
+    assert http.get("/health").json() == {"status": "ok"}
+    for state in ("starting", "draining", "failed"):
+        engine.state = state
+        health = http.get("/health")
+        assert (health.status_code, health.json()) == (503, {"status": state})
+        assert http.get("/live").json() == {"status": "alive"}
+    engine.state = "ok"
+
+
+def test_nothing_is_taken_while_the_server_is_not_ready(http: httpx.Client, engine: Fake) -> None:
+    facts, engine.facts = engine.facts, None
+    starting = http.post("/v1/videos", json={"prompt": "a cat"})
+    assert http.get("/v1/models").json()["data"][0]["weft"] == {}
+    engine.facts, engine.state = facts, "draining"
+    draining = http.post("/v1/images/generations", json={"prompt": "a cat"})
+    engine.state = "ok"
+    assert (starting.status_code, starting.json()["error"]["code"]) == (503, "starting")
+    assert (draining.status_code, draining.json()["error"]["code"]) == (503, "draining")
+    assert int(starting.headers["retry-after"]) < int(draining.headers["retry-after"])
+    assert starting.json()["error"]["type"] == "server_error"
+
+
+def test_the_plan_and_the_status_are_the_engines(http: httpx.Client, engine: Fake) -> None:
+    assert http.get("/v1/plan", params={"size": "64x64", "frames": 8}).json()["plan"] == "ring 4"
+    assert http.get("/v1/plan", params={"frames": 1}).status_code == 200
+    assert len(http.get("/v1/status").json()["ranks"]) == engine.world
+    assert http.get("/v1/models").json()["data"][0]["weft"]["multiple"] == [2, 8, 8]
+
+
+def test_the_page_is_served(http: httpx.Client) -> None:
+    page = http.get("/")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "<script>" not in page.text
+    assert http.head("/").status_code == 200
+    assert http.get("/page/page.js").headers["content-type"].startswith("text/javascript")
+
+
+def test_so_many_requests_at_a_time(tmp_path: Any) -> None:
+    with made(tmp_path, pace=0.05) as engine, serving(engine, limits=Limits(requests=1)) as url:
+        id = httpx.post(
+            f"{url}/v1/videos", timeout=60, json={"prompt": "a", "num_inference_steps": 900}
+        ).json()["id"]
+        with httpx.stream("GET", timeout=60, url=f"{url}/v1/videos/{id}/events"):
+            busy = httpx.get(f"{url}/v1/videos", timeout=60)
+            assert httpx.get(f"{url}/live", timeout=60).status_code == 200
+        assert (busy.status_code, busy.json()["error"]["code"]) == (503, "busy")
+        assert busy.headers["retry-after"]
+
+
+def test_the_document_describes_every_route_with_its_errors(engine: Fake) -> None:
+    said = httpx.Response(200, json=document(engine, None)).json()
+    assert "/v1/videos" in said["paths"]
+    for path, item in said["paths"].items():
+        for method, operation in item.items():
+            assert {"403", "500"} <= set(operation["responses"]), (path, method)
+            assert "422" not in operation["responses"]
+            for status, response in operation["responses"].items():
+                if int(status) >= 400 and path != "/health":
+                    schema = response["content"]["application/json"]["schema"]
+                    assert schema["$ref"].endswith("/Error")
+    references = {part.split('"')[0] for part in json.dumps(said).split("#/components/schemas/")[1:]}
+    assert references <= set(said["components"]["schemas"])
+    assert "securitySchemes" not in said["components"]
+    assert document(engine, "k" * 16)["paths"]["/v1/videos"]["get"]["security"]
+
+
+def document(engine: Fake, key: str | None) -> dict[str, Any]:
+    from weft.serve.document import document
+
+    return document(create_app(engine, key=key, limits=Limits()), key=key is not None)
+
+
+def test_the_server_has_no_torch() -> None:
+    code = "import sys; from weft.serve import app, host; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

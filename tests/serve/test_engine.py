@@ -1,0 +1,207 @@
+"""The engine with ranks that are threads: elasticity, losses, restarts, cancels."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serve.ranks import FACTS, ThreadRanks, made
+from weft.serve import engine as engines
+from weft.serve.engine import Engine, Settings
+from weft.serve.errors import Refused
+from weft.serve.jobs import Asked
+
+
+@pytest.fixture(autouse=True)
+def _threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "Ranks", ThreadRanks)
+    monkeypatch.setattr(engines, "TICK", 0.02)
+
+
+@contextmanager
+def running(folder: Path, *, ready: bool = True, **how: Any) -> Iterator[Engine]:
+    engine = Engine(Settings(model=folder, folder=folder / "data", name="toy", **{"ranks": 2, **how}))
+    engine.start()
+    try:
+        if ready:
+            until(lambda: engine.status() == "ok")
+        yield engine
+    finally:
+        engine.close()
+
+
+def until(holds: Any, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it takes too long"
+        time.sleep(0.005)
+
+
+def asked(kind: Any = "video", prompt: str = "a loom", *, seed: int = 0, **how: Any) -> Asked:
+    rest: dict[str, Any] = {"frames": 16 if kind == "video" else 1, "height": 64, "width": 64, "steps": 10}
+    return Asked(
+        kind=kind, model="toy", prompt=prompt, seed=seed, format="mp4" if kind == "video" else "png",
+        **{**rest, **how},
+    )  # fmt: skip
+
+
+def ended(engine: Engine, *ids: str) -> bool:
+    return all((job := engine.job(id)) is not None and not job.active for id in ids)
+
+
+def test_a_job_is_made_and_its_result_is_in_its_folder(tmp_path: Path) -> None:
+    with running(tmp_path) as engine:
+        job = engine.submit(asked(seed=3))
+        until(lambda: ended(engine, job.id))
+        done, found = engine.job(job.id), engine.content(job.id)
+        assert done is not None and found is not None
+        assert (done.status, done.progress, done.step) == ("completed", 100, 10)
+        assert found[0].read_bytes() == made({"prompt": "a loom", "seed": 3})
+        assert found[1] == "video/mp4"
+        assert done.expires is not None and done.expires > time.time() + 3600
+        assert engine.live(job.id) is None
+
+
+def test_news_come_at_every_step_and_end_with_the_job(tmp_path: Path) -> None:
+    with running(tmp_path) as engine:
+        job = engine.submit(asked())
+
+        async def follow() -> list[int]:
+            return [each.step async for each in engine.changes(job.id)]
+
+        steps = asyncio.run(follow())
+        assert steps == sorted(steps)
+        assert steps[-1] == 10
+        assert len(set(steps)) > 3
+
+
+def test_images_pass_between_two_steps_of_a_video(tmp_path: Path) -> None:
+    with running(tmp_path) as engine:
+        engine.ranks.pace = 0.05  # type: ignore[attr-defined]
+        video = engine.submit(asked(steps=60), deadline=1000)
+        until(lambda: engine.job(video.id).step > 2)  # type: ignore[union-attr]
+        images = [engine.submit(asked("image", seed=at), deadline=0.5) for at in range(2)]
+        until(lambda: ended(engine, *(job.id for job in images)))
+        assert engine.job(video.id).status == "in_progress"  # type: ignore[union-attr]
+        assert engine.job(video.id).progress < 99  # type: ignore[union-attr]
+        until(lambda: ended(engine, video.id))
+        began = [first for batch, _, first in engine.ranks.segments if batch == video.id]  # type: ignore[attr-defined]
+        assert began[0] == 0
+        assert len(began) > 1
+        assert began == sorted(began)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_lost_rank_costs_nothing_but_time(tmp_path: Path, who: int) -> None:
+    with running(tmp_path) as engine:
+        engine.ranks.pace = 0.02  # type: ignore[attr-defined]
+        jobs = [engine.submit(asked(seed=at, steps=20)) for at in range(4)]
+        for _ in range(2):
+            until(lambda: any(job.step > 3 for job in engine.store.active()))
+            engine.ranks.fail(who)  # type: ignore[attr-defined]
+            until(lambda: engine.status() == "starting")
+            until(lambda: engine.status() == "ok")
+        until(lambda: ended(engine, *(job.id for job in jobs)))
+        for at, job in enumerate(jobs):
+            found = engine.content(job.id)
+            assert found is not None
+            assert found[0].read_bytes() == made({"prompt": "a loom", "seed": at})
+        assert engine.restarts == 2
+
+
+def test_a_job_that_kills_its_ranks_three_times_fails_and_others_do_not(tmp_path: Path) -> None:
+    with running(tmp_path) as engine:
+        engine.ranks.poison = "poison"  # type: ignore[attr-defined]
+        bad, good = engine.submit(asked(prompt="poison")), engine.submit(asked(prompt="a loom", steps=11))
+        until(lambda: ended(engine, bad.id, good.id))
+        failed = engine.job(bad.id)
+        assert failed is not None and failed.failure is not None
+        assert failed.failure.code == "rank_lost"
+        assert engine.job(good.id).status == "completed"  # type: ignore[union-attr]
+
+
+def test_a_server_that_starts_again_goes_on_with_all_its_jobs(tmp_path: Path) -> None:
+    with running(tmp_path) as engine:
+        engine.ranks.pace = 0.05  # type: ignore[attr-defined]
+        jobs = [engine.submit(asked(seed=at, steps=30)) for at in range(5)]
+        until(lambda: any(job.step > 4 for job in engine.store.active()))
+        before = {job.id: job.step for job in engine.store.active()}
+    with running(tmp_path) as engine:
+        until(lambda: ended(engine, *(job.id for job in jobs)))
+        assert all(engine.job(job.id).status == "completed" for job in jobs)  # type: ignore[union-attr]
+        first = {batch: step for batch, _, step in reversed(engine.ranks.segments)}  # type: ignore[attr-defined]
+        far = max(before, key=lambda id: before[id])
+        assert first[far] > 0, "it began anew"
+
+
+def test_cancel_frees_the_ranks_at_the_next_step(tmp_path: Path) -> None:
+    with running(tmp_path) as engine:
+        engine.ranks.pace = 0.02  # type: ignore[attr-defined]
+        job = engine.submit(asked(steps=500), deadline=1000)
+        until(lambda: engine.job(job.id).step > 1)  # type: ignore[union-attr]
+        engine.cancel(job.id)
+        until(lambda: not engine.dispatch.batches)
+        assert engine.job(job.id).failure.code == "cancelled"  # type: ignore[union-attr]
+        assert engine.cancel_and_delete(job.id)
+        assert engine.job(job.id) is None
+        assert not engine.cancel_and_delete(job.id)
+        other = engine.submit(asked())
+        until(lambda: ended(engine, other.id))
+
+
+def test_a_full_queue_is_refused_with_a_time_to_wait(tmp_path: Path) -> None:
+    with running(tmp_path, queue=2, policy="all") as engine:
+        engine.ranks.pace = 0.2  # type: ignore[attr-defined]
+        engine.submit(asked(steps=50))
+        until(lambda: engine.store.counts()["in_progress"] == 1)
+        for at in range(2):
+            engine.submit(asked(seed=at))
+        with pytest.raises(Refused) as refused:
+            engine.submit(asked(seed=9))
+        assert (refused.value.status, refused.value.code) == (429, "queue_full")
+        assert refused.value.retry is not None and refused.value.retry >= 1
+
+
+def test_a_key_makes_one_job(tmp_path: Path) -> None:
+    with running(tmp_path) as engine:
+        first, again = (engine.submit(asked(), key="k", body=b"x") for _ in range(2))
+        assert first.id == again.id
+        with pytest.raises(Refused, match="came before"):
+            engine.submit(asked(), key="k", body=b"y")
+        until(lambda: ended(engine, first.id))
+        assert len([s for s in engine.ranks.segments if s[0] == first.id and s[2] == 0]) == 1  # type: ignore[attr-defined]
+
+
+def test_ranks_that_cannot_load_the_model_make_a_server_that_says_why(tmp_path: Path) -> None:
+    with running(tmp_path, ready=False) as engine:
+        engine.ranks.broken = True  # type: ignore[attr-defined]
+        until(lambda: engine.status() == "failed")
+        assert engine.snapshot()["trouble"] == "The toy is broken."
+
+
+def test_draining_takes_nothing_new_and_loses_nothing(tmp_path: Path) -> None:
+    with running(tmp_path) as engine:
+        job = engine.submit(asked())
+        until(lambda: engine.job(job.id).step > 0)  # type: ignore[union-attr]
+        engine.drain(10)
+        assert engine.job(job.id).status == "completed"  # type: ignore[union-attr]
+        with pytest.raises(Refused, match="draining"):
+            engine.submit(asked())
+
+
+def test_what_there_is_to_see(tmp_path: Path) -> None:
+    with running(tmp_path) as engine:
+        assert engine.facts == FACTS
+        engine.ranks.pace = 0.05  # type: ignore[attr-defined]
+        job = engine.submit(asked(steps=30))
+        until(lambda: engine.live(job.id) is not None and engine.live(job.id).preview is not None)  # type: ignore[union-attr]
+        seen = engine.snapshot()
+        assert [rank["rank"] for rank in seen["ranks"]] == [0, 1]
+        assert seen["running"][0]["batch"] == job.id
+        assert engine.live(job.id).eta > 0  # type: ignore[union-attr]

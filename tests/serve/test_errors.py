@@ -1,0 +1,66 @@
+"""Refusals: type, headers and words."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from weft.serve.errors import Refused, by_status, invalid, shown
+from weft.serve.wire import ImageAsks, VideoAsks
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (400, "invalid_request_error"), (401, "authentication_error"), (403, "permission_error"),
+        (404, "invalid_request_error"), (409, "invalid_request_error"), (429, "rate_limit_error"),
+        (500, "server_error"), (503, "server_error"),
+    ],
+)  # fmt: skip
+def test_the_type_follows_from_the_status(status: int, kind: str) -> None:
+    body = Refused(status, "code", "words", param="field").body()
+    assert body == {"error": {"message": "words", "type": kind, "param": "field", "code": "code"}}
+
+
+def test_clients_are_told_whether_to_try_again() -> None:
+    assert Refused(429, "queue_full", "").headers() == {"Retry-After": "5"}
+    assert Refused(503, "starting", "", retry=0.2).headers() == {"Retry-After": "1"}
+    assert Refused(409, "video_not_ready", "").headers() == {"x-should-retry": "false"}
+    assert Refused(500, "internal_error", "").headers() == {"x-should-retry": "false"}
+    assert Refused(400, "bad_request", "").headers() == {}
+    assert by_status(418, "").code == "bad_request"
+    assert by_status(502, "").code == "internal_error"
+
+
+def refusal(kind: type[VideoAsks] | type[ImageAsks], body: str) -> Refused:
+    with pytest.raises(ValidationError) as error:
+        kind.model_validate_json(body, strict=True)
+    return invalid(error.value.errors(include_url=False), [*kind.model_fields])
+
+
+def test_the_unknown_and_the_missing_come_before_what_follows_from_them() -> None:
+    refused = refusal(VideoAsks, '{"seed": "x", "promt": "a cat"}')
+    assert (refused.code, refused.param) in [("missing_prompt", "prompt"), ("unknown_field", "promt")]
+    refused = refusal(VideoAsks, '{"prompt": "a", "seed": "x", "sedd": 1}')
+    assert (refused.code, refused.message) == (
+        "unknown_field",
+        "There is no field 'sedd'. Did you mean 'seed'?",
+    )
+
+
+def test_a_field_that_may_be_two_things_has_one_name() -> None:
+    refused = refusal(VideoAsks, '{"prompt": "a", "seconds": []}')
+    assert (refused.code, refused.param) == ("invalid_seconds", "seconds")
+    refused = refusal(ImageAsks, '{"prompt": "a", "size": 5}')
+    assert (refused.code, refused.param) == ("invalid_size", "size")
+
+
+def test_what_was_given_is_shown_short_and_on_one_line() -> None:
+    assert shown("a\r\nb") == "a\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}b"
+    assert len(shown("x" * 10_000)) == 61
+    assert (shown([[[]]]), shown({"a": 1}), shown(None), shown(1.5)) == (
+        "(a list)",
+        "(an object)",
+        "null",
+        "1.5",
+    )

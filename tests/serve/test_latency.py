@@ -1,0 +1,155 @@
+"""Predictions: from sizes by the planner's closed form, then as seen; and what `GET /v1/plan` says."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from weft.core.errors import InputError
+from weft.core.layout import Layout
+from weft.core.mask import BlockMask
+from weft.core.problem import Problem
+from weft.core.topology import Topology
+from weft.plan.choose import choose
+from weft.serve.jobs import Shape
+from weft.serve.latency import Latency, density, part
+from weft.serve.simulator import WAN
+from weft.simulate.clusters import cluster
+from weft.simulate.models import Model
+from weft.simulate.whole import step_seconds
+
+VIDEO = Shape(frames=81, height=480, width=832, steps=50, guided=True)
+IMAGE = Shape(frames=1, height=480, width=832, steps=50, guided=True)
+OTHER = Shape(frames=1, height=720, width=1280, steps=50, guided=True)
+
+
+@pytest.fixture
+def latency() -> Latency:
+    return Latency(WAN, cluster("8xh100"))
+
+
+def test_a_video_is_cut_into_tokens(latency: Latency) -> None:
+    assert latency.grid(VIDEO) == (21, 30, 52)
+    assert latency.grid(IMAGE) == (1, 30, 52)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_a_prediction_is_that_of_the_planner(latency: Latency, ranks: int) -> None:
+    """The closed form that it uses is within a few percent of the plan that would be built."""
+    plain = replace(VIDEO, guided=False)
+    layout = Layout.even(32760, ranks)
+    problem = Problem(
+        batch=1, heads=40, kv_heads=40, head_dim=128, q=layout, kv=layout, dtype="bfloat16"
+    )  # fmt: skip
+    topology = part(latency.topology, ranks)
+    plan = choose(problem, BlockMask.dense(40, 32760), topology)
+    whole = step_seconds(latency.model, (21, 30, 52), plan.ranked[0].seconds, topology)
+    assert latency.step(plain, ranks) == pytest.approx(whole, rel=0.03)
+
+
+def test_linear_layers_are_counted_by_the_parameters(latency: Latency) -> None:
+    """Twice the parameters are two operations more for each of them and each token."""
+    plain = replace(IMAGE, guided=False)
+    double = Latency({**WAN, "params": 2 * WAN["params"]}, latency.topology)
+    more = double.step(plain, 1) - latency.step(plain, 1)
+    assert more == pytest.approx(2 * WAN["params"] * 1560 / latency.topology.flops, rel=0.1)
+
+
+def test_guidance_is_a_second_pass_and_a_batch_takes_as_many(latency: Latency) -> None:
+    plain = latency.step(replace(VIDEO, guided=False), 8)
+    assert latency.step(VIDEO, 8) == pytest.approx(2 * plain, rel=0.02)
+    assert latency.step(VIDEO, 8, jobs=3) == pytest.approx(6 * plain, rel=0.03)
+    assert latency.step(IMAGE, 8, jobs=8) < 8 * latency.step(IMAGE, 8), "messages are shared"
+
+
+def test_more_ranks_save_less_of_an_image_than_of_a_video(latency: Latency) -> None:
+    gains = [latency.whole(shape, 1) / latency.whole(shape, 8) for shape in (IMAGE, VIDEO)]
+    assert 4 < gains[0] < gains[1] < 8
+    assert latency.alone(VIDEO) == latency.whole(VIDEO, 8)
+
+
+def test_a_sparse_mask_shortens_attention(latency: Latency) -> None:
+    sparse = Latency(WAN, cluster("8xh100"), mask="topk:0.25")
+    whole, kept = latency.predicted(VIDEO, 1), sparse.predicted(VIDEO, 1)
+    attention = 2 * 40 * 4 * 32760**2 * 5120 / latency.topology.flops
+    assert whole - kept == pytest.approx(0.75 * attention, rel=0.05)
+
+
+SMALL = Model(name="", layers=4, heads=4, head_dim=8)
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [("topk:0.2", 0.2), ("topk:0.2,dense_steps=0.5", 0.6), ("topk:0.5,tile=2x2x2", 0.5), ("dense", 1.0),
+     ("something:new", 1.0), ("random:density=0.25", 0.25)],
+)  # fmt: skip
+def test_the_density_of_a_mask(mask: str, expected: float) -> None:
+    assert density(mask, (4, 16, 16), SMALL) == pytest.approx(expected, rel=0.15)
+
+
+def test_what_was_seen_corrects_what_is_predicted(latency: Latency) -> None:
+    before = {shape: latency.step(shape, 2) for shape in (VIDEO, IMAGE)}
+    for _ in range(30):
+        latency.observe(IMAGE, 2, 1, 3 * before[IMAGE])
+    assert latency.step(IMAGE, 2) == pytest.approx(3 * before[IMAGE])
+    assert latency.step(VIDEO, 2) == pytest.approx(3 * before[VIDEO]), "nothing nearer is known"
+    latency.observe(VIDEO, 4, 1, 0.5 * latency.predicted(VIDEO, 4))
+    assert latency.step(VIDEO, 2) == pytest.approx(0.5 * before[VIDEO]), "half the ranks are nearer"
+    assert latency.step(OTHER, 2) == pytest.approx(3 * latency.predicted(OTHER, 2))
+
+
+def test_one_slow_step_is_soon_forgotten(latency: Latency) -> None:
+    usual = latency.predicted(IMAGE, 1)
+    for seconds in [usual] * 5 + [10 * usual] + [usual] * 10:
+        latency.observe(IMAGE, 1, 1, seconds)
+    assert latency.step(IMAGE, 1) == pytest.approx(usual, rel=0.05)
+    latency.observe(IMAGE, 1, 1, 0.0)
+    assert latency.step(IMAGE, 1) > 0
+
+
+def test_the_fixed_part_is_seen_too(latency: Latency) -> None:
+    guess = latency.fixed(VIDEO)
+    latency.observe_fixed(VIDEO, 4 * guess)
+    latency.observe_fixed(IMAGE, 9 * latency.predicted_fixed(IMAGE))
+    assert latency.fixed(VIDEO) == pytest.approx(4 * guess)
+    assert latency.fixed(OTHER) == pytest.approx(9 * latency.predicted_fixed(OTHER))
+
+
+def test_memory_shrinks_with_ranks_and_limits_them(latency: Latency) -> None:
+    one, eight = latency.memory(VIDEO, 1), latency.memory(VIDEO, 8)
+    assert 2 * WAN["params"] < eight < one
+    tight = Latency(WAN, cluster("8xh100"), limit=(one + eight) / 2)
+    assert tight.step(VIDEO, 1) == math.inf
+    assert tight.alone(VIDEO) == latency.whole(VIDEO, 8)
+    assert "no number of ranks" in Latency(WAN, cluster("8xh100"), limit=1e9).explain(VIDEO)["reason"]
+
+
+def test_an_explanation_names_the_plan_the_seconds_and_the_reason(latency: Latency) -> None:
+    said = json.loads(json.dumps(latency.explain(IMAGE)))
+    assert said["plan"] == "ulysses"
+    assert said["ranks"] == 8
+    assert list(said["seconds_by_ranks"]) == ["1", "2", "4", "8"]
+    assert said["seconds"] == min(said["seconds_by_ranks"].values()) == latency.alone(IMAGE)
+    assert said["reason"].startswith("Alone it is fastest on 8 ranks, 6.")
+    assert not said["observed"]
+    latency.observe(IMAGE, 8, 1, 1e3)
+    slow = latency.explain(IMAGE)
+    assert slow["observed"]
+    one = Latency(WAN, cluster("1xh100")).explain(IMAGE)["reason"]
+    assert one == "It is fastest on 1 rank, and no other is faster."
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"), [(1, (1, 1)), (4, (1, 4)), (8, (1, 8)), (32, (4, 8)), (12, (2, 6))]
+)
+def test_a_part_of_a_cluster(ranks: int, expected: tuple[int, int]) -> None:
+    found = part(cluster("8x8xh100"), ranks)
+    assert (found.machines, found.devices) == expected
+
+
+def test_facts_that_are_missing_are_named() -> None:
+    with pytest.raises(InputError, match="no depth, params"):
+        Latency({k: v for k, v in WAN.items() if k not in ("depth", "params")}, Topology.local(2))

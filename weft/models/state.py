@@ -1,0 +1,93 @@
+"""State: what a stopped pipeline needs to go on, as bytes that nobody can run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from weft.core.errors import InputError
+
+VERSION = "weft state 1"
+CONTAINERS = {"list": list, "tuple": tuple}
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """Steps that are done, and values: plain ones, tensors and arrays, in lists, tuples and dicts."""
+
+    step: int
+    values: dict[str, Any]
+
+    def to_bytes(self) -> bytes:
+        """safetensors, with JSON as their metadata."""
+        tensors: dict[str, Tensor] = {}
+        said = {"step": self.step, "values": _packed(self.values, tensors)}
+        return save(tensors, {"format": VERSION, "state": json.dumps(said)})
+
+    @staticmethod
+    def from_bytes(data: bytes) -> State:
+        """Tensors that were on a GPU come to this process's."""
+        try:
+            tensors = load(data)
+            told = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {})
+            if told.get("format") != VERSION:
+                raise InputError(f"It is of {told.get('format')!r}, and this weft goes on from {VERSION!r}.")
+            said = json.loads(told["state"])
+            return State(int(said["step"]), _unpacked(said["values"], tensors))
+        except (SafetensorError, KeyError, TypeError, ValueError, AttributeError) as error:
+            hint = "Begin at step 0, without a state."
+            raise InputError(f"{len(data)} bytes are no state of a pipeline: {error}", hint=hint) from error
+
+
+def copied(value: Any) -> Any:
+    """A copy of all that can be stored; anything else is refused."""
+    if isinstance(value, dict):
+        return {name: copied(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(copied(each) for each in value)
+    if isinstance(value, Tensor):
+        # Contiguous and on their own: torch 2.13 crashes when a generator is given a view.
+        return value.detach().clone(memory_format=torch.contiguous_format)
+    if isinstance(value, np.ndarray | np.generic):
+        return value.copy()
+    if isinstance(value, bool | int | float | str | None):
+        return value
+    raise InputError(
+        f"A {type(value).__name__} cannot be stored, so its pipeline cannot stop and go on.",
+        hint="States are of numbers, texts, tensors, arrays, lists, tuples and dicts.",
+    )
+
+
+def _packed(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """The same as JSON, in which tensors are names: each list, tuple, dict and tensor is {what: …}."""
+    if isinstance(value, dict):
+        return {"dict": {name: _packed(each, tensors) for name, each in value.items()}}
+    if isinstance(value, list | tuple):
+        return {type(value).__name__: [_packed(each, tensors) for each in value]}
+    if isinstance(value, Tensor | np.ndarray | np.generic):
+        name, what = str(len(tensors)), "tensor"
+        if not isinstance(value, Tensor):
+            value, what = torch.from_numpy(np.array(value)), "array"
+        tensors[name] = value.cpu().contiguous()
+        return {"gpu" if value.is_cuda else what: name}
+    return value
+
+
+def _unpacked(said: Any, tensors: dict[str, Tensor]) -> Any:
+    if not isinstance(said, dict):
+        return said
+    ((what, held),) = said.items()
+    if what == "dict":
+        return {name: _unpacked(each, tensors) for name, each in held.items()}
+    if what in CONTAINERS:
+        return CONTAINERS[what](_unpacked(each, tensors) for each in held)
+    if what == "array":
+        return tensors[held].numpy()[()]  # of no dims a number
+    return tensors[held].cuda() if what == "gpu" else tensors[held]

@@ -1,0 +1,1 @@
+"""serve: an OpenAI-compatible server over a group of weft ranks."""

@@ -1,0 +1,280 @@
+"""Dispatch: turns what a policy wants into commands for ranks, and what ranks tell into the state of jobs.
+
+A batch runs on some ranks until it is stopped, lost or done; its last state is on the disk, so it can go on
+anywhere. One thread, the engine's, owns all of this.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from weft.core.errors import InputError
+from weft.serve.disk import Disk
+from weft.serve.jobs import Failure, Job, Shape
+from weft.serve.latency import Latency
+from weft.serve.scheduler import Policy, Run, Task
+from weft.serve.store import Store
+
+PATIENCE = 60.0
+SLOW = 20.0
+"""A batch without a step for so many seconds, or so many times what a step should take, is stuck."""
+
+
+class Send(Protocol):
+    def __call__(self, number: int, said: dict[str, Any], blob: bytes = b"") -> None: ...
+
+
+@dataclass
+class Batch:
+    """Jobs of one shape that began together; `ranks` is empty while it waits."""
+
+    id: str
+    members: tuple[str, ...]
+    """All that its state has; `jobs` are those that somebody still waits for."""
+    jobs: list[str]
+    shape: Shape
+    arrived: float
+    deadline: float
+    priority: int
+    step: int = 0
+    ranks: tuple[int, ...] = ()
+    stopping: bool = False
+    sign: float = field(default_factory=time.monotonic)
+    """When it was last heard of."""
+    told: dict[str, Any] = field(default_factory=dict)
+    """What the last step said of itself."""
+
+    def task(self) -> Task:
+        return Task(
+            id=self.id, shape=self.shape, left=max(1, self.shape.steps - self.step), arrived=self.arrived,
+            deadline=self.deadline, priority=self.priority, ranks=self.ranks, began=True, jobs=len(self.jobs),
+        )  # fmt: skip
+
+
+class Dispatch:
+    """`tell` hears of each change: (what, job id or batch id, details)."""
+
+    def __init__(
+        self, world: int, policy: Policy, store: Store, disk: Disk, send: Send, tell: Callable[..., None],
+        *, keep: float,
+    ) -> None:  # fmt: skip
+        self.world, self.policy, self.store, self.disk = world, policy, store, disk
+        self.send, self.tell, self.keep = send, tell, keep
+        self.latency: Latency | None = None
+        self.waiting: dict[str, Job] = {}
+        self.batches: dict[str, Batch] = {}
+
+    def add(self, job: Job) -> None:
+        """A job to make; one that a server before us began goes on where it was."""
+        if job.id in self.waiting or any(job.id in batch.jobs for batch in self.batches.values()):
+            return
+        known = self.store.get(job.id)
+        if known is None or not known.active:
+            return  # asked for again by its key, when it had ended
+        saved = self.disk.state(job.id) if job.step else None
+        if saved is None:
+            self.waiting[job.id] = job
+            return
+        first = saved.jobs[0]
+        batch = self.batches.setdefault(first, _batch([job], members=saved.jobs, step=saved.step))
+        if job.id not in batch.jobs:
+            batch.jobs.append(job.id)
+
+    def drop(self, id: str) -> None:
+        """Nobody wants it any more; a batch without jobs stops at the end of its step."""
+        self.waiting.pop(id, None)
+        for batch in list(self.batches.values()):
+            if id in batch.jobs:
+                batch.jobs.remove(id)
+                if not batch.jobs and not batch.ranks:
+                    self._forget(batch)
+                elif not batch.jobs:
+                    self._stop(batch)
+
+    def tasks(self) -> list[Task]:
+        waiting = [
+            Task(id=job.id, shape=job.asked.shape, left=job.asked.steps, arrived=job.created,
+                 deadline=job.deadline, priority=job.priority)
+            for job in self.waiting.values()
+        ]  # fmt: skip
+        return [batch.task() for batch in self.batches.values() if batch.jobs] + waiting
+
+    def schedule(self) -> None:
+        """Stop what should be elsewhere, start what has its ranks free; the rest comes when they are."""
+        if self.latency is None:
+            return
+        runs = self.policy(self.tasks(), time.time(), self.world, self.latency)
+        wanted = {run.tasks[0]: run.ranks for run in runs}
+        busy: set[int] = set()
+        for batch in self.batches.values():
+            busy |= set(batch.ranks)
+            if batch.ranks and wanted.get(batch.id) != batch.ranks:
+                self._stop(batch)
+        for run in runs:
+            known = self.batches.get(run.tasks[0])
+            if (known is None or not known.ranks) and busy.isdisjoint(run.ranks):
+                busy |= set(run.ranks)
+                self._start(known or self._gather(run), run.ranks)
+
+    def hear(self, said: dict[str, Any], blob: bytes) -> None:
+        """What the leader of a batch told."""
+        batch = self.batches.get(str(said.get("batch")))
+        if batch is None:
+            return
+        batch.sign = time.monotonic()
+        getattr(self, f"_{said['told']}")(batch, said, blob)
+
+    def lost(self) -> None:
+        """All ranks are gone: what ran waits, at the step that was saved last; or has failed too often."""
+        for batch in list(self.batches.values()):
+            if not batch.ranks:
+                continue
+            batch.ranks, batch.stopping = (), False
+            saved = self.disk.state(batch.jobs[0]) if batch.jobs else None
+            batch.step = saved.step if saved else 0
+            for id in list(batch.jobs):
+                job = self.store.lost(id, expires=time.time() + self.keep)
+                if job is None or not job.active:
+                    batch.jobs.remove(id)
+                    self.tell("job_ended", id, job=job)
+            if not batch.jobs:
+                self._forget(batch)
+
+    def stuck(self) -> Batch | None:
+        """A batch whose ranks run but do not get on."""
+        for batch in self.batches.values():
+            if batch.ranks and self.latency is not None:
+                step = self.latency.step(batch.shape, len(batch.ranks), max(1, len(batch.jobs)))
+                if time.monotonic() - batch.sign > max(PATIENCE, SLOW * step):
+                    return batch
+        return None
+
+    def _gather(self, run: Run) -> Batch:
+        """Those that the model can make in one call with the first; others come next time."""
+        first = self.waiting[run.tasks[0]]
+        rest = [self.waiting[id] for id in run.tasks[1:]]
+        together = [job for job in rest if not first.asked.image and self._kind(job) == self._kind(first)]
+        batch = _batch([self.waiting.pop(job.id) for job in (first, *together)])
+        self.batches[batch.id] = batch
+        return batch
+
+    def _kind(self, job: Job) -> list[Any]:
+        assert self.latency is not None
+        names = ("kind", "image", *self.latency.facts.get("alike", ()))
+        return [getattr(job.asked, name) for name in names]
+
+    def _start(self, batch: Batch, ranks: Sequence[int]) -> None:
+        batch.ranks, batch.stopping, batch.sign = tuple(ranks), False, time.monotonic()
+        jobs = self._jobs(batch)
+        if not jobs:
+            self._forget(batch)
+            return
+        saved = self.disk.state(batch.jobs[0]) if batch.step else None
+        if saved is None:
+            batch.step = 0  # nothing was saved: from the start, with the same result
+        pictures = [self.disk.read(job.id, job.asked.image) if job.asked.image else b"" for job in jobs]
+        said = {
+            "do": "run", "batch": batch.id, "ranks": list(ranks), "step": batch.step, "preview": True,
+            "jobs": [{**job.asked.to_json(), "id": job.id} for job in jobs],
+            "images": [len(picture) for picture in pictures],
+        }  # fmt: skip
+        blob = b"".join(pictures) + (saved.data if saved else b"")
+        for number in ranks:
+            self.send(number, said, blob)
+        for job in jobs:
+            self.tell("began", job.id, job=job, ranks=tuple(ranks))
+
+    def _jobs(self, batch: Batch) -> list[Job]:
+        """All members, begun; of a batch of which one was deleted the others, from the start."""
+        for id in list(batch.jobs):
+            job = self.store.get(id)
+            if job is None or (job.status == "queued" and self.store.begin(id) is None):
+                batch.jobs.remove(id)  # deleted a moment ago
+        jobs = [self.store.get(id) for id in batch.members]
+        if None in jobs:
+            batch.members, batch.step = tuple(batch.jobs), 0
+            jobs = [self.store.get(id) for id in batch.members]
+        return [job for job in jobs if job is not None]
+
+    def _stop(self, batch: Batch) -> None:
+        if not batch.stopping:
+            batch.stopping = True
+            self.send(batch.ranks[0], {"do": "stop", "batch": batch.id})
+
+    def _step(self, batch: Batch, said: dict[str, Any], blob: bytes) -> None:
+        batch.step, batch.told = int(said["step"]), said
+        if blob:
+            self._save(batch, batch.step, blob)
+        if self.latency is not None:
+            self.latency.observe(batch.shape, len(batch.ranks), max(1, len(batch.jobs)), said["seconds"])
+        for id in batch.jobs:
+            self.store.step(id, batch.step, {})
+        self.tell("step", batch.id, jobs=tuple(batch.jobs), ranks=batch.ranks, **_about(said))
+
+    def _preview(self, batch: Batch, said: dict[str, Any], blob: bytes) -> None:
+        if said["job"] in batch.jobs:
+            self.tell("preview", said["job"], step=said["step"], png=blob)
+
+    def _timeline(self, batch: Batch, said: dict[str, Any], blob: bytes) -> None:  # noqa: ARG002
+        self.tell("timeline", batch.id, label=said["label"], spans=said["spans"])
+
+    def _stopped(self, batch: Batch, said: dict[str, Any], blob: bytes) -> None:
+        batch.step, batch.ranks, batch.stopping = int(said["step"]), (), False
+        if not batch.jobs:
+            self._forget(batch)
+        elif blob:
+            self._save(batch, batch.step, blob)
+
+    def _made(self, batch: Batch, said: dict[str, Any], blob: bytes) -> None:
+        id = said["job"]
+        if id not in batch.jobs:
+            return  # deleted, or made before a loss
+        expires = time.time() + self.keep
+        try:
+            self.disk.write(id, said["name"], blob)
+        except InputError as error:
+            job = self.store.fail(id, Failure(code="disk_full", message=str(error)), expires=expires)
+        else:
+            job = self.store.complete(id, said["name"], len(blob), said["timings"], expires)
+        if job is None and self.store.get(id) is None:
+            self.disk.remove(id)  # it was deleted meanwhile
+        if self.latency is not None:
+            self.latency.observe_fixed(batch.shape, said["timings"]["encode"] + said["timings"]["decode"])
+        batch.jobs.remove(id)
+        self.tell("job_ended", id, job=job, about=said.get("about", {}))
+
+    def _done(self, batch: Batch, said: dict[str, Any], blob: bytes) -> None:  # noqa: ARG002
+        self._forget(batch)
+
+    def _failed(self, batch: Batch, said: dict[str, Any], blob: bytes) -> None:  # noqa: ARG002
+        failure = Failure(code=str(said["code"]), message=str(said["message"]))
+        for id in batch.jobs:
+            job = self.store.fail(id, failure, expires=time.time() + self.keep)
+            self.tell("job_ended", id, job=job)
+        self._forget(batch)
+
+    def _save(self, batch: Batch, step: int, blob: bytes) -> None:
+        self.disk.save_state(batch.members, step=step, data=blob)
+
+    def _forget(self, batch: Batch) -> None:
+        del self.batches[batch.id]
+        for id in batch.members:
+            self.disk.drop_state(id)
+
+
+def _batch(jobs: Sequence[Job], members: Sequence[str] = (), step: int = 0) -> Batch:
+    """As urgent as the most urgent of them."""
+    ids = [job.id for job in jobs]
+    members = tuple(members or ids)
+    return Batch(
+        id=members[0], members=members, jobs=ids, shape=jobs[0].asked.shape, step=step,
+        arrived=min(job.created for job in jobs), deadline=min(job.deadline for job in jobs),
+        priority=max(job.priority for job in jobs),
+    )  # fmt: skip
+
+
+def _about(said: dict[str, Any]) -> dict[str, Any]:
+    return {name: said.get(name) for name in ("step", "seconds", "imbalance", "exposed", "attend", "plan")}

@@ -1,0 +1,285 @@
+"""Engine: what the routes see. Jobs in, results out, whatever happens to the ranks in between.
+
+    engine = Engine(Settings(model=…, folder=…, ranks=2)); engine.start()
+    job = engine.submit(asked)
+    async for job in engine.changes(job.id): …
+
+Routes call it from any thread; one thread of its own turns events (of ranks, of clients, of the clock) into
+commands.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from weft.core.topology import Topology
+from weft.serve.agent import Orders
+from weft.serve.disk import Disk, DiskFull
+from weft.serve.dispatch import Dispatch
+from weft.serve.errors import Refused
+from weft.serve.jobs import Asked, Failure, Job, Kind, Shape
+from weft.serve.latency import Latency
+from weft.serve.ranks import Ranks
+from weft.serve.scheduler import POLICIES
+from weft.serve.store import KeyReused, Store
+from weft.serve.watch import Live, Watch
+
+log = logging.getLogger("weft.serve")
+TICK = 0.5
+TIMES_ALONE = 3.0
+"""A job should take no longer than so many times what it takes alone, unless it says."""
+STARTS = 3
+"""Generations of ranks that may fail to load the model before the server gives up."""
+PICTURE = "reference.png"
+TYPES = {
+    "mp4": "video/mp4", "gif": "image/gif", "png": "image/png", "webp": "image/webp", "jpeg": "image/jpeg",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Of one server."""
+
+    model: Path
+    folder: Path
+    name: str
+    ranks: int = 2
+    policy: str = "elastic"
+    queue: int = 64
+    keep: float = 24 * 3600.0
+    """Seconds that results are kept."""
+    quota: int = 10 << 30
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of `weft.serve.rank.main`: dtype, plan, mask."""
+    nodes: int = 1
+    master: str = ""
+    host: str = "127.0.0.1"
+    """Where ranks connect to; another address than loopback if they are on several machines."""
+    port: int = 0
+    token: str = ""
+    """That ranks of other machines show; one is made up where there are none."""
+
+
+class Engine:
+    def __init__(self, settings: Settings) -> None:
+        self.settings, self.name = settings, settings.name
+        self.facts: dict[str, Any] | None = None
+        self.restarts = 0
+        self.on_event: list[Callable[[str, dict[str, Any]], None]] = []
+        self.store = Store(settings.folder)
+        self.disk = Disk(settings.folder / "jobs", quota=settings.quota)
+        self.disk.sweep(self.store.get)
+        self.events: queue.Queue[Any] = queue.Queue()
+        world = settings.ranks * settings.nodes
+        self.ranks = Ranks(world, self._orders, self.events, settings.token)
+        self.watch = Watch()
+        self.dispatch = Dispatch(
+            world, POLICIES[settings.policy], self.store, self.disk, self.ranks.send, self._told,
+            keep=settings.keep,
+        )  # fmt: skip
+        self._draining = self._ended = False
+        self.began = time.time()
+        self._thread = threading.Thread(target=self._loop, name="weft-engine", daemon=True)
+
+    def start(self) -> None:
+        for job in self.store.active():
+            self.dispatch.add(job)
+        self.ranks.start(self.settings.host, self.settings.port)
+        self._thread.start()
+
+    def drain(self, seconds: float) -> None:
+        """Take no new jobs; wait until those that run are done, or the time is over. Nothing is lost."""
+        self._draining = True
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and any(batch.ranks for batch in list(self.dispatch.batches.values())):
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        self._ended = True
+        self.events.put(("tick",))
+        if self._thread.is_alive():
+            self._thread.join()
+        self.ranks.close()
+        self.store.close()
+
+    def status(self) -> str:
+        if self._draining:
+            return "draining"
+        if self.ranks.starts > STARTS:
+            return "failed"
+        return "ok" if self.facts and self.ranks.is_ready else "starting"
+
+    def submit(
+        self, asked: Asked, *, priority: int = 0, deadline: float | None = None, key: str | None = None,
+        body: bytes = b"", image: bytes | None = None,
+    ) -> Job:  # fmt: skip
+        """A queued job, on the disk; or the earlier one of the same key."""
+        if (latency := self.dispatch.latency) is None:
+            raise self._not_now()
+        seconds = TIMES_ALONE * latency.alone(asked.shape) if deadline is None else deadline
+        asked = replace(asked, image=PICTURE if image else None)
+
+        def before(id: str) -> None:  # not of a request that came before: that has its place
+            self._admit(asked, latency)
+            if image:
+                self.disk.write(id, PICTURE, image)
+
+        try:
+            job = self.store.create(
+                asked, priority=priority, deadline=time.time() + seconds, key=key, body=body, before=before
+            )
+        except KeyReused as error:
+            raise Refused(409, "idempotency_key_reused", str(error), param="Idempotency-Key") from error
+        except (DiskFull, sqlite3.OperationalError) as error:
+            raise self._full() from error
+        self.events.put(("add", job))
+        return job
+
+    def job(self, id: str) -> Job | None:
+        return self.store.get(id)
+
+    def page(self, kind: Kind, limit: int, order: Any, after: str | None) -> tuple[Sequence[Job], bool]:
+        return self.store.page(kind, limit=limit, order=order, after=after)
+
+    def cancel(self, id: str) -> None:
+        """It fails at once; its ranks are free at the end of the step."""
+        failure = Failure(code="cancelled", message="It was cancelled.")
+        job = self.store.fail(id, failure, expires=time.time() + self.settings.keep)
+        if job is not None:
+            self._told("job_ended", id, job=job)
+            self.events.put(("drop", id))
+
+    def cancel_and_delete(self, id: str) -> bool:
+        self.cancel(id)
+        gone = self.store.delete(id)
+        if gone is not None:
+            self.disk.remove(id)
+            self.watch.changed(id)
+        return gone is not None
+
+    def live(self, id: str) -> Live | None:
+        return self.watch.live(id)
+
+    def changes(self, id: str) -> Any:
+        return self.watch.changes(id, self.store.get)
+
+    def content(self, id: str) -> tuple[Path, str] | None:
+        job = self.store.get(id)
+        if job is None or job.output is None:
+            return None
+        return self.disk.path(id, job.output), TYPES[job.asked.format]
+
+    def explain(self, asked: Asked) -> dict[str, Any]:
+        assert self.dispatch.latency is not None
+        return self.dispatch.latency.explain(asked.shape)
+
+    def usual_plan(self) -> dict[str, Any] | None:
+        """Of what is made when nothing is said of sizes."""
+        if self.facts is None or self.dispatch.latency is None:
+            return None
+        said = {name: self.facts[name] for name in ("frames", "height", "width", "steps")}
+        guided = (self.facts["guidance"] or 0) > 1
+        return self.dispatch.latency.explain(Shape(**said, guided=guided))
+
+    def snapshot(self) -> dict[str, Any]:
+        return self.watch.snapshot(self)
+
+    def _admit(self, asked: Asked, latency: Latency) -> None:
+        """Refuse what has no place: in the queue, on the disk, in memory."""
+        if self._draining:
+            raise self._not_now()
+        waiting = self.store.counts()["queued"]
+        if waiting >= self.settings.queue:
+            retry = self.watch.behind() / max(1, self.settings.ranks)
+            message = f"{waiting} jobs wait, and no more than {self.settings.queue} may. Try again later."
+            raise Refused(429, "queue_full", message, retry=min(120.0, max(1.0, retry)))
+        if self.disk.used() >= self.settings.quota:
+            raise self._full()
+        needs = latency.memory(asked.shape, self.dispatch.world)
+        limits = [rank.last["limit"] for rank in self.ranks.all.values() if rank.last.get("limit")]
+        if limits and needs > min(limits):
+            message = (
+                f"{asked.frames} frames of {asked.width}x{asked.height} need {needs / 2**30:.1f} GiB per "
+                f"rank, {min(limits) / 2**30:.1f} are there. Ask for a smaller size or fewer frames."
+            )
+            raise Refused(400, "out_of_memory", message, param="size")
+
+    def _not_now(self) -> Refused:
+        state = self.status()
+        return Refused(503, state, f"The server is {state} and takes no jobs now. Try again later.")
+
+    @staticmethod
+    def _full() -> Refused:
+        message = "The disk space for results is used up. Delete some, or try again when they expire."
+        return Refused(503, "disk_full", message, retry=60)
+
+    def _orders(self, port: int, token: str) -> Orders:
+        said = self.settings
+        host = "127.0.0.1" if said.host in ("", "0.0.0.0") else said.host
+        return Orders(
+            host=host, port=port, token=token, model=str(said.model), ranks=said.ranks,
+            options=said.options, nodes=said.nodes, master=said.master,
+        )  # fmt: skip
+
+    def _loop(self) -> None:
+        looked = 0.0
+        while not self._ended:
+            try:
+                self._hear_all()
+                if time.monotonic() - looked > TICK:
+                    looked = time.monotonic()
+                    self._look()
+                if self.ranks.is_ready and not self._draining:
+                    self.dispatch.schedule()
+                self.watch.publish(self.dispatch)
+            except Exception:  # whatever it is, other jobs go on
+                log.exception("An event could not be dealt with.")
+
+    def _hear_all(self) -> None:
+        """Wait for an event; then all that came meanwhile, before anything is decided."""
+        with suppress(queue.Empty):
+            self._hear(*self.events.get(timeout=TICK))
+            while True:
+                self._hear(*self.events.get_nowait())
+
+    def _hear(self, what: str, *said: Any) -> None:
+        if what == "add":
+            self.dispatch.add(said[0])
+        elif what == "drop":
+            self.dispatch.drop(said[0])
+        elif what == "rank":
+            self.dispatch.hear(*said[1:])
+        elif what == "ready":
+            self.facts = said[0]
+            if self.dispatch.latency is None:
+                topology = replace(Topology.local(self.settings.ranks), machines=self.settings.nodes)
+                self.dispatch.latency = Latency(said[0], topology, mask=self.settings.options.get("mask"))
+        elif what == "lost":
+            self.restarts += 1
+            self.dispatch.lost()
+            self._told("restart", "", reason=said[0])
+
+    def _look(self) -> None:
+        """What only time brings: silent ranks, stuck batches, results that expire."""
+        self.ranks.look()
+        if (batch := self.dispatch.stuck()) is not None:
+            self.ranks.kill(batch.ranks[0], f"batch {batch.id} made no step")
+        for job in self.store.expired(time.time()):
+            self.cancel_and_delete(job.id)
+
+    def _told(self, what: str, id: str, **said: Any) -> None:
+        """To who watches a job, and to who counts; the end of one that was cancelled before was told then."""
+        self.watch.hear(what, id, said)
+        if what == "job_ended" and said["job"] is None:
+            return
+        for hear in self.on_event:
+            hear(what, {"id": id, **said})

@@ -1,0 +1,276 @@
+"""How long a step takes and what it holds: predicted from a model's sizes, corrected by what was seen.
+
+latency = Latency(facts, Topology.local(8))
+latency.step(shape, ranks=4)                # from the planner's closed form, until one was seen
+latency.observe(shape, 4, 1, seconds)       # from then on as seen, and its neighbours in proportion
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from weft.core.errors import InputError
+from weft.core.layout import Layout
+from weft.core.mask import BlockMask
+from weft.core.problem import ITEM_BYTES, Problem
+from weft.core.topology import Topology
+from weft.masks.grid import TokenGrid
+from weft.masks.spec import PRODUCERS, mask_from_spec
+from weft.plan.balanced import Deals
+from weft.plan.choose import candidates
+from weft.plan.estimate import estimate
+from weft.serve.jobs import Shape
+from weft.serve.tasks import sizes
+from weft.simulate.models import Model
+from weft.simulate.whole import AROUND_ATTENTION, AROUND_MLP
+from weft.simulate.whole import step as around
+
+NEWS = 0.25  # the weight of the last step seen, in logarithms: one that was ten times too slow counts as 1.8
+PIXEL_SECONDS = 1.5e-8  # to decode a pixel (on several ranks) and write it to a file, until it was seen
+SWITCH = 0.1  # seconds to stop a task and have it run elsewhere
+BLOCK = 64
+RULES = ("dense_steps", "dense_layers", "dense_last", "refresh", "recall", "block")
+"""Options of a mask that say when it is used; see `weft.models.methods`."""
+
+
+class Latency:
+    """Of one model on one group of ranks; all numbers are of whole jobs, in seconds and bytes."""
+
+    def __init__(
+        self,
+        facts: Mapping[str, Any],
+        topology: Topology,
+        *,
+        mask: str | None = None,
+        limit: float = math.inf,
+        switch: float = SWITCH,
+    ) -> None:
+        """`facts` as a rank tells them; `mask` as the server was given it; `limit` is a rank's memory."""
+        names = ("heads", "head_dim", "depth", "patch", "text_tokens", "params")
+        if missing := [name for name in names if name not in facts]:
+            raise InputError(
+                f"The model's facts have no {', '.join(missing)}.", hint="See weft/serve/facts.py."
+            )
+        self.facts, self.topology, self.mask = facts, topology, mask
+        self.limit, self.switch = limit, switch
+        self.model = _model(facts)
+        self._dtype = str(facts.get("dtype", "float32"))
+        self._predicted: dict[tuple[Shape, int, int], tuple[float, str]] = {}
+        self._ways: dict[tuple[int, int], _Ways] = {}
+        self._densities: dict[Grid, float] = {}
+        self._seen: dict[tuple[Shape, int, int], float] = {}
+        self._fixed: dict[Shape, float] = {}
+
+    def step(self, shape: Shape, ranks: int, jobs: int = 1) -> float:
+        """Seconds of a denoising step of a batch; `inf` where it does not fit in memory."""
+        if self.memory(shape, ranks, jobs) > self.limit:
+            return math.inf
+        return self.predicted(shape, ranks, jobs) * self._ratio(shape, ranks, jobs)
+
+    def fixed(self, shape: Shape) -> float:
+        """Seconds of all that is no step: encoding, decoding and writing the file."""
+        guess = self.predicted_fixed(shape)
+        if not self._fixed:
+            return guess
+        near = min(self._fixed, key=lambda seen: abs(math.log(_pixels(seen) / _pixels(shape))))
+        return guess * self._fixed[near]
+
+    def predicted_fixed(self, shape: Shape) -> float:
+        return PIXEL_SECONDS * _pixels(shape)
+
+    def alone(self, shape: Shape) -> float:
+        """Seconds of a job if it has all ranks that are of use to it."""
+        return min(self.whole(shape, ranks) for ranks in self.sizes)
+
+    def whole(self, shape: Shape, ranks: int) -> float:
+        return shape.steps * self.step(shape, ranks) + self.fixed(shape)
+
+    @property
+    def sizes(self) -> list[int]:
+        return sizes(self.topology.ranks)
+
+    def observe(self, shape: Shape, ranks: int, jobs: int, seconds: float) -> None:
+        """A step took so long."""
+        if seconds > 0:
+            key = shape, ranks, jobs
+            self._seen[key] = _blend(self._seen.get(key), seconds / self.predicted(*key))
+
+    def observe_fixed(self, shape: Shape, seconds: float) -> None:
+        """All that is no step took so long."""
+        if seconds > 0:
+            self._fixed[shape] = _blend(self._fixed.get(shape), seconds / self.predicted_fixed(shape))
+
+    def memory(self, shape: Shape, ranks: int, jobs: int = 1) -> int:
+        """Bytes that the fullest rank holds: weights, one layer's activations, and the decoded pixels."""
+        item, batch = ITEM_BYTES[self._dtype], jobs * (1 + shape.guided)
+        rows = -(-math.prod(self.grid(shape)) // ranks) + self.model.text
+        live = AROUND_ATTENTION + AROUND_MLP + 2 * self.model.mlp  # more than live at once
+        pixels = 3 * 4 * 2 * _pixels(shape) * jobs
+        return int(item * (self.facts["params"] + live * batch * rows * self.model.hidden)) + pixels
+
+    def predicted(self, shape: Shape, ranks: int, jobs: int = 1) -> float:
+        """Seconds of a step, from sizes alone."""
+        return self._predict(shape, ranks, jobs)[0]
+
+    def explain(self, shape: Shape) -> dict[str, Any]:
+        """What `GET /v1/plan` shows: the plan, the seconds by number of ranks, and why so many."""
+        by_ranks = {ranks: self.whole(shape, ranks) for ranks in self.sizes}
+        best = min(by_ranks, key=lambda ranks: (by_ranks[ranks], ranks))
+        cost = {ranks: ranks * seconds for ranks, seconds in by_ranks.items()}
+        cheapest = min(cost, key=lambda ranks: (cost[ranks], ranks))
+        density = self._density(self.grid(shape))
+        return {
+            "plan": self._predict(shape, best, 1)[1],
+            "ranks": best,
+            "seconds": by_ranks[best],
+            "seconds_by_ranks": {str(ranks): seconds for ranks, seconds in by_ranks.items()},
+            "plans_by_ranks": {str(ranks): self._predict(shape, ranks, 1)[1] for ranks in self.sizes},
+            "tokens": math.prod(self.grid(shape)),
+            "density": density,
+            "memory": self.memory(shape, best),
+            "observed": any(seen == shape for seen, *_ in self._seen),
+            "reason": _reason(by_ranks, best, cheapest),
+        }
+
+    def grid(self, shape: Shape) -> Grid:
+        """Tokens in time, height and width."""
+        t, h, w = self.facts["patch"]
+        return -(-shape.frames // t), -(-shape.height // h), -(-shape.width // w)
+
+    def _predict(self, shape: Shape, ranks: int, jobs: int) -> tuple[float, str]:
+        key = shape, ranks, jobs
+        if key not in self._predicted:
+            grid, batch = self.grid(shape), jobs * (1 + shape.guided)
+            topology = part(self.topology, ranks)
+            layout = (math.prod(grid), ranks)
+            if layout not in self._ways:
+                self._ways[layout] = _Ways(self.model, layout[0], topology, self._dtype)
+            attention, name = self._ways[layout].best(batch, self._density(grid))
+            rest = around(self.model, grid, 0.0, topology).seconds
+            self._predicted[key] = self.model.layers * attention + batch * rest, name
+        return self._predicted[key]
+
+    def _ratio(self, shape: Shape, ranks: int, jobs: int) -> float:
+        """Seen over predicted, of what is nearest to it."""
+        key = shape, ranks, jobs
+        if not self._seen or key in self._seen:
+            return self._seen.get(key, 1.0)
+
+        def far(seen: tuple[Shape, int, int]) -> tuple[float, ...]:
+            # Ratios of sizes: twice the ranks are as far as twice the tokens.
+            other, m, k = seen
+            tokens = [math.prod(self.grid(each)) * (1 + each.guided) for each in (shape, other)]
+            return abs(math.log(tokens[0] / tokens[1])) + abs(math.log(ranks / m)) + abs(
+                math.log(jobs / k)
+            ), m
+
+        return self._seen[min(self._seen, key=far)]
+
+    def _density(self, grid: Grid) -> float:
+        """The share of attention that the mask leaves, over all steps and layers."""
+        if grid not in self._densities:
+            self._densities[grid] = density(self.mask, grid, self.model) if self.mask else 1.0
+        return self._densities[grid]
+
+
+Grid = tuple[int, int, int]
+
+
+class _Ways:
+    """The ways to run one attention on so many ranks. Dealing takes long: once for all batches."""
+
+    def __init__(self, model: Model, tokens: int, topology: Topology, dtype: str) -> None:
+        self.topology = topology
+        layout = Layout.even(tokens + model.text, topology.ranks, prefix=model.text)
+        heads = model.heads
+        self.problem = Problem(
+            batch=1, heads=heads, kv_heads=heads, head_dim=model.head_dim, q=layout, kv=layout, dtype=dtype
+        )
+        everything = BlockMask.dense(heads, tokens + model.text)
+        deals = Deals(self.problem, everything, topology)
+        # Tori win by a few percent only, and balancing by less: a prediction errs by more.
+        found = [each for each in candidates(self.problem, everything, topology) if each.balance == "none"]
+        self.deals = [(each, deals.deal(each)) for each in found if each.exchange != "torus"]
+
+    def best(self, batch: int, density: float) -> tuple[float, str]:
+        """Seconds and the name of the fastest, of a mask whose work is spread evenly."""
+        problem = replace(self.problem, batch=batch)
+        return min(
+            (
+                estimate(
+                    problem, self.topology, recipe, deal.seconds * (batch * density),
+                    moved=deal.moved, needed=deal.needed, widest=deal.roster.widest,
+                ),
+                str(recipe),
+            )
+            for recipe, deal in self.deals
+        )  # fmt: skip
+
+
+def part(topology: Topology, ranks: int) -> Topology:
+    """As many ranks of a cluster: within a machine if they fit there, else on as few as divide them."""
+    devices = max(each for each in range(1, topology.devices + 1) if ranks % each == 0)
+    return replace(topology, machines=ranks // devices, devices=devices, links=())
+
+
+def density(mask: str, grid: Grid, model: Model) -> float:
+    """The share of an attention that is computed, of all layers and steps, as far as its spec tells.
+
+    >>> density("topk:0.2,dense_steps=0.25", (4, 8, 8), Model(name="", layers=2, heads=2, head_dim=8))
+    0.4
+    """
+    name, _, rest = mask.partition(":")
+    options = [word.partition("=") for word in rest.split(",") if word]
+    rules = {key: float(value) for key, equals, value in options if equals and key in RULES}
+    own = [key + equals + value for key, equals, value in options if key not in RULES]
+    if name == "topk":
+        share = float(own[0]) if own else 1.0
+    elif name in PRODUCERS and name != "trace":
+        spec = f"{name}:{','.join(own)}" if own else name
+        video = TokenGrid(*grid, prefix=model.text)
+        block = max(int(rules.get("block", BLOCK)), -(-video.tokens // 1024))
+        share = mask_from_spec(spec, heads=min(model.heads, 8), grid=video, block=block).density
+    else:
+        share = 1.0  # what is seen will tell
+    dense = [rules[key] for key in ("dense_steps", "dense_layers", "dense_last") if rules.get(key, 1) < 1]
+    return share + (1 - share) * min(sum(dense), 1.0)
+
+
+def _model(facts: Mapping[str, Any]) -> Model:
+    """The sizes that predictions need; the width of the MLP is what its parameters leave for it."""
+    heads, dim, layers = int(facts["heads"]), int(facts["head_dim"]), int(facts["depth"])
+    mlp = max(facts["params"] / layers / (heads * dim) ** 2 - 4, 0) / 2
+    name, text = str(facts.get("model", "")), int(facts["text_tokens"])
+    return Model(name=name, layers=layers, heads=heads, head_dim=dim, text=text, mlp=mlp)
+
+
+def _pixels(shape: Shape) -> int:
+    return shape.frames * shape.height * shape.width
+
+
+def _blend(old: float | None, new: float) -> float:
+    return new if old is None else math.exp((1 - NEWS) * math.log(old) + NEWS * math.log(new))
+
+
+def _reason(by_ranks: Mapping[int, float], best: int, cheapest: int) -> str:
+    """One sentence on the number of ranks."""
+    ranks = f"{best} rank{'s' * (best > 1)}"
+    more = [n for n in by_ranks if n > best]
+    if not math.isfinite(by_ranks[best]):
+        return "It fits in the memory of no number of ranks here."
+    if best == cheapest:
+        end = (
+            f": on {more[0]} it waits for messages longer than it saves"
+            if more
+            else ", and no other is faster"
+        )
+        return f"It is fastest on {ranks}{end}."
+    gain, cost = by_ranks[cheapest] / by_ranks[best], best / cheapest
+    return (
+        f"Alone it is fastest on {ranks}, {gain:.1f} times as fast as on {cheapest}, which is "
+        f"{gain / cost:.0%} of what {cost:.0f} times the ranks could give; when others wait, it gets as few "
+        "as meet its deadline."
+    )

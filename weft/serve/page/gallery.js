@@ -1,0 +1,203 @@
+/** What was made, videos and images together, the newest first; older ones by the page. */
+
+import { ask, home, json, media } from "./api.js";
+import * as form from "./form.js";
+import * as loom from "./loom.js";
+import { bytes, fromTemplate, node, seconds } from "./words.js";
+
+const PAGE = matchMedia("(max-width: 56rem)").matches ? 6 : 12;
+const KINDS = ["videos", "images"];
+const STAGES = ["queue", "encode", "denoise", "decode", "media"];
+const place = document.getElementById("made");
+const results = new Map();
+const age = (job) => job.id.slice(6); // ids sort by time after their kind
+
+/** The next pages of one kind, read ahead only as far as the other kind needs. */
+class Older {
+  constructor(kind) {
+    Object.assign(this, { kind, jobs: [], after: null, more: true });
+  }
+
+  async head() {
+    if (!this.jobs.length && this.more) {
+      const after = this.after ? `&after=${encodeURIComponent(this.after)}` : "";
+      const page = await json(`v1/${this.kind}?limit=${PAGE}&order=desc${after}`);
+      Object.assign(this, { jobs: page.data, after: page.last_id, more: page.has_more });
+    }
+    return this.jobs[0];
+  }
+}
+
+let pages;
+
+/** From the newest again: what the server has now, in place of what was shown. */
+export async function reload() {
+  const mine = (pages = KINDS.map((kind) => new Older(kind)));
+  const stale = new Set(results.keys());
+  for (const id of await older()) stale.delete(id);
+  if (pages !== mine) return; // somebody began again meanwhile
+  for (const id of stale) remove(id);
+  for (const id of loom.ids()) await look(id);
+}
+
+async function older() {
+  const [found, from] = [[], pages];
+  while (found.length < PAGE) {
+    const heads = await Promise.all(from.map((page) => page.head()));
+    const newest = heads.reduce((best, job) => (job && (!best || age(job) > age(best)) ? job : best), undefined);
+    if (!newest) break;
+    from.find((page) => page.jobs[0] === newest).jobs.shift();
+    take(newest);
+    found.push(newest.id);
+  }
+  document.getElementById("more").hidden = !from.some((page) => page.jobs.length || page.more);
+  document.getElementById("none").hidden = results.size > 0;
+  return found;
+}
+
+/** A job as the server has it: to the loom, and once it has ended, here. */
+export function take(job) {
+  const fresh = loom.show(job, () => look(job.id));
+  if (loom.active(job) || results.has(job.id)) return;
+  const card = result(job, fresh);
+  results.set(job.id, { job, card });
+  const next = [...place.children].find((other) => other.dataset.id.slice(6) < age(job));
+  place.insertBefore(card, next ?? null);
+  document.getElementById("none").hidden = true;
+}
+
+/** One job by its id, which begins with its kind. */
+export async function look(id) {
+  try {
+    take(await json(home({ id, object: id.slice(0, 5) })));
+  } catch (error) {
+    if (error.status === 404) loom.gone(id);
+  }
+}
+
+/** The newest of each kind, and those on the loom that are not among them. */
+export async function poll() {
+  const newest = await Promise.all(KINDS.map((kind) => json(`v1/${kind}?limit=${PAGE}&order=desc`)));
+  const jobs = newest.flatMap((page) => page.data).sort((a, b) => (age(a) < age(b) ? -1 : 1));
+  jobs.forEach(take);
+  const seen = new Set(jobs.map((job) => job.id));
+  for (const id of loom.ids()) if (!seen.has(id)) await look(id);
+}
+
+function result(job, fresh) {
+  const card = fromTemplate("result");
+  const at = (name) => card.querySelector(`.${name}`);
+  card.dataset.id = job.id;
+  at("prompt").textContent = at("prompt").title = job.prompt;
+  const { weft } = job;
+  const facts = [job.size.replace("x", "×"), job.object === "video" && `${weft.num_frames} frames`, `${weft.num_steps} steps`, `seed ${weft.seed}`];
+  at("facts").textContent = facts.filter(Boolean).join(" · ");
+  if (job.status === "completed") {
+    show(card, job, fresh);
+    times(card, weft.timings);
+  } else {
+    at("frame").remove();
+    at("time").remove();
+    at("download").remove();
+    card.classList.add("failed");
+    at("error").textContent = job.error?.code === "cancelled" ? "Cancelled." : (job.error?.message ?? "Failed.");
+  }
+  for (const name of ["again", "delete"]) at(name).setAttribute("aria-label", `${at(name).textContent}: ${job.prompt}`);
+  at("again").addEventListener("click", () => form.reuse(job));
+  confirmed(at("delete"), () => discard(job, card));
+  return card;
+}
+
+/** The picture or video itself; one that was waited for plays once by itself. */
+async function show(card, job, fresh) {
+  const [width, height] = job.size.split("x").map(Number);
+  const shown = node(job.object === "video" ? "video" : "img", "", { width, height });
+  shown.classList.toggle("small", Math.max(width, height) <= 256);
+  const source = await media(`${home(job)}/content`).catch(() => null);
+  if (!source) return;
+  if (job.object === "image") Object.assign(shown, { alt: job.prompt, loading: "lazy" });
+  else playable(shown, job, fresh);
+  shown.src = source;
+  card.querySelector(".frame").classList.add(job.object);
+  card.querySelector(".frame").append(shown);
+  const link = card.querySelector(".download");
+  Object.assign(link, { href: source, download: `${job.id}.${job.weft.output_format}` });
+  link.setAttribute("aria-label", `Download, ${bytes(job.weft.bytes)}: ${job.prompt}`);
+  link.title = bytes(job.weft.bytes);
+}
+
+function playable(video, job, fresh) {
+  // Videos that load ahead keep connections, of which a browser has six: one that is not played has a picture.
+  Object.assign(video, { muted: true, loop: true, playsInline: true, preload: "none", tabIndex: 0 });
+  video.setAttribute("aria-label", `Video: ${job.prompt}`);
+  media(`${home(job)}/content?variant=thumbnail`).then((picture) => (video.poster = picture), () => {});
+  // The controls would hide a small picture: they come with the pointer or the focus.
+  for (const name of ["pointerenter", "focus"]) video.addEventListener(name, () => (video.controls = true));
+  for (const name of ["pointerleave", "blur"]) {
+    video.addEventListener(name, () => (video.controls = video.matches(":hover, :focus")));
+  }
+  for (const name of ["play", "pause"]) {
+    video.addEventListener(name, () => video.parentElement.classList.toggle("playing", !video.paused));
+  }
+  if (fresh && !matchMedia("(prefers-reduced-motion: reduce)").matches) {
+    video.loop = false;
+    video.autoplay = true;
+    video.addEventListener("ended", () => (video.loop = true), { once: true });
+  }
+}
+
+/** How long each part took, as one thread and in words. */
+function times(card, timings) {
+  const known = STAGES.filter((stage) => timings[stage]);
+  const total = known.reduce((sum, stage) => sum + timings[stage], 0);
+  for (const stage of known) {
+    const part = node("i", "", { class: stage });
+    part.style.setProperty("--part", timings[stage] / total);
+    card.querySelector(".thread").append(part);
+  }
+  const said = known.map((stage) => `${stage} ${seconds(timings[stage])}`).join(", ");
+  card.querySelector(".timings").textContent = `${seconds(total)}: ${said}`;
+}
+
+/** A first press asks, a second does it. */
+function confirmed(button, act) {
+  const [text, label] = [button.textContent, button.getAttribute("aria-label")];
+  const reset = () => {
+    button.textContent = text;
+    button.setAttribute("aria-label", label);
+    button.classList.remove("sure");
+  };
+  button.addEventListener("blur", reset);
+  button.addEventListener("click", () => {
+    if (button.classList.contains("sure")) return act();
+    button.textContent = "Really delete";
+    button.setAttribute("aria-label", `Really delete? ${label}`);
+    button.classList.add("sure");
+  });
+}
+
+async function discard(job, card) {
+  try {
+    await ask(home(job), { method: "DELETE" });
+  } catch (error) {
+    if (error.status !== 404) return void (card.querySelector(".error").textContent = error.message);
+  }
+  const next = card.nextElementSibling ?? card.previousElementSibling;
+  remove(job.id);
+  (next?.querySelector("button") ?? document.getElementById("made-title")).focus();
+}
+
+function remove(id) {
+  const { card } = results.get(id) ?? {};
+  const source = card?.querySelector("img, video")?.src ?? "";
+  if (source.startsWith("blob:")) URL.revokeObjectURL(source);
+  card?.remove();
+  results.delete(id);
+  document.getElementById("none").hidden = results.size > 0;
+}
+
+document.getElementById("more").addEventListener("click", async () => {
+  const last = place.lastElementChild;
+  await older().catch(() => {}); // the notice says that the server does not answer
+  last?.nextElementSibling?.querySelector("button")?.focus();
+});

@@ -1,0 +1,214 @@
+"""Ranks: the server's end of their connections, the agent that starts them, and who is lost.
+
+All ranks of a group join one world together; when one is lost, all are, and a new generation begins.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from socket import gethostname, socket
+from typing import Any
+
+from weft.core.errors import CommError
+from weft.serve.agent import Orders
+from weft.serve.channel import Channel, Closed, listen
+
+SILENCE_SECONDS = 10.0
+"""A rank that sends no beat for so long is lost; beats come each second."""
+START_SECONDS = 120.0
+"""From the start of an agent to the first hello of all ranks: torch has to be read from disk."""
+
+
+@dataclass
+class Rank:
+    """One connection; `joined` is its generation, `ready` once it has loaded the model."""
+
+    channel: Channel
+    number: int
+    pid: int
+    host: str
+    joined: int | None = None
+    ready: bool = False
+    beat: float = field(default_factory=time.monotonic)
+    last: dict[str, Any] = field(default_factory=dict)
+    """What the last beat said."""
+
+
+class Ranks:
+    """`events` gets ("rank", number, said, blob), ("ready", facts) and ("lost", reason)."""
+
+    def __init__(
+        self, world: int, orders: Callable[[int, str], Orders], events: queue.Queue[Any], token: str = ""
+    ) -> None:
+        """`orders` of a port and a token, for the agent on this machine."""
+        self.world, self.events, self._orders = world, events, orders
+        self.all: dict[int, Rank] = {}
+        self.generation = 0
+        self.starts = 0
+        """Of generations that have not become ready since the last that was."""
+        self.trouble = ""
+        """What ranks said when they could not start."""
+        self._lock = threading.RLock()
+        self._listener: socket | None = None
+        self._agent: subprocess.Popen[bytes] | None = None
+        self._token = token or secrets.token_urlsafe(32)
+        self._started = self._asked = 0.0
+        self._closing = False
+
+    @property
+    def is_ready(self) -> bool:
+        with self._lock:
+            return len(self.all) == self.world and all(rank.ready for rank in self.all.values())
+
+    def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        self._listener = listen(host, port)
+        threading.Thread(target=self._accept, name="weft-accept", daemon=True).start()
+        self._start_agent()
+
+    def send(self, number: int, said: dict[str, Any], blob: bytes = b"") -> None:
+        """To one rank; one that is gone is noticed by who reads from it."""
+        rank = self.all.get(number)
+        if rank is not None:
+            with suppress(Closed):
+                rank.channel.send(said, blob)
+
+    def look(self) -> None:
+        """Called often: starts an agent that ended, ends ranks that are silent."""
+        now = time.monotonic()
+        if not self._closing and self._agent is not None and self._agent.poll() is not None:
+            self._start_agent()
+        with self._lock:
+            silent = [
+                rank
+                for rank in self.all.values()
+                if rank.joined is not None and now - rank.beat > SILENCE_SECONDS
+            ]
+            late = len(self.all) < self.world and now - max(self._started, self._asked) > START_SECONDS
+        for rank in silent:
+            self.kill(rank.number, f"rank {rank.number} was silent for {SILENCE_SECONDS:.0f} s")
+        if late and self._agent is not None:
+            self._agent.kill()  # begin anew
+
+    def kill(self, number: int, reason: str) -> None:
+        """End a rank that does not answer; its agent starts all again."""
+        rank = self.all.get(number)
+        if rank is None:
+            return
+        self._lose(rank, reason)
+        if rank.host == gethostname():
+            with suppress(ProcessLookupError):
+                os.kill(rank.pid, signal.SIGKILL)
+
+    def close(self, seconds: float = 5.0) -> None:
+        """All ranks and the agent end."""
+        self._closing = True
+        for number in list(self.all):
+            self.send(number, {"do": "end"})
+        if self._listener is not None:
+            self._listener.close()
+        if self._agent is not None and self._agent.stdin is not None:
+            with suppress(OSError):
+                self._agent.stdin.close()
+            try:
+                self._agent.wait(seconds)
+            except subprocess.TimeoutExpired:
+                with suppress(ProcessLookupError):
+                    os.killpg(self._agent.pid, signal.SIGKILL)
+                self._agent.wait()
+        for rank in list(self.all.values()):
+            rank.channel.close()
+
+    def _start_agent(self) -> None:
+        assert self._listener is not None
+        self._started = time.monotonic()
+        self._agent = subprocess.Popen(
+            [sys.executable, "-m", "weft.serve.agent"], stdin=subprocess.PIPE, start_new_session=True
+        )
+        assert self._agent.stdin is not None
+        with suppress(BrokenPipeError):  # it ended already; `look` starts another
+            self._agent.stdin.write(self._orders(self._listener.getsockname()[1], self._token).to_line())
+            self._agent.stdin.flush()
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        while not self._closing:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(connection,), name="weft-rank", daemon=True).start()
+
+    def _serve(self, connection: socket) -> None:
+        """One rank, as long as its connection lasts."""
+        rank = None
+        try:
+            channel = Channel.accept(connection, self._token)
+            said, _ = channel.receive()
+            if said.get("told") != "hello" or said.get("world") != self.world:
+                channel.close()
+                return
+            rank = Rank(channel, int(said["rank"]), int(said["pid"]), str(said["host"]))
+            self._welcome(rank)
+            while True:
+                self._hear(rank, *channel.receive())
+        except (CommError, OSError):
+            if rank is not None:
+                self._lose(rank, f"rank {rank.number} is lost")
+
+    def _welcome(self, rank: Rank) -> None:
+        """When all are there that have not joined before, they join."""
+        with self._lock:
+            before = self.all.get(rank.number)
+            if before is not None and before is not rank:
+                self._lose(before, f"rank {rank.number} began anew")
+            self.all[rank.number] = rank
+            if len(self.all) < self.world or any(each.joined for each in self.all.values()):
+                return
+            self.generation += 1
+            self.starts += 1
+            for each in self.all.values():
+                each.joined, each.beat = self.generation, time.monotonic()
+                self.send(each.number, {"do": "join", "generation": self.generation})
+
+    def _hear(self, rank: Rank, said: dict[str, Any], blob: bytes) -> None:
+        rank.beat = time.monotonic()
+        told = said.get("told")
+        if told == "beat":
+            rank.last = said
+        elif told == "ready":
+            with self._lock:
+                rank.ready = True
+                if self.is_ready:
+                    self.starts, self.trouble = 0, ""
+                    self.events.put(("ready", said["facts"]))
+        elif told == "failed" and said.get("batch") is None:
+            self.trouble = str(said.get("message", ""))
+        elif self.all.get(rank.number) is rank:
+            self.events.put(("rank", rank.number, said, blob))
+
+    def _lose(self, rank: Rank, reason: str) -> None:
+        """One is lost, so all of its generation are: who still runs is told to leave."""
+        with self._lock:
+            if self.all.get(rank.number) is not rank:
+                return
+            gone = [each for each in self.all.values() if each is rank or each.joined is not None]
+            for each in gone:
+                del self.all[each.number]
+            self._asked = time.monotonic()
+        for each in gone:
+            if each is not rank:
+                with suppress(Closed):
+                    each.channel.send({"do": "exit"})
+            each.channel.close()
+        if rank.joined is not None and not self._closing:
+            self.events.put(("lost", reason))

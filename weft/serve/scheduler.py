@@ -1,0 +1,283 @@
+"""Which ranks work on which jobs until something changes. Policies are pure: no clock, no thread, no memory.
+
+    runs = elastic(tasks, now, world, latency)
+
+A policy is asked again whenever a job came, ended or made a step. A running task that it gives the same ranks
+goes on; one that it gives others, or none, stops at the end of its step.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from math import ceil, inf, isfinite
+from typing import NamedTuple
+
+from weft.serve.jobs import Shape
+from weft.serve.tasks import Policy, Run, Task, Times, groups, sizes
+
+MOST_JOBS = 8
+AGED = 3.0  # times what a task was allowed: who waited so long goes first, whatever its chances
+MARGIN = 0.95  # of the time that is left: predictions err, and somebody may come
+THRIFT = 1.25  # times the least rank-seconds: what a task may cost to be done sooner
+PAYS = 0.95  # a batch that takes so much of its jobs one by one, or less, is worth its wait
+
+
+def all_ranks(tasks: Sequence[Task], _now: float, world: int, _latency: Times) -> list[Run]:
+    """First come, first served, by all ranks; nothing is stopped."""
+    if running := [task for task in tasks if task.ranks]:
+        return [Run((task.id,), task.ranks) for task in running]
+    return [Run((task.id,), tuple(range(world))) for task in sorted(tasks, key=_came)[:1]]
+
+
+def one_rank(tasks: Sequence[Task], _now: float, world: int, latency: Times) -> list[Run]:
+    """First come, first served, by one rank each (or as few as it fits on); nothing is stopped."""
+    runs = [Run((task.id,), task.ranks) for task in tasks if task.ranks]
+    taken = {rank for run in runs for rank in run.ranks}
+    for task in sorted((task for task in tasks if not task.ranks), key=_came):
+        size = next((n for n in sizes(world) if isfinite(latency.step(task.shape, n, task.jobs))), world)
+        spot = next((g for g in groups(world) if len(g) == size and taken.isdisjoint(g)), None)
+        if spot is None:
+            break
+        taken.update(spot)
+        runs.append(Run((task.id,), spot))
+    return runs
+
+
+def _came(task: Task) -> tuple[int, float, str]:
+    return -task.priority, task.arrived, task.id
+
+
+def elastic(tasks: Sequence[Task], now: float, world: int, latency: Times) -> list[Run]:
+    """As few ranks each as meet its deadline, the earliest first; what is spare goes where it shortens most.
+
+    Who is late is given its time once more. Where not all can be in time, the longest of those who are late,
+    or else of all, is given up until the others can; it runs after them on what they leave, until it is
+    `AGED`. A priority goes before all but age.
+    """
+    clock = _Clock(now, world, latency)
+    tasks = [task for task in tasks if isfinite(min(clock.seconds(task)))]  # others fit on no ranks
+    clock.move += max((clock.step(task, len(task.ranks)) for task in tasks if task.ranks), default=0.0)
+    dues = {task.id: clock.due(task) for task in tasks}
+    given_up = _given_up(tasks, dues, clock)
+
+    def turn(task: Task) -> tuple[bool, bool, int, bool, float, float, str]:
+        aged = now - task.arrived > AGED * (task.deadline - task.arrived)
+        # Among the aged none may pass, or an endless stream of them would for ever.
+        rank = (0, False, task.deadline) if aged else (-task.priority, task.id in given_up, dues[task.id].at)
+        return not clock.ends(task), not aged, *rank, task.arrived, task.id
+
+    seats: list[_Seat] = []
+    free, soon = world, inf
+    for task in sorted(tasks, key=turn):
+        need = 0 if task.id in given_up else dues[task.id].ranks
+        wanted = max(need, clock.thrifty(task))
+        if task.ranks and need <= len(task.ranks) < wanted:
+            wanted = len(task.ranks)
+        size = clock.size(task, wanted, free, soon)
+        if size:
+            seats.append(_Seat([task], size))
+            free, soon = free - size, min(soon, clock.on(task, size))
+        elif not task.began:
+            _join(task, seats, clock, dues)
+    for seat in seats:
+        here = len(seat.task.ranks)
+        if seat.size < here <= seat.size + free:
+            free, seat.size = free - here + seat.size, here
+    _grow(seats, free, clock)
+    return _place(seats, world)
+
+
+class _Due(NamedTuple):
+    """When a task is to end, and the fewest ranks that do it."""
+
+    at: float
+    ranks: int
+    late: bool
+
+
+@dataclass
+class _Seat:
+    """Tasks that are to run as one, and on how many ranks."""
+
+    tasks: list[Task]
+    size: int
+
+    @property
+    def task(self) -> Task:
+        """All of them as one."""
+        if len(self.tasks) == 1:
+            return self.tasks[0]
+        return replace(self.tasks[0], jobs=sum(task.jobs for task in self.tasks))
+
+
+class _Clock:
+    """How long tasks would take from now, on how many ranks."""
+
+    def __init__(self, now: float, world: int, latency: Times) -> None:
+        self.now, self.world, self.latency, self.sizes = now, world, latency, sizes(world)
+        self.move = latency.switch
+        self._rows: dict[tuple[Shape, int], tuple[list[float], float]] = {}
+
+    def row(self, shape: Shape, jobs: int) -> tuple[list[float], float]:
+        """Seconds of a step by size, and of the end."""
+        key = shape, jobs
+        if key not in self._rows:
+            steps = [self.latency.step(shape, size, jobs) for size in self.sizes]
+            self._rows[key] = steps, self.latency.fixed(shape) * jobs
+        return self._rows[key]
+
+    def seconds(self, task: Task) -> list[float]:
+        """To its end, by size."""
+        steps, fixed = self.row(task.shape, task.jobs)
+        return [task.left * step + fixed for step in steps]
+
+    def step(self, task: Task, size: int) -> float:
+        return self.row(task.shape, task.jobs)[0][self.sizes.index(size)]
+
+    def on(self, task: Task, size: int) -> float:
+        return task.left * self.step(task, size) + self.row(task.shape, task.jobs)[1]
+
+    def ends(self, task: Task) -> bool:
+        """Whether it is decoded now."""
+        return not task.left and bool(task.ranks)
+
+    def due(self, task: Task) -> _Due:
+        """Its deadline, or the first multiple of what it was allowed that it can still meet."""
+        if self.ends(task):
+            return _Due(task.deadline, len(task.ranks), late=False)
+        took = dict(zip(self.sizes, self.seconds(task), strict=True))
+        best, allowed = min(took.values()), max(task.deadline - task.arrived, self.latency.switch)
+        times = max(1, ceil((self.now + best - task.arrived) / allowed))
+        due = task.arrived + times * allowed
+        slack = due - self.now
+        sure = [
+            n for n in self.sizes if took[n] <= MARGIN * slack or (n == len(task.ranks) and took[n] <= slack)
+        ]
+        fewest = next(iter(sure), min(took, key=lambda n: (took[n], n)))
+        return _Due(due, fewest, late=times > 1)
+
+    def thrifty(self, task: Task) -> int:
+        """The most ranks that spend little more of their time on it than the fewest would.
+
+        It is better to end one after the other than all at once: some end sooner and none later, and steps
+        are short for those who wait for one.
+        """
+        spent = [n * step for n, step in zip(self.sizes, self.row(task.shape, task.jobs)[0], strict=True)]
+        return max(n for n, cost in zip(self.sizes, spent, strict=True) if cost <= THRIFT * min(spent))
+
+    def size(self, task: Task, wanted: int, free: int, soon: float) -> int:
+        """What it gets of what is free, if others end `soon`; 0 if it does better to wait for them.
+
+        A step can not be stopped: a slow one on few ranks may end after a fast one that begins later.
+        """
+        most = bisect_right(self.sizes, min(wanted, free))
+        if not most or not isfinite(step := self.step(task, size := self.sizes[most - 1])):
+            return 0
+        patient = step > soon + self.step(task, wanted) and size != len(task.ranks)
+        return 0 if patient else size
+
+
+def _given_up(tasks: Iterable[Task], dues: dict[str, _Due], clock: _Clock) -> set[str]:
+    """Those that are to be late, as few as possible: Moore and Hodgson's rule, on all ranks as one machine.
+
+    The work of a task is what ranks spend on it, as many as it needs.
+    """
+    work = {task.id: dues[task.id].ranks * clock.on(task, dues[task.id].ranks) for task in tasks}
+    kept: list[tuple[int, bool, float, str]] = []
+    total, late = 0.0, set[str]()
+    for task in sorted(tasks, key=lambda task: (dues[task.id].at, task.id)):
+        due = dues[task.id]
+        heappush(kept, (task.priority, not due.late, -work[task.id] / task.jobs, task.id))
+        total += work[task.id]
+        while kept and total > clock.world * (due.at - clock.now):
+            name = heappop(kept)[-1]
+            total -= work[name]
+            late.add(name)
+    return late
+
+
+def _join(task: Task, seats: list[_Seat], clock: _Clock, dues: dict[str, _Due]) -> None:
+    """Begin with another of its shape, if that saves time and makes nobody late."""
+    for seat in seats:
+        one = seat.task
+        if one.began or one.shape != task.shape or one.jobs + task.jobs > MOST_JOBS:
+            continue
+        both = replace(one, jobs=one.jobs + task.jobs)
+        apart = clock.step(one, seat.size) + clock.step(task, seat.size)
+        ends = clock.now + clock.on(both, seat.size)
+        in_time = all(ends <= dues[each.id].at for each in (*seat.tasks, task))
+        if in_time and clock.step(both, seat.size) <= PAYS * apart:
+            seat.tasks.append(task)
+            return
+
+
+def _grow(seats: list[_Seat], free: int, clock: _Clock) -> None:
+    """Give spare ranks to whom they save most seconds each; a running task has to win back its move."""
+    while free:
+        saved, at = max(((_saved(seat, free, clock), -at) for at, seat in enumerate(seats)), default=(0.0, 0))
+        if saved <= 0:
+            return
+        seat = seats[-at]
+        more = clock.sizes[clock.sizes.index(seat.size) + 1]
+        free, seat.size = free - more + seat.size, more
+
+
+def _saved(seat: _Seat, free: int, clock: _Clock) -> float:
+    """Seconds that the next larger group would save, for each rank more."""
+    at, here = clock.sizes.index(seat.size), len(seat.task.ranks)
+    if at + 1 == len(clock.sizes) or clock.sizes[at + 1] - seat.size > free:
+        return 0.0
+    more, seconds = clock.sizes[at + 1], clock.seconds(seat.task)
+    move = clock.move if seat.size == here else 0.0
+    return (seconds[at] - seconds[at + 1] - move) / (more - seat.size)
+
+
+def _place(seats: list[_Seat], world: int) -> list[Run]:
+    """A group for each, the largest first, so that all fit; who runs stays, and others go where none do."""
+    busy = {rank for seat in seats for task in seat.tasks for rank in task.ranks}
+    taken: set[int] = set()
+    runs: dict[int, Run] = {}
+    for size in sorted({seat.size for seat in seats}, reverse=True):
+        here = [at for at, seat in enumerate(seats) if seat.size == size]
+        stay = [at for at in here if _may_stay(seats[at], taken)]
+        for at in stay:
+            runs[at] = _run(seats[at], seats[at].task.ranks, taken)
+        for at in here:
+            if at in runs:
+                continue
+            spots = [range(start, start + size) for start in range(0, world - size + 1, size)]
+            spot = min(
+                (spot for spot in spots if not taken.intersection(spot)),
+                key=lambda spot: (len(busy.intersection(spot)), spot.start),
+            )
+            runs[at] = _run(seats[at], tuple(spot), taken)
+    return [runs[at] for at in range(len(seats))]
+
+
+def _may_stay(seat: _Seat, taken: set[int]) -> bool:
+    ranks = seat.task.ranks
+    return len(ranks) == seat.size and not taken.intersection(ranks)
+
+
+def _run(seat: _Seat, ranks: tuple[int, ...], taken: set[int]) -> Run:
+    taken.update(ranks)
+    return Run(tuple(task.id for task in seat.tasks), ranks)
+
+
+__all__ = [
+    "POLICIES",
+    "Policy",
+    "Run",
+    "Task",
+    "Times",
+    "all_ranks",
+    "elastic",
+    "groups",
+    "one_rank",
+    "sizes",
+]
+
+POLICIES: dict[str, Policy] = {"elastic": elastic, "all": all_ranks, "one": one_rank}

@@ -1,0 +1,169 @@
+"""Segment: some steps of a batch on some ranks, until the server is told what came of it.
+
+All its ranks run the same; the leader, the lowest of them, tells. After each step they gather what each has
+spent and whether the leader was told to stop, so that all stop, or fail, together.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from statistics import fmean
+
+import torch
+
+from weft import __version__
+from weft.models import media
+from weft.models.resume import Made, Moment, State, Stopped, run
+from weft.run import trace
+from weft.run.comm import Comm
+from weft.serve.preview import crude, own
+from weft.serve.spans import Spans
+from weft.serve.work import Model, Work
+
+SAVE_SECONDS = 0.5
+SHOW_SECONDS = 0.3
+TYPES = {
+    "mp4": "video/mp4",
+    "gif": "image/gif",
+    "png": "image/png",
+    "webp": "image/webp",
+    "jpeg": "image/jpeg",
+}
+STOP, REFUSED, MEMORY = 1, 2, 3
+"""What a rank says after a step, if it says anything."""
+FAILURES = {
+    REFUSED: ("refused", "Another rank refuses this."),
+    MEMORY: (
+        "out_of_memory",
+        "A rank ran out of memory. Ask for fewer frames, a smaller size or more ranks.",
+    ),
+}
+
+Tell = Callable[..., None]
+"""(message, blob) to the server."""
+
+
+class Segment:
+    """One run of a `Work`; `asks_stop` is asked by the leader after each step."""
+
+    def __init__(self, model: Model, comm: Comm, tell: Tell, asks_stop: Callable[[], bool]) -> None:
+        self.model, self.comm, self.tell, self.asks_stop = model, comm, tell, asks_stop
+        self.spans = Spans()
+        self._saved = self._shown = time.monotonic()
+
+    @property
+    def leads(self) -> bool:
+        return self.comm.rank == 0
+
+    def run(self, work: Work) -> bool:
+        """False if it failed on all ranks alike, who live on; a process dies of other errors."""
+        try:
+            given, _ = work.given(self.model)
+            start = State.from_bytes(work.state) if work.state else None
+            torch.manual_seed(work.jobs[0].seed)  # for what draws without a generator
+            with trace.watched_by(self.spans):
+                ended = run(self.model.pipe, given, start=start, on_step=lambda now: self._stops(work, now))
+        except Exception as error:
+            self._fail(work, error)
+            return False
+        timeline = self.spans.timeline(self.comm)
+        if not self.leads:
+            return True
+        if timeline:
+            self.tell({"told": "timeline", "batch": work.batch, **timeline})
+        if isinstance(ended, Stopped):
+            said = {"told": "stopped", "batch": work.batch, "step": ended.state.step}
+            self.tell(said, ended.state.to_bytes())
+        else:
+            self._hand_over(work, ended)
+        return True
+
+    def _stops(self, work: Work, now: Moment) -> bool:
+        rows = self._meet(*self.spans.take(), STOP * (self.leads and self.asks_stop()))
+        stops = rows[0][2] == STOP and now.step < work.jobs[0].steps
+        if self.leads:
+            clock = time.monotonic()
+            due = clock - self._saved > SAVE_SECONDS and not stops
+            attend = [row[0] / 1e9 for row in rows]
+            self.tell(
+                {
+                    "told": "step", "batch": work.batch, "step": now.step, "seconds": now.seconds,
+                    "imbalance": max(attend) / fmean(attend) if any(attend) else None, "attend": attend,
+                    "exposed": min(1.0, fmean(row[1] for row in rows) / 1e9 / max(now.seconds, 1e-9)),
+                    "plan": ", ".join(self.spans.names(self.comm.size)) or "alone",
+                },
+                now.state().to_bytes() if due else b"",
+            )  # fmt: skip
+            self._saved = time.monotonic() if due else self._saved
+            if work.previews and clock - self._shown > SHOW_SECONDS:
+                self._show(work, now)
+        return stops
+
+    def _show(self, work: Work, now: Moment) -> None:
+        for at, id in enumerate(work.ids):
+            shown = work.jobs[at]
+            picture = (
+                own(now, at, len(work.ids)) if self.model.is_own else crude(now, at, shown, self.model.facts)
+            )
+            if picture:
+                self.tell({"told": "preview", "batch": work.batch, "job": id, "step": now.step}, picture)
+        self._shown = time.monotonic()
+
+    def _meet(self, attending: int, waiting: int, flag: int) -> list[list[int]]:
+        """Everyone's numbers; who failed says so here, and the others fail with them."""
+        rows = self.comm.gather_numbers([attending, waiting, flag])
+        if (worst := max(row[2] for row in rows)) > STOP:
+            raise _Failed(worst)
+        return rows
+
+    def _fail(self, work: Work, error: Exception) -> None:
+        """What all ranks refuse or lack, they survive."""
+        code = error.code if isinstance(error, _Failed) else _code(error)
+        if not code:
+            raise error
+        if not isinstance(error, _Failed):
+            with suppress(_Failed):
+                self._meet(0, 0, code)
+        name, text = FAILURES[code]
+        if self.leads:
+            message = text if isinstance(error, _Failed) or code == MEMORY else str(error)
+            self.tell({"told": "failed", "batch": work.batch, "code": name, "message": message})
+
+    def _hand_over(self, work: Work, made: Made) -> None:
+        """Each job as a file that says how it was made, but nothing that depends on the ranks."""
+        for job, id, frames in zip(work.jobs, work.ids, made.frames, strict=False):
+            began = time.monotonic()
+            shown = frames[:1] if job.kind == "image" else frames
+            about = {
+                "prompt": job.prompt, "seed": job.seed, "model": job.model, "steps": job.steps,
+                **({"negative": job.negative} if job.negative else {}),
+                **({"guidance": job.guidance} if job.guidance is not None else {}),
+                **({"more": job.more} if job.more else {}),
+                "versions": {"weft": __version__, "torch": str(torch.__version__)},
+            }  # fmt: skip
+            data = media.encoded(job.format, shown, about, fps=job.fps)
+            said = {
+                "told": "made", "batch": work.batch, "job": id, "name": f"{job.kind}.{job.format}",
+                "type": TYPES[job.format], "timings": {**made.spent, "media": time.monotonic() - began},
+                "about": {
+                    "frames": len(shown), "size": f"{shown.shape[2]}x{shown.shape[1]}", "fps": job.fps,
+                    "ranks": self.comm.size, "plans": self.spans.names(self.comm.size),
+                },
+            }  # fmt: skip
+            self.tell(said, data)
+        self.tell({"told": "done", "batch": work.batch})
+
+
+class _Failed(Exception):  # noqa: N818 - of this rank or another
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+def _code(error: Exception) -> int:
+    """What all ranks can be expected to run into alike; 0 for anything else."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error):
+        return MEMORY
+    return REFUSED if isinstance(error, ValueError | TypeError) else 0

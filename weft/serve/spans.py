@@ -1,0 +1,69 @@
+"""Spans: what each rank of a segment did in its last attention, for the page to draw."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch.distributed as dist
+
+from weft.core.schedule import Schedule
+from weft.run.clocks import Clock, align
+from weft.run.comm import Comm
+from weft.run.meter import Meter
+from weft.run.program import Program
+from weft.run.recorder import outline
+from weft.run.steps import Calculation, Frame
+from weft.run.world import machines
+
+LANES = {"send": "send", "wait": "wait", "barrier": "wait"}
+"""By kind; all else is compute."""
+MOST = 100
+"""Spans of one rank: a page shows no more."""
+
+
+class Spans(Meter):
+    """A meter that remembers the last attention that it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last: tuple[Program, Schedule, Comm, list[Any], Clock] | None = None
+
+    def run(self, program: Program, schedule: Schedule, frame: Frame) -> None:
+        super().run(program, schedule, frame)
+        if any(isinstance(step, Calculation) for step in program.steps):
+            self._last = program, schedule, frame.comm, *self._marked[-1][1:]
+
+    def timeline(self, comm: Comm) -> dict[str, Any] | None:
+        """That attention on all ranks, who call this together: seconds from its beginning, and its name."""
+        everyone = _texts(comm, json.dumps(self._own(align(comm).shift if machines() > 1 else 0)))
+        spans = [span for text in everyone for span in json.loads(text)]
+        if not spans or self._last is None:
+            return None
+        zero = min(span["start"] for span in spans)
+        for span in spans:
+            for end in ("start", "end"):
+                span[end] = round((span[end] - zero) / 1e9, 7)
+        return {"spans": spans, "label": self._last[1].name}
+
+    def _own(self, shift: int) -> list[dict[str, Any]]:
+        """In nanoseconds."""
+        if self._last is None:
+            return []
+        program, schedule, comm, marks, clock = self._last
+        group = getattr(comm, "group", None)
+        members = range(comm.size) if group is None else dist.get_process_group_ranks(group)
+        times = [time - shift for time in clock.nanoseconds(marks)]
+        return [
+            {"rank": span.rank, "lane": LANES.get(span.kind, "compute"), "name": span.name,
+             "start": times[start], "end": times[end]}
+            for span, start, end in outline(program, schedule, members, comm.rank)[:MOST]
+        ]  # fmt: skip
+
+
+def _texts(comm: Comm, text: str) -> list[str]:
+    """Everyone's text."""
+    data = list(text.encode())
+    lengths = [row[0] for row in comm.gather_numbers([len(data)])]
+    rows = comm.gather_numbers(data + [0] * (max(lengths) - len(data)))
+    return [bytes(row[:length]).decode() for row, length in zip(rows, lengths, strict=True)]

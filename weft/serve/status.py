@@ -1,0 +1,76 @@
+"""Status: which model, which plan, how the ranks do, whether the server is ready."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Response
+
+from weft.serve import fit, wire
+from weft.serve.document import errors
+from weft.serve.errors import Refused, shown
+from weft.serve.metrics import Metrics
+
+TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+
+
+def routes(engine: Any, metrics: Metrics) -> APIRouter:
+    router, began = APIRouter(tags=["status"]), int(time.time())
+
+    def model() -> wire.Model:
+        return wire.Model(id=engine.name, created=began, weft=engine.facts or {})
+
+    @router.get("/v1/models", response_model=wire.Models)
+    def models() -> Any:
+        """The one model that this server has."""
+        return wire.Models(data=[model()])
+
+    @router.get("/v1/models/{id:path}", response_model=wire.Model, responses=errors(404))
+    def one_model(id: str) -> Any:
+        if id != engine.name:
+            message = f"There is no model {shown(id)!r} here. This server has {engine.name!r}."
+            raise Refused(404, "model_not_found", message, param="id")
+        return model()
+
+    @router.get("/v1/plan", response_model=dict[str, Any], responses=errors(400, 503))
+    def plan(
+        size: Annotated[wire.Size | None, Query()] = None,
+        frames: Annotated[int | None, Query(ge=1, le=100_000)] = None,
+        steps: Annotated[int | None, Query(ge=1, le=1000)] = None,
+    ) -> Any:
+        """How a request would be split over the ranks, how long it would take, and why."""
+        asks = wire.VideoAsks(prompt="plan", size=size, num_frames=frames, num_inference_steps=steps)
+        if frames == 1 and "image" in fit.ready(engine)["kinds"]:
+            still = wire.ImageAsks(prompt="plan", size=size, num_inference_steps=steps)
+            return engine.explain(fit.image(still, engine))
+        return engine.explain(fit.video(asks, engine))
+
+    @router.get("/v1/status", response_model=dict[str, Any])
+    def status() -> Any:
+        """The ranks with their load and memory, what runs and waits, the timeline of the last attention."""
+        return engine.snapshot()
+
+    _add_probes(router, engine, metrics)
+    return router
+
+
+def _add_probes(router: APIRouter, engine: Any, metrics: Metrics) -> None:
+    @router.get("/health", response_model=wire.Health, responses={503: {"model": wire.Health}})
+    def health(response: Response) -> Any:
+        """200 when requests are served, 503 while starting, stopping or failed."""
+        state = engine.status()
+        if state != "ok":
+            response.status_code = 503
+            response.headers["Retry-After"] = "2"
+        return wire.Health(status=state)
+
+    @router.get("/live", response_model=wire.Alive)
+    async def live() -> Any:
+        """200 while the process answers."""
+        return wire.Alive()
+
+    @router.get("/metrics", response_class=Response, responses=TEXT)
+    def measured() -> Response:
+        """For Prometheus."""
+        return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -1,0 +1,60 @@
+"""Variants: a picture or a sheet of pictures that stands for a result, made when first asked for."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+VARIANTS = ("thumbnail", "spritesheet")
+SIDE = 256
+"""Pixels of the longer side of a picture."""
+SHEET = 16
+"""Pictures of a sheet at most, four in a row."""
+
+
+def variant_of(path: Path, variant: str) -> tuple[Path, str]:
+    """The file next to the result, and its media type."""
+    # Hidden: the disk counts it nowhere, and a new start of the server sweeps it away.
+    made = path.with_name(f".{variant}.webp")
+    if not made.is_file():
+        picture = _sheet(_pictures(path, SHEET)) if variant == "spritesheet" else _pictures(path, 1)[0]
+        # Whole or not at all, also for two who ask at once.
+        handle, name = tempfile.mkstemp(prefix=".", dir=path.parent)
+        with os.fdopen(handle, "wb") as file:
+            picture.save(file, "webp")
+        Path(name).replace(made)
+    return made, "image/webp"
+
+
+def _pictures(path: Path, most: int) -> list[Any]:
+    """At most so many pictures of a result, evenly spread; one is that of the middle."""
+    from PIL import Image
+
+    if path.suffix != ".mp4":
+        frames = [Image.open(path).convert("RGB")]
+    else:
+        import av
+
+        with av.open(str(path)) as file:
+            frames = [frame.to_image() for frame in file.decode(video=0)]
+    chosen = (
+        [frames[(2 * i + 1) * len(frames) // (2 * most)] for i in range(most)]
+        if len(frames) > most
+        else frames
+    )
+    for picture in chosen:
+        picture.thumbnail((SIDE, SIDE))
+    return chosen
+
+
+def _sheet(pictures: list[Any]) -> Any:
+    from PIL import Image
+
+    width, height = pictures[0].size
+    across = min(4, len(pictures))
+    sheet = Image.new("RGB", (across * width, -(-len(pictures) // across) * height))
+    for index, picture in enumerate(pictures):
+        sheet.paste(picture, (index % across * width, index // across * height))
+    return sheet
