@@ -9,7 +9,7 @@ A directory has model.safetensors and config.json.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,7 @@ class VideoPipeline:
             part.to(*where)
         return self
 
-    def _parts(self) -> dict[str, nn.Module]:
+    def _parts(self) -> Mapping[str, nn.Module]:
         return {"": self.transformer} | ({UPSCALER: self.upscaler} if self.upscaler else {})
 
     def save(self, directory: Path | str, dtype: torch.dtype = torch.float16) -> None:

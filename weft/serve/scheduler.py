@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from math import ceil, inf, isfinite
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from weft.serve.jobs import Shape
 from weft.serve.tasks import Policy, Run, Task, Times, groups, sizes
@@ -63,7 +63,7 @@ def elastic(tasks: Sequence[Task], now: float, world: int, latency: Times) -> li
     dues = {task.id: clock.due(task) for task in tasks}
     given_up = _given_up(tasks, dues, clock)
 
-    def turn(task: Task) -> tuple[bool, bool, int, bool, float, float, str]:
+    def turn(task: Task) -> tuple[Any, ...]:
         aged = now - task.arrived > AGED * (task.deadline - task.arrived)
         # Among the aged none may pass, or an endless stream of them would for ever.
         rank = (0, False, task.deadline) if aged else (-task.priority, task.id in given_up, dues[task.id].at)

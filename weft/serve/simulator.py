@@ -122,7 +122,7 @@ def bound(jobs: Sequence[Arrival], latency: Latency) -> float:
         around = spare[: np.searchsorted(begin, starts[at], "right"), np.searchsorted(end, ends[at]) :]
         fits = min(work[at], max(float(around.min()), 0.0))
         around -= fits
-        done += fits / work[at]
+        done += float(fits / work[at])
     return done / len(jobs)
 
 

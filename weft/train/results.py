@@ -62,8 +62,10 @@ class Results:
         """The mean flow loss over clips that are never trained on, at fixed timesteps with fixed noise."""
         trainer, clips = self.trainer, min(VALIDATED, len(self.trainer.clips.held_out))
         with exchanged(trainer.model, trainer.average):
-            how = {"clips": clips, "shrink": trainer.clips.shrink}
-            return float(held_out_loss(trainer.model, trainer.clips.source, **how).mean())
+            losses = held_out_loss(
+                trainer.model, trainer.clips.source, clips=clips, shrink=trainer.clips.shrink
+            )
+            return float(losses.mean())
 
     def samples(self) -> str:
         """The recipe's prompts, a row of frames each; the name of the sheet."""
