@@ -18,6 +18,7 @@ from weft.serve.latency import Latency
 from weft.serve.scheduler import Policy, Run, Task
 from weft.serve.store import Store
 
+NO_STEPS = ("encode", "decode", "media")
 PATIENCE = 60.0
 SLOW = 20.0
 """A batch without a step for so many seconds, or so many times what a step should take, is stuck."""
@@ -242,7 +243,8 @@ class Dispatch:
         if job is None and self.store.get(id) is None:
             self.disk.remove(id)  # it was deleted meanwhile
         if self.latency is not None:
-            self.latency.observe_fixed(batch.shape, said["timings"]["encode"] + said["timings"]["decode"])
+            took = said["timings"]
+            self.latency.observe_fixed(batch.shape, sum(took.get(name, 0.0) for name in NO_STEPS))
         batch.jobs.remove(id)
         self.tell("job_ended", id, job=job, about=said.get("about", {}))
 

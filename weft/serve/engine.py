@@ -262,7 +262,10 @@ class Engine:
             self.facts = said[0]
             if self.dispatch.latency is None:
                 topology = replace(Topology.local(self.settings.ranks), machines=self.settings.nodes)
-                self.dispatch.latency = Latency(said[0], topology, mask=self.settings.options.get("mask"))
+                latency = Latency(said[0], topology, mask=self.settings.options.get("mask"))
+                for pace in said[0].get("paces", ()):  # what warming up took
+                    latency.observe(Shape(**pace["shape"]), pace["ranks"], 1, pace["seconds"])
+                self.dispatch.latency = latency
         elif what == "lost":
             self.restarts += 1
             self.dispatch.lost()

@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -176,9 +177,19 @@ class Worker:
         self.model = Model(folder, pipe, facts_of(pipe, name))
         if dist.is_initialized():
             dist.barrier()  # it is patient; other waits are bounded
-        work = Work.warm(self.model.facts)
-        for ranks in self.meshes:
-            self._segment(ranks, work, tell=lambda *_: None)
+        paces: list[dict[str, Any]] = []
+        for work in Work.warm(self.model.facts):
+            for ranks in self.meshes:
+                seconds: list[float] = []
+
+                def tell(said: dict[str, Any], _: bytes = b"", seconds: list[float] = seconds) -> None:
+                    seconds.extend([said["seconds"]] if said["told"] == "step" else [])
+
+                self._segment(ranks, work, tell=tell)
+                if seconds:  # of its leader
+                    shape = asdict(work.jobs[0].shape)
+                    paces.append({"shape": shape, "ranks": len(ranks), "seconds": seconds[-1]})
+        self.model.facts["paces"] = paces
 
     def run(self, said: dict[str, Any], blob: bytes) -> None:
         self._segment(tuple(said["ranks"]), Work.of(said, blob), tell=self.channel.send)

@@ -40,6 +40,7 @@ class Rank:
     joined: int | None = None
     ready: bool = False
     beat: float = field(default_factory=time.monotonic)
+    facts: dict[str, Any] = field(default_factory=dict)
     last: dict[str, Any] = field(default_factory=dict)
     """What the last beat said."""
 
@@ -187,10 +188,10 @@ class Ranks:
             rank.last = said
         elif told == "ready":
             with self._lock:
-                rank.ready = True
+                rank.ready, rank.facts = True, said["facts"]
                 if self.is_ready:
                     self.starts, self.trouble = 0, ""
-                    self.events.put(("ready", said["facts"]))
+                    self.events.put(("ready", self.all[0].facts))
         elif told == "failed" and said.get("batch") is None:
             self.trouble = str(said.get("message", ""))
         elif self.all.get(rank.number) is rank:

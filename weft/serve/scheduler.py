@@ -22,6 +22,7 @@ MOST_JOBS = 8
 AGED = 3.0  # times what a task was allowed: who waited so long goes first, whatever its chances
 MARGIN = 0.95  # of the time that is left: predictions err, and somebody may come
 THRIFT = 1.25  # times the least rank-seconds: what a task may cost to be done sooner
+LEAN = 1.02  # the same where there is more work than time
 PAYS = 0.95  # a batch that takes so much of its jobs one by one, or less, is worth its wait
 
 
@@ -73,7 +74,7 @@ def elastic(tasks: Sequence[Task], now: float, world: int, latency: Times) -> li
     free, soon = world, inf
     for task in sorted(tasks, key=turn):
         need = 0 if task.id in given_up else dues[task.id].ranks
-        wanted = max(need, clock.thrifty(task))
+        wanted = max(need, clock.thrifty(task, LEAN if given_up else THRIFT))
         if task.ranks and need <= len(task.ranks) < wanted:
             wanted = len(task.ranks)
         size = clock.size(task, wanted, free, soon)
@@ -159,14 +160,14 @@ class _Clock:
         fewest = next(iter(sure), min(took, key=lambda n: (took[n], n)))
         return _Due(due, fewest, late=times > 1)
 
-    def thrifty(self, task: Task) -> int:
+    def thrifty(self, task: Task, times: float) -> int:
         """The most ranks that spend little more of their time on it than the fewest would.
 
         It is better to end one after the other than all at once: some end sooner and none later, and steps
         are short for those who wait for one.
         """
-        spent = [n * step for n, step in zip(self.sizes, self.row(task.shape, task.jobs)[0], strict=True)]
-        return max(n for n, cost in zip(self.sizes, spent, strict=True) if cost <= THRIFT * min(spent))
+        spent = [n * took for n, took in zip(self.sizes, self.seconds(task), strict=True)]
+        return max(n for n, cost in zip(self.sizes, spent, strict=True) if cost <= times * min(spent))
 
     def size(self, task: Task, wanted: int, free: int, soon: float) -> int:
         """What it gets of what is free, if others end `soon`; 0 if it does better to wait for them.

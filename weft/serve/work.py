@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from io import BytesIO
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from weft.models.request import Request, arguments
 from weft.models.video import VideoPipeline
 from weft.serve.jobs import Asked
 
-WARM_STEPS = 2
+WARM_STEPS = 3
+LITTLE = 1e11
+"""Floating-point operations of a step that every start may have time for."""
 
 
 @dataclass(frozen=True)
@@ -58,15 +61,21 @@ class Work:
         )  # fmt: skip
 
     @staticmethod
-    def warm(facts: dict[str, Any]) -> Work:
-        """Something small to begin with."""
-        kind = "image" if "image" in facts["kinds"] else "video"
-        frames = facts["frames"] if kind == "video" else 1
-        asked = Asked(
-            kind=kind, model=facts["model"], prompt="", frames=frames, height=facts["height"],
-            width=facts["width"], steps=WARM_STEPS, seed=0, guidance=facts["guidance"], format="png",
-        )  # fmt: skip
-        return Work("", ("",), (asked,))
+    def warm(facts: dict[str, Any]) -> list[Work]:
+        """To begin with: something small, and what is usual if that is little work."""
+        found: list[Work] = []
+        for kind in sorted(facts["kinds"]):
+            frames = facts["frames"] if kind == "video" else 1
+            extent = zip((frames, facts["height"], facts["width"]), facts["patch"], strict=True)
+            flops = 2 * facts["params"] * prod(-(-size // part) for size, part in extent)
+            if found and flops > LITTLE:
+                continue
+            asked = Asked(
+                kind=kind, model=facts["model"], prompt="", frames=frames, height=facts["height"],
+                width=facts["width"], steps=WARM_STEPS, seed=0, guidance=facts["guidance"], format="png",
+            )  # fmt: skip
+            found.append(Work("", ("",), (asked,)))
+        return found
 
     def given(self, model: Model) -> tuple[dict[str, Any], float]:
         """What the pipeline is called with, each job with a generator of its own; and frames per second."""
