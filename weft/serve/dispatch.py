@@ -50,7 +50,7 @@ class Batch:
 
     def task(self) -> Task:
         return Task(
-            id=self.id, shape=self.shape, left=max(1, self.shape.steps - self.step), arrived=self.arrived,
+            id=self.id, shape=self.shape, left=self.shape.steps - self.step, arrived=self.arrived,
             deadline=self.deadline, priority=self.priority, ranks=self.ranks, began=True, jobs=len(self.jobs),
         )  # fmt: skip
 

@@ -74,7 +74,8 @@ def elastic(tasks: Sequence[Task], now: float, world: int, latency: Times) -> li
     free, soon = world, inf
     for task in sorted(tasks, key=turn):
         need = 0 if task.id in given_up else dues[task.id].ranks
-        wanted = max(need, clock.thrifty(task, LEAN if given_up else THRIFT))
+        thrifty = clock.thrifty(task, LEAN if given_up else THRIFT)
+        wanted = len(task.ranks) if clock.ends(task) else max(need, thrifty)
         if task.ranks and need <= len(task.ranks) < wanted:
             wanted = len(task.ranks)
         size = clock.size(task, wanted, free, soon)
