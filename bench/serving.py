@@ -66,12 +66,12 @@ class Size:
 
 
 FULL = Size(
-    videos=16, steps=30, rounds=5, seconds=120.0, mixed=120.0, frames=64, count=200, seeds=(0, 1, 2),
+    videos=8, steps=30, rounds=3, seconds=60.0, mixed=90.0, frames=64, count=120, seeds=(7, 8, 9),
     clusters=("8xh100", "2x8xh100", "4x8xh100", "8x8xh100"),
 )  # fmt: skip
 QUICK = Size(
-    videos=8, steps=5, rounds=2, seconds=2.0, mixed=4.0, frames=32, count=60, seeds=(0,),
-    clusters=("8xh100", "8x8xh100"),
+    videos=4, steps=5, rounds=2, seconds=2.0, mixed=4.0, frames=32, count=60, seeds=(7,),
+    clusters=("8xh100",),
 )  # fmt: skip
 
 

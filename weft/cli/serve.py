@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -83,9 +84,7 @@ def run(
     checkpoint.check(directory)
     _check_packages(() if checkpoint.is_own(directory) else ("diffusers", "transformers", "accelerate"))
     _check_numbers(ranks=ranks, port=port, max_queue=max_queue, nodes=nodes, node=node)
-    for name, given, known in (("schedule", schedule, SCHEDULES), ("dtype", dtype, DTYPES)):
-        if given not in known:
-            raise InputError(f"--{name} {given} is unknown.", hint=f"It is one of {', '.join(known)}.")
+    _check_words(schedule=(schedule, SCHEDULES), dtype=(dtype, DTYPES))
     from weft.serve.engine import Settings
 
     name = _name(served_name, directory, own=model is None)
@@ -99,6 +98,12 @@ def run(
         _join(settings, node)
     else:
         _serve(settings, (host, port), api_key_file, log_prompts=log_prompts)
+
+
+def _check_words(**options: tuple[str, Sequence[str]]) -> None:
+    for name, (given, known) in options.items():
+        if given not in known:
+            raise InputError(f"--{name} {given} is unknown.", hint=f"It is one of {', '.join(known)}.")
 
 
 def _serve(settings: Settings, at: tuple[str, int], key_file: Path | None, *, log_prompts: bool) -> None:

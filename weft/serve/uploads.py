@@ -8,6 +8,7 @@ import binascii
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -54,6 +55,9 @@ class Posted(Generic[SentT]):
     """The same for two requests that ask for the same."""
 
 
+DRAIN_SECONDS, DRAIN_BYTES = 0.5, 2**20
+
+
 class Bounds:
     """Counts a body while it is read: what it says of its length may be a lie, or missing."""
 
@@ -93,6 +97,7 @@ class Bounds:
             read += len(message.get("body", b""))
             more = message.get("more_body", False)
             if read > self.limits.body:
+                await _drained(receive, message)
                 raise self._too_large()
             return message
 
@@ -101,6 +106,15 @@ class Bounds:
     def _too_large(self) -> Refused:
         most = f"{self.limits.body / 2**20:g} MiB"
         return Refused(413, "input_too_large", f"The body is larger than {most}. Send a smaller picture.")
+
+
+async def _drained(receive: Callable[[], Awaitable[Any]], message: Any) -> None:
+    """Take some of what still comes: a connection that is closed on it loses the answer."""
+    until, left = time.monotonic() + DRAIN_SECONDS, DRAIN_BYTES
+    with suppress(asyncio.TimeoutError):
+        while left > 0 and message.get("more_body", False):
+            message = await asyncio.wait_for(receive(), until - time.monotonic())
+            left -= len(message.get("body", b""))
 
 
 def posted(kind: type[SentT], limits: Limits) -> Callable[[Request], Awaitable[Posted[SentT]]]:
