@@ -14,7 +14,7 @@ demo: $(VENV)/weft.stamp
 	$(VENV)/bin/weft demo
 
 # Two halves at once, on the two cores that there are at least: tests that start ranks, and the others after lint.
-RANKS := tests/bench tests/cli tests/distributed tests/models tests/run tests/train
+RANKS := tests/distributed tests/models tests/run
 
 test: $(VENV)/test.stamp
 	@$(MAKE) --no-print-directory -j2 test-ranks test-values
