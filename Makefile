@@ -13,7 +13,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 demo: $(VENV)/weft.stamp
 	$(VENV)/bin/weft demo
 
-# Two halves at once, on the two cores that there are at least: tests that start ranks, and the others after lint.
+# Two halves of equal length at once, on the two cores that there are at least.
 RANKS := tests/distributed tests/models tests/run
 
 test: $(VENV)/test.stamp
