@@ -24,11 +24,10 @@ from weft.serve.app import Limits, create_app, server_config
 from weft.serve.disk import Disk
 from weft.serve.errors import Refused
 from weft.serve.host import Protocol
-from weft.serve.jobs import Asked, Failure, Job, Kind
+from weft.serve.jobs import TYPES, Asked, Failure, Job, Kind
 from weft.serve.store import KeyReused, Store
 from weft.serve.watch import Live
 
-TYPES = {"mp4": "video/mp4", "png": "image/png", "webp": "image/webp", "jpeg": "image/jpeg"}
 FACTS: dict[str, Any] = {
     "model": "shapes", "class": "VideoPipeline", "kinds": ["video", "image"], "frames": 16, "height": 64,
     "width": 64, "multiple": [2, 8, 8], "steps": 20, "guidance": 2.0, "fps": 8.0, "heads": 6, "head_dim": 32,

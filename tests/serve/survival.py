@@ -127,7 +127,9 @@ class Run:
             if self.server.process is not None and self.server.process.poll() is None:
                 self.server.process.kill()
                 self.server.process.wait()
-        self.left.log = [json.loads(line) for line in self.server.log.read_text().splitlines()]
+        # What torch's C++ says of a peer that was killed is not ours, and not JSON.
+        said = self.server.log.read_text().splitlines()
+        self.left.log = [json.loads(line) for line in said if line.startswith("{")]
         return self.left
 
     async def _storm(self) -> None:

@@ -7,7 +7,6 @@ import json
 import logging
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -16,18 +15,6 @@ import pytest
 from tests.serve.fake import Fake, made, serving
 from weft.serve import logs
 from weft.serve.app import Limits, create_app
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fake]:
-    with made(tmp_path_factory.mktemp("jobs")) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def http(engine: Fake) -> Iterator[httpx.Client]:
-    with serving(engine) as url, httpx.Client(base_url=url, timeout=60) as http:
-        yield http
 
 
 def test_every_answer_has_an_id_and_is_for_nobody_elses_page(http: httpx.Client) -> None:

@@ -8,17 +8,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.serve.fake import Fake, made, serving
+from tests.serve.fake import Fake, serving
 from weft.core.errors import InputError
 from weft.serve import auth
 
 KEY = "correct-horse-battery-staple"
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fake]:
-    with made(tmp_path_factory.mktemp("jobs")) as engine:
-        yield engine
 
 
 @pytest.fixture(scope="module")

@@ -502,9 +502,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fake]:
 
 
 @pytest.fixture(scope="module")
-def http(engine: Fake) -> Iterator[httpx.Client]:
-    with serving(engine, limits=LIMITS) as url, httpx.Client(base_url=url, timeout=60) as http:
-        yield http
+def url(engine: Fake) -> Iterator[str]:
+    with serving(engine, limits=LIMITS) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")

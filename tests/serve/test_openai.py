@@ -9,17 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.serve.fake import Fake, made, serving
+from tests.serve.fake import Fake, serving
 
 openai = pytest.importorskip("openai")
 pytestmark = pytest.mark.filterwarnings("ignore:The Sora API")
 PNG = b"\x89PNG\r\n\x1a\n"
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fake]:
-    with made(tmp_path_factory.mktemp("jobs")) as engine:
-        yield engine
 
 
 @pytest.fixture(scope="module")

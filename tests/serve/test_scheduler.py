@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from weft.core.errors import InputError
 from weft.serve.jobs import Shape
-from weft.serve.scheduler import AGED, MOST_JOBS, POLICIES, Run, Task, elastic, groups, one_rank, sizes
+from weft.serve.scheduler import AGED, MOST_JOBS, POLICIES, elastic, one_rank
+from weft.serve.tasks import Run, Task, groups, sizes
 
 IMAGE = Shape(frames=1, height=480, width=832, steps=20, guided=False)
 LARGE = Shape(frames=1, height=720, width=1280, steps=10, guided=True)

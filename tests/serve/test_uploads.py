@@ -18,17 +18,11 @@ import httpx
 import pytest
 from PIL import Image
 
-from tests.serve.fake import Fake, made, serving
+from tests.serve.fake import Fake, serving
 from weft.serve.errors import Refused
 from weft.serve.uploads import Limits, decoded
 
 LIMITS = Limits(body=200_000, body_seconds=0.7, picture=100_000, pixels=1_000_000, decode_seconds=20)
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fake]:
-    with made(tmp_path_factory.mktemp("jobs")) as engine:
-        yield engine
 
 
 @pytest.fixture(scope="module")

@@ -11,22 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.serve.fake import Fake, made, serving
+from tests.serve.fake import Fake
 from weft.serve.jobs import Job
 
 QUICK = {"prompt": "a cat", "num_inference_steps": 3, "seed": 5}
-
-
-@pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fake]:
-    with made(tmp_path_factory.mktemp("jobs")) as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def http(engine: Fake) -> Iterator[httpx.Client]:
-    with serving(engine) as url, httpx.Client(base_url=url, timeout=60) as http:
-        yield http
 
 
 @pytest.fixture

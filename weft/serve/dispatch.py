@@ -15,8 +15,8 @@ from weft.core.errors import InputError
 from weft.serve.disk import Disk
 from weft.serve.jobs import Failure, Job, Shape
 from weft.serve.latency import Latency
-from weft.serve.scheduler import Policy, Run, Task
 from weft.serve.store import Store
+from weft.serve.tasks import Policy, Run, Task
 
 NO_STEPS = ("encode", "decode", "media")
 PATIENCE = 60.0
@@ -123,10 +123,14 @@ class Dispatch:
     def hear(self, said: dict[str, Any], blob: bytes) -> None:
         """What the leader of a batch told."""
         batch = self.batches.get(str(said.get("batch")))
-        if batch is None:
-            return
+        if batch is None or not batch.ranks:
+            return  # its ranks were lost meanwhile: it goes on from what was saved before
         batch.sign = time.monotonic()
-        getattr(self, f"_{said['told']}")(batch, said, blob)
+        hears = {
+            "step": self._step, "preview": self._preview, "timeline": self._timeline, "made": self._made,
+            "stopped": self._stopped, "done": self._done, "failed": self._failed,
+        }  # fmt: skip
+        hears[said["told"]](batch, said, blob)
 
     def lost(self) -> None:
         """All ranks are gone: what ran waits, at the step that was saved last; or has failed too often."""
@@ -170,12 +174,11 @@ class Dispatch:
     def _start(self, batch: Batch, ranks: Sequence[int]) -> None:
         batch.ranks, batch.stopping, batch.sign = tuple(ranks), False, time.monotonic()
         jobs = self._jobs(batch)
-        if not jobs:
+        if not batch.jobs:
             self._forget(batch)
             return
         saved = self.disk.state(batch.jobs[0]) if batch.step else None
-        if saved is None:
-            batch.step = 0  # nothing was saved: from the start, with the same result
+        batch.step = saved.step if saved else 0  # from the start, if nothing was saved: the same result
         pictures = [self.disk.read(job.id, job.asked.image) if job.asked.image else b"" for job in jobs]
         said = {
             "do": "run", "batch": batch.id, "ranks": list(ranks), "step": batch.step, "preview": True,

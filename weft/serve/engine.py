@@ -26,7 +26,7 @@ from weft.serve.agent import Orders
 from weft.serve.disk import Disk, DiskFull
 from weft.serve.dispatch import Dispatch
 from weft.serve.errors import Refused
-from weft.serve.jobs import Asked, Failure, Job, Kind, Shape
+from weft.serve.jobs import TYPES, Asked, Failure, Job, Kind, Shape
 from weft.serve.latency import Latency
 from weft.serve.ranks import Ranks
 from weft.serve.scheduler import POLICIES
@@ -40,9 +40,6 @@ TIMES_ALONE = 3.0
 STARTS = 3
 """Generations of ranks that may fail to load the model before the server gives up."""
 PICTURE = "reference.png"
-TYPES = {
-    "mp4": "video/mp4", "gif": "image/gif", "png": "image/png", "webp": "image/webp", "jpeg": "image/jpeg",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,8 @@ Format = Literal["mp4", "gif", "png", "webp", "jpeg"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 STATUSES: tuple[Status, ...] = get_args(Status)
 FORMATS: tuple[Format, ...] = get_args(Format)
+TYPES: dict[Format, str] = {each: f"{'video' if each == 'mp4' else 'image'}/{each}" for each in FORMATS}
+"""What HTTP calls them."""
 
 # Crockford's 32 digits, in the order of their bytes: the text of an id sorts as its number does.
 _DIGITS = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"

@@ -31,8 +31,8 @@ from weft.models.resume import remember_prompts
 from weft.run.world import meet, place, world_of
 from weft.serve.channel import Channel
 from weft.serve.facts import facts_of
-from weft.serve.scheduler import groups
 from weft.serve.segment import Segment
+from weft.serve.tasks import groups
 from weft.serve.work import Model, Work
 
 BEAT_SECONDS = 1.0
@@ -177,19 +177,18 @@ class Worker:
         self.model = Model(folder, pipe, facts_of(pipe, name))
         if dist.is_initialized():
             dist.barrier()  # it is patient; other waits are bounded
-        paces: list[dict[str, Any]] = []
-        for work in Work.warm(self.model.facts):
-            for ranks in self.meshes:
-                seconds: list[float] = []
+        warm = Work.warm(self.model.facts)
+        self.model.facts["paces"] = [
+            pace for work in warm for ranks in self.meshes if (pace := self._pace(ranks, work))
+        ]
 
-                def tell(said: dict[str, Any], _: bytes = b"", seconds: list[float] = seconds) -> None:
-                    seconds.extend([said["seconds"]] if said["told"] == "step" else [])
-
-                self._segment(ranks, work, tell=tell)
-                if seconds:  # of its leader
-                    shape = asdict(work.jobs[0].shape)
-                    paces.append({"shape": shape, "ranks": len(ranks), "seconds": seconds[-1]})
-        self.model.facts["paces"] = paces
+    def _pace(self, ranks: tuple[int, ...], work: Work) -> dict[str, Any] | None:
+        """What a step takes once all is warm; only the leader of the ranks knows."""
+        told: list[dict[str, Any]] = []
+        self._segment(ranks, work, tell=lambda said, _=b"": told.append(said))
+        seconds = [said["seconds"] for said in told if said["told"] == "step"]
+        shape = asdict(work.jobs[0].shape)
+        return {"shape": shape, "ranks": len(ranks), "seconds": seconds[-1]} if seconds else None
 
     def run(self, said: dict[str, Any], blob: bytes) -> None:
         self._segment(tuple(said["ranks"]), Work.of(said, blob), tell=self.channel.send)

@@ -269,17 +269,4 @@ def _run(seat: _Seat, ranks: tuple[int, ...], taken: set[int]) -> Run:
     return Run(tuple(task.id for task in seat.tasks), ranks)
 
 
-__all__ = [
-    "POLICIES",
-    "Policy",
-    "Run",
-    "Task",
-    "Times",
-    "all_ranks",
-    "elastic",
-    "groups",
-    "one_rank",
-    "sizes",
-]
-
 POLICIES: dict[str, Policy] = {"elastic": elastic, "all": all_ranks, "one": one_rank}

@@ -24,13 +24,6 @@ from weft.serve.work import Model, Work
 
 SAVE_SECONDS = 0.5
 SHOW_SECONDS = 0.3
-TYPES = {
-    "mp4": "video/mp4",
-    "gif": "image/gif",
-    "png": "image/png",
-    "webp": "image/webp",
-    "jpeg": "image/jpeg",
-}
 STOP, REFUSED, MEMORY = 1, 2, 3
 """What a rank says after a step, if it says anything."""
 FAILURES = {
@@ -146,7 +139,7 @@ class Segment:
             data = media.encoded(job.format, shown, about, fps=job.fps)
             said = {
                 "told": "made", "batch": work.batch, "job": id, "name": f"{job.kind}.{job.format}",
-                "type": TYPES[job.format], "timings": {**made.spent, "media": time.monotonic() - began},
+                "timings": {**made.spent, "media": time.monotonic() - began},
                 "about": {
                     "frames": len(shown), "size": f"{shown.shape[2]}x{shown.shape[1]}", "fps": job.fps,
                     "ranks": self.comm.size, "plans": self.spans.names(self.comm.size),

@@ -21,7 +21,8 @@ from weft.core.errors import InputError
 from weft.core.topology import Topology
 from weft.serve.jobs import Shape
 from weft.serve.latency import Latency
-from weft.serve.scheduler import POLICIES, Policy, Run, Task
+from weft.serve.scheduler import POLICIES
+from weft.serve.tasks import Policy, Run, Task
 
 SLO = 3.0  # times what a job takes alone
 

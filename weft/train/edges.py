@@ -14,8 +14,9 @@ NOISE = 0.1
 """At most, in what is to be enlarged: a model's frames are not as clean as means of pixels."""
 
 
-def learn(upscaler: Upscaler, source: Source, *, seed: int, steps: int = STEPS) -> float:
+def learn(upscaler: Upscaler, source: Source, *, seed: int, steps: int | None = None) -> float:
     """Minutes of one core; the squared error at the end."""
+    steps = STEPS if steps is None else steps
     optimiser = torch.optim.AdamW(upscaler.parameters(), RATE, weight_decay=0.0)
     slower = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
     clips, error = source.size or 1 << 20, 0.0

@@ -1,0 +1,62 @@
+"""Edges: an upscaler learns what interpolation lacks; a run with one trains small and shows large."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from weft.core.errors import InputError
+from weft.models.upscale import Upscaler, shrunk
+from weft.models.video import VideoPipeline
+from weft.train.data import HELD_OUT, Endless, to_tensor
+from weft.train.edges import learn
+from weft.train.recipe import Recipe
+from weft.train.shapes import Shapes
+from weft.train.trainer import train
+
+SAID = {
+    "model": {"patch": [2, 8, 8], "upscale": 2, "width": 24, "depth": 1, "heads": 2},
+    "data": {"frames": 4, "size": 24, "held_out": 2},
+    "train": {"steps": 2, "batch": 2},
+    "save": {"every": 2, "samples": 0, "validate": 2},
+}
+
+
+def test_it_learns_edges_and_the_same_each_time() -> None:
+    source, made = Endless(Shapes(4, 24, 1, 0)), []
+    for _ in range(2):
+        torch.manual_seed(0)
+        upscaler = Upscaler(2, 3)
+        learn(upscaler, source, seed=1, steps=40)
+        made.append(upscaler)
+    video = to_tensor(source.batch(list(range(HELD_OUT, HELD_OUT + 8)))[0])
+    small = shrunk(video, 2).flatten(0, 1)
+    with torch.no_grad():
+        learned, again, plain = (part(small) for part in (*made, Upscaler(2, 3)))
+    assert torch.equal(learned, again)
+    errors = [F.mse_loss(each, video.flatten(0, 1)).item() for each in (learned, plain)]
+    assert errors[0] < 0.85 * errors[1]
+
+
+def test_a_run_trains_small_and_its_model_shows_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weft.train.edges.STEPS", 5)
+    assert train(Recipe.of(SAID), tmp_path, live=False) == 2
+    pipe = VideoPipeline.load(tmp_path / "model")
+    assert pipe.transformer.config.video == (4, 24, 24)
+    assert pipe("a red circle", num_inference_steps=1).frames.shape == (1, 4, 24, 24, 3)
+    assert pipe.upscaler is not None
+    assert pipe.upscaler.layers[-1].weight.abs().max() > 0, "it has learned something"  # type: ignore[union-attr]
+    notes = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert any("upscaler" in note.get("text", "") for note in notes)
+
+
+def test_latents_are_not_enlarged() -> None:
+    data = {"set": "latents", "path": "here"}
+    with pytest.raises(InputError, match="upscale = 2"):
+        Recipe.of({**SAID, "data": data})
