@@ -13,6 +13,7 @@ import gc
 import json
 import os
 import platform
+import signal
 import statistics
 import sys
 import time
@@ -167,6 +168,7 @@ def main(measure: Callable[[bool, Progress], Report], about: str) -> None:
     parser.add_argument("--quick", action="store_true", help="fewer cases and rounds, under 50 s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows to FILE")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended too
     console = Console()
     began = time.time()
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())

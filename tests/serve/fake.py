@@ -165,7 +165,7 @@ class Fake:
         return {
             "model": self.name, "status": self.status(), "world": self.world, "restarts": 0,
             "uptime": round(now - self._began, 1), "ranks": ranks, "imbalance": 1.07, "exposed": 0.04,
-            "queue_limit": self.limit, "queued": len(active) - len(running),
+            "queue_limit": self.limit, "queued": len(active) - len(running), "waiting": self.store.queued(),
             "running": [
                 {"batch": job.id, "jobs": [job.id], "kind": job.asked.kind, "step": job.step,
                  "steps": job.asked.steps, "ranks": list(self._ranks(job, active)), "plan": "ring 2",

@@ -12,16 +12,10 @@ from typing import Any
 import pytest
 
 from tests.serve.ranks import FACTS, ThreadRanks, made
-from weft.core.topology import Topology
 from weft.serve import engine as engines
-from weft.serve.disk import Disk
-from weft.serve.dispatch import Dispatch
 from weft.serve.engine import Engine, Settings
 from weft.serve.errors import Refused
 from weft.serve.jobs import Asked
-from weft.serve.latency import Latency
-from weft.serve.scheduler import one_rank
-from weft.serve.store import Store
 
 
 @pytest.fixture(autouse=True)
@@ -211,20 +205,3 @@ def test_what_there_is_to_see(tmp_path: Path) -> None:
         assert [rank["rank"] for rank in seen["ranks"]] == [0, 1]
         assert seen["running"][0]["batch"] == job.id
         assert engine.live(job.id).eta > 0  # type: ignore[union-attr]
-
-
-def test_a_late_word_of_lost_ranks_changes_nothing(tmp_path: Path) -> None:
-    store, disk = Store(tmp_path), Disk(tmp_path / "jobs", quota=2**20)
-    dispatch = Dispatch(2, one_rank, store, disk, lambda *_: None, lambda *_, **__: None, keep=60)
-    dispatch.latency = Latency(FACTS, Topology.local(2))
-    job = store.create(asked(), deadline=time.time() + 60)
-    dispatch.add(job)
-    dispatch.schedule()
-    said = {"told": "step", "batch": job.id, "seconds": 0.1}
-    dispatch.hear({**said, "step": 3}, b"state")
-    dispatch.hear({**said, "step": 4}, b"")
-    assert dispatch.batches[job.id].step == 4
-    dispatch.lost()
-    dispatch.hear({**said, "step": 5}, b"")
-    assert dispatch.batches[job.id].step == 3, "what was saved last"
-    store.close()

@@ -17,7 +17,8 @@ FAMILIES = {
     "weft_requests", "weft_requests_queued", "weft_requests_running", "weft_request_duration_seconds",
     "weft_queue_seconds", "weft_stage_seconds", "weft_denoise_step_seconds", "weft_attention_imbalance_ratio",
     "weft_comm_exposed_seconds", "weft_compute_seconds", "weft_device_memory_bytes", "weft_build_info",
-    "weft_rank_restarts", "weft_rank_load_ratio", "weft_up", "http_requests", "http_request_duration_seconds",
+    "weft_comm_bytes", "weft_mask_density_ratio", "weft_plan_cache", "weft_plan_info", "weft_rank_restarts",
+    "weft_rank_load_ratio", "weft_up", "http_requests", "http_request_duration_seconds",
 }  # fmt: skip
 
 
@@ -64,7 +65,8 @@ def test_jobs_steps_ranks_and_requests_are_counted(tmp_path: Path) -> None:
             )
             == 1
         )
-    assert value(while_it_runs, "weft_requests_running", "weft_requests_running") == 1
+    assert value(while_it_runs, "weft_requests_running", "weft_requests_running", kind="video") == 1
+    assert value(while_it_runs, "weft_requests_queued", "weft_requests_queued", kind="image") == 0
     assert value(found, "weft_requests_running", "weft_requests_running") == 0
     assert value(found, "weft_denoise_step_seconds", "weft_denoise_step_seconds_count", model="shapes") >= 7
     assert value(found, "weft_attention_imbalance_ratio", "weft_attention_imbalance_ratio") == 1.07
@@ -85,11 +87,25 @@ def test_compute_is_counted_for_each_rank(tmp_path: Path) -> None:
     for hear in engine.on_event:
         hear(
             "step",
-            {"seconds": 0.5, "imbalance": None, "exposed": 0.1, "ranks": (2, 3), "attend": [0.1, 0.2]},
+            {
+                "seconds": 0.5,
+                "imbalance": None,
+                "exposed": 0.1,
+                "ranks": (2, 3),
+                "attend": [0.1, 0.2],
+                "sent": [7, 9],
+                "density": 0.25,
+                "runs": 6,
+                "first": 2,
+            },
         )
         hear("step", {"seconds": None, "imbalance": None, "exposed": None, "ranks": (2, 3), "attend": None})
         hear("something new", {})
     found = families(metrics.text().decode())
     engine.close()
     assert value(found, "weft_compute_seconds", "weft_compute_seconds_total", rank="3") == pytest.approx(0.2)
+    assert value(found, "weft_comm_bytes", "weft_comm_bytes_total", rank="2") == 7
+    assert value(found, "weft_mask_density_ratio", "weft_mask_density_ratio") == 0.25
+    assert value(found, "weft_plan_cache", "weft_plan_cache_total", result="hit") == 4
+    assert value(found, "weft_plan_cache", "weft_plan_cache_total", result="miss") == 2
     assert value(found, "weft_comm_exposed_seconds", "weft_comm_exposed_seconds_total") == pytest.approx(0.1)

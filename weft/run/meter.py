@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
+from weakref import WeakSet
 
 import torch
 
@@ -10,20 +11,27 @@ from weft.core.schedule import Schedule
 from weft.run.clocks import Clock, CudaClock, HostClock
 from weft.run.program import Program
 from weft.run.recorder import run_marked
-from weft.run.steps import Calculation, Frame, Wait
+from weft.run.steps import Calculation, Frame, Post, Wait
 
 
 class Spent(NamedTuple):
-    """Nanoseconds."""
+    """Nanoseconds, and bytes that were sent."""
 
     attending: int
     waiting: int
+    sent: int
 
 
 class Meter:
     """A `Watch` that writes nothing: a mark of time for each step of a program is all that it costs."""
 
+    _known: ClassVar[WeakSet[Schedule]] = WeakSet()
+
     def __init__(self) -> None:
+        self.runs, self.first = 0, 0
+        """Attentions, and those of which the plan was not there yet."""
+        self.density: float | None = None
+        """What the last mask left."""
         self.plans: dict[tuple[str, int], None] = {}
         """Names and ranks of the schedules of attention that were run, in order."""
         self._clocks: dict[torch.device, Clock] = {}
@@ -36,6 +44,9 @@ class Meter:
         clock, marks = self._clocks[frame.device], []
         if any(isinstance(step, Calculation) for step in program.steps):
             self.plans[schedule.name, frame.comm.size] = None
+            self.runs, self.first = self.runs + 1, self.first + (schedule not in self._known)
+            self._known.add(schedule)
+            self.density = schedule.mask.density
         self._marked.append((program, marks, clock))
         run_marked(program, frame, clock, marks)
 
@@ -45,14 +56,16 @@ class Meter:
 
     def take(self) -> Spent:
         """What was spent since this was last asked."""
-        attending = waiting = 0
+        attending = waiting = sent = 0
         for program, marks, clock in self._marked:
             times = clock.nanoseconds(marks)
             for at, (start, end) in enumerate(zip(times, times[1:], strict=False)):
                 step = program.steps[at] if at < len(program.steps) else None  # then it is a finish
                 attending += (end - start) * isinstance(step, Calculation)
                 waiting += (end - start) * (step is None or isinstance(step, Wait))
+                if isinstance(step, Post):
+                    sent += sum(program.sizes[program.outgoing[step.op, peer]] for peer in step.sends)
         self._marked.clear()
         for clock in self._clocks.values():
             clock.begin()
-        return Spent(attending, waiting)
+        return Spent(attending, waiting, sent)

@@ -114,6 +114,8 @@ class Dispatch:
             busy |= set(batch.ranks)
             if batch.ranks and wanted.get(batch.id) != batch.ranks:
                 self._stop(batch)
+            elif batch.stopping and batch.jobs:
+                self._go_on(batch)
         for run in runs:
             known = self.batches.get(run.tasks[0])
             if (known is None or not known.ranks) and busy.isdisjoint(run.ranks):
@@ -128,7 +130,7 @@ class Dispatch:
         batch.sign = time.monotonic()
         hears = {
             "step": self._step, "preview": self._preview, "timeline": self._timeline, "made": self._made,
-            "stopped": self._stopped, "done": self._done, "failed": self._failed,
+            "alone": self._alone, "stopped": self._stopped, "done": self._done, "failed": self._failed,
         }  # fmt: skip
         hears[said["told"]](batch, said, blob)
 
@@ -208,6 +210,11 @@ class Dispatch:
             batch.stopping = True
             self.send(batch.ranks[0], {"do": "stop", "batch": batch.id})
 
+    def _go_on(self, batch: Batch) -> None:
+        """It was to be stopped, but has not; if it has meanwhile, it is started again."""
+        batch.stopping = False
+        self.send(batch.ranks[0], {"do": "go", "batch": batch.id})
+
     def _step(self, batch: Batch, said: dict[str, Any], blob: bytes) -> None:
         batch.step, batch.told = int(said["step"]), said
         if blob:
@@ -224,6 +231,10 @@ class Dispatch:
 
     def _timeline(self, batch: Batch, said: dict[str, Any], blob: bytes) -> None:  # noqa: ARG002
         self.tell("timeline", batch.id, label=said["label"], spans=said["spans"])
+
+    def _alone(self, batch: Batch, said: dict[str, Any], blob: bytes) -> None:  # noqa: ARG002
+        """Only the leader has something left to do: others may have the rest."""
+        batch.step, batch.ranks = batch.shape.steps, batch.ranks[:1]
 
     def _stopped(self, batch: Batch, said: dict[str, Any], blob: bytes) -> None:
         batch.step, batch.ranks, batch.stopping = int(said["step"]), (), False
@@ -282,4 +293,4 @@ def _batch(jobs: Sequence[Job], members: Sequence[str] = (), step: int = 0) -> B
 
 
 def _about(said: dict[str, Any]) -> dict[str, Any]:
-    return {name: said.get(name) for name in ("step", "seconds", "imbalance", "exposed", "attend", "plan")}
+    return {name: value for name, value in said.items() if name not in ("told", "batch")}

@@ -256,13 +256,13 @@ class Engine:
         elif what == "rank":
             self.dispatch.hear(*said[1:])
         elif what == "ready":
-            self.facts = said[0]
             if self.dispatch.latency is None:
                 topology = replace(Topology.local(self.settings.ranks), machines=self.settings.nodes)
                 latency = Latency(said[0], topology, mask=self.settings.options.get("mask"))
                 for pace in said[0].get("paces", ()):  # what warming up took
                     latency.observe(Shape(**pace["shape"]), pace["ranks"], 1, pace["seconds"])
                 self.dispatch.latency = latency
+            self.facts = said[0]  # from now on jobs are taken
         elif what == "lost":
             self.restarts += 1
             self.dispatch.lost()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from weft import __version__
+from weft.serve.jobs import KINDS
 
 LONG = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 SHORT = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -42,6 +43,9 @@ class Metrics:
         )
         self.exposed = Counter("weft_comm_exposed_seconds", "Waited for what others send.", **own)
         self.compute = Counter("weft_compute_seconds", "Spent in attention.", ["rank"], **own)
+        self.sent = Counter("weft_comm_bytes", "Sent to other ranks by attention.", ["rank"], **own)
+        self.density = Gauge("weft_mask_density_ratio", "What the last mask left of an attention.", **own)
+        self.plans = Counter("weft_plan_cache", "Attentions whose plan was there or not.", ["result"], **own)
         self.restarts = Counter("weft_rank_restarts", "Times that the ranks were started again.", **own)
         Info("weft_build", "The version of weft.", **own).info({"version": __version__})
         self.http = Counter("http_requests", "Answered requests.", ["handler", "method", "status"], **own)
@@ -68,21 +72,25 @@ class Metrics:
         if name == "job_ended":
             self._job(said["job"])
         elif name == "step":
-            self._step(**said)
+            self._step(said)
         elif name == "restart":
             self.restarts.inc()
 
-    def _step(
-        self, *, seconds: float | None = None, imbalance: float | None = None, exposed: float | None = None,
-        ranks: Sequence[int] = (), attend: Sequence[float] | None = None, **_: Any,
-    ) -> None:  # fmt: skip
-        """`exposed` is the share of the step that ranks waited for others; `attend` has seconds of each."""
-        self.step.labels(self._engine.name).observe(seconds or 0)
-        if imbalance is not None:
-            self.imbalance.set(imbalance)
-        self.exposed.inc((exposed or 0) * (seconds or 0) * len(ranks))
-        for rank, spent in zip(ranks, attend or (), strict=False):
-            self.compute.labels(rank).inc(spent)
+    def _step(self, said: dict[str, Any]) -> None:
+        """`exposed` is the share of the step that ranks waited for others; `attend` has seconds of each rank,
+        `sent` bytes. Of `runs` attentions `first` were the first of their plan."""
+        seconds, ranks = said.get("seconds") or 0, said.get("ranks", ())
+        self.step.labels(self._engine.name).observe(seconds)
+        for gauge, name in ((self.imbalance, "imbalance"), (self.density, "density")):
+            if said.get(name) is not None:
+                gauge.set(said[name])
+        self.exposed.inc((said.get("exposed") or 0) * seconds * len(ranks))
+        for counter, name in ((self.compute, "attend"), (self.sent, "sent")):
+            for rank, amount in zip(ranks, said.get(name) or (), strict=False):
+                counter.labels(rank).inc(amount)
+        runs, first = said.get("runs", 0), said.get("first", 0)
+        self.plans.labels("miss").inc(first)
+        self.plans.labels("hit").inc(runs - first)
 
     def _job(self, job: Any) -> None:
         cancelled = job.failure is not None and job.failure.code == "cancelled"
@@ -98,10 +106,16 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """Gauges are read when they are asked for."""
         now = self._engine.snapshot()
-        waiting = GaugeMetricFamily("weft_requests_queued", "Jobs that wait.")
-        waiting.add_metric([], now.get("queued", 0))
-        running = GaugeMetricFamily("weft_requests_running", "Jobs on ranks.")
-        running.add_metric([], sum(len(run.get("jobs", ())) for run in now.get("running", ())))
+        waiting = GaugeMetricFamily("weft_requests_queued", "Jobs that wait.", labels=["kind"])
+        running = GaugeMetricFamily("weft_requests_running", "Jobs on ranks.", labels=["kind"])
+        for kind in KINDS:
+            waiting.add_metric([kind], now.get("waiting", {}).get(kind, 0))
+            running.add_metric([kind], sum(len(run["jobs"]) for run in now["running"] if run["kind"] == kind))
+        plan = GaugeMetricFamily(
+            "weft_plan_info", "How the usual request is split.", labels=["plan", "ranks"]
+        )
+        if usual := now.get("plan"):
+            plan.add_metric([usual["plan"], str(usual["ranks"])], 1)
         up = GaugeMetricFamily("weft_up", "1 if the server is ready.")
         up.add_metric([], float(self._engine.status() == "ok"))
         memory = GaugeMetricFamily("weft_device_memory_bytes", "By rank.", labels=["rank", "kind"])
@@ -113,4 +127,4 @@ class Metrics:
             load.add_metric([name], rank.get("load") or 0)
             memory.add_metric([name, "allocated"], rank.get("memory") or 0)
             memory.add_metric([name, "limit"], rank.get("limit") or 0)
-        return iter((waiting, running, up, memory, load))
+        return iter((waiting, running, plan, up, memory, load))

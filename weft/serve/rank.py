@@ -97,8 +97,9 @@ class Inbox:
                 if said["do"] == "stop":
                     self._stops.add(said["batch"])
                     continue
-                self._stops.discard(said.get("batch", ""))  # of an earlier segment, which ended by itself
-                self._messages.put((said, blob))
+                self._stops.discard(said.get("batch", ""))  # or of an earlier segment, which ended by itself
+                if said["do"] != "go":
+                    self._messages.put((said, blob))
         if not self.is_over:
             self._leave(1)
 

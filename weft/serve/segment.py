@@ -18,6 +18,7 @@ from weft.models import media
 from weft.models.resume import Made, Moment, State, Stopped, run
 from weft.run import trace
 from weft.run.comm import Comm
+from weft.run.meter import Spent
 from weft.serve.preview import crude, own
 from weft.serve.spans import Spans
 from weft.serve.work import Model, Work
@@ -64,6 +65,8 @@ class Segment:
         timeline = self.spans.timeline(self.comm)
         if not self.leads:
             return True
+        if not isinstance(ended, Stopped) and self.comm.size > 1:
+            self.tell({"told": "alone", "batch": work.batch})  # a long video is written for seconds
         if timeline:
             self.tell({"told": "timeline", "batch": work.batch, **timeline})
         if isinstance(ended, Stopped):
@@ -75,7 +78,7 @@ class Segment:
 
     def _stops(self, work: Work, now: Moment) -> bool:
         rows = self._meet(*self.spans.take(), STOP * (self.leads and self.asks_stop()))
-        stops = rows[0][2] == STOP and now.step < work.jobs[0].steps
+        stops = rows[0][-1] == STOP and now.step < work.jobs[0].steps
         if self.leads:
             clock = time.monotonic()
             due = clock - self._saved > SAVE_SECONDS and not stops
@@ -86,9 +89,12 @@ class Segment:
                     "imbalance": max(attend) / fmean(attend) if any(attend) else None, "attend": attend,
                     "exposed": min(1.0, fmean(row[1] for row in rows) / 1e9 / max(now.seconds, 1e-9)),
                     "plan": ", ".join(self.spans.names(self.comm.size)) or "alone",
+                    "sent": [row[2] for row in rows], "density": self.spans.density,
+                    "runs": self.spans.runs, "first": self.spans.first,
                 },
                 now.state().to_bytes() if due else b"",
             )  # fmt: skip
+            self.spans.runs = self.spans.first = 0
             self._saved = time.monotonic() if due else self._saved
             if work.previews and clock - self._shown > SHOW_SECONDS:
                 self._show(work, now)
@@ -104,10 +110,10 @@ class Segment:
                 self.tell({"told": "preview", "batch": work.batch, "job": id, "step": now.step}, picture)
         self._shown = time.monotonic()
 
-    def _meet(self, attending: int, waiting: int, flag: int) -> list[list[int]]:
-        """Everyone's numbers; who failed says so here, and the others fail with them."""
-        rows = self.comm.gather_numbers([attending, waiting, flag])
-        if (worst := max(row[2] for row in rows)) > STOP:
+    def _meet(self, *numbers: int) -> list[list[int]]:
+        """Everyone's numbers, a flag the last; who failed says so here, and the others fail with them."""
+        rows = self.comm.gather_numbers(list(numbers))
+        if (worst := max(row[-1] for row in rows)) > STOP:
             raise _Failed(worst)
         return rows
 
@@ -118,7 +124,7 @@ class Segment:
             raise error
         if not isinstance(error, _Failed):
             with suppress(_Failed):
-                self._meet(0, 0, code)
+                self._meet(*Spent(0, 0, 0), code)
         name, text = FAILURES[code]
         if self.leads:
             message = text if isinstance(error, _Failed) or code == MEMORY else str(error)

@@ -189,6 +189,12 @@ class Store:
             found = dict(self._database.execute("SELECT status, count(*) FROM jobs GROUP BY status"))
         return {status: found.get(status, 0) for status in STATUSES}
 
+    def queued(self) -> dict[str, int]:
+        """By kind."""
+        with self._lock:
+            query = "SELECT substr(id, 1, instr(id, '_') - 1) kind, count(*) FROM jobs "
+            return dict(self._database.execute(query + "WHERE status = 'queued' GROUP BY kind"))
+
     def begin(self, id: str) -> Job | None:
         """Ranks take the job. How long it waited for the first ones is its timing `queue`."""
         now = time.time()

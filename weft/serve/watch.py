@@ -129,12 +129,13 @@ class Watch:
         """All that the page and the metrics show."""
         settings, world = engine.settings, engine.dispatch.world
         on = {rank: batch["batch"] for batch in self._running for rank in batch["ranks"]}
-        counts = engine.store.counts()
+        waiting = engine.store.queued()
         return {
             "model": engine.name, "status": engine.status(), "world": world, "restarts": engine.restarts,
             "uptime": round(time.time() - engine.began, 1), "queue_limit": settings.queue,
-            "queued": counts["queued"], "running": self._running, "imbalance": self._imbalance,
-            "exposed": self._exposed, "timeline": self._timeline, "trouble": engine.ranks.trouble or None,
+            "queued": sum(waiting.values()), "waiting": waiting, "running": self._running,
+            "imbalance": self._imbalance, "exposed": self._exposed, "timeline": self._timeline,
+            "trouble": engine.ranks.trouble or None,
             "ranks": [_rank(engine, number, on.get(number)) for number in range(world)],
             "plan": engine.usual_plan(),
         }  # fmt: skip

@@ -1,0 +1,97 @@
+"""What ranks are told to do, and what their words change."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serve.ranks import FACTS
+from weft.core.topology import Topology
+from weft.serve.disk import Disk
+from weft.serve.dispatch import Dispatch
+from weft.serve.jobs import Asked, Job
+from weft.serve.latency import Latency
+from weft.serve.store import Store
+from weft.serve.tasks import Run, Task
+
+
+class Desk:
+    """A dispatch of two ranks whose policy says what a test wants it to."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store, self.sent = Store(folder), list[tuple[int, str]]()
+        self.wanted: list[tuple[int, ...]] = []
+        disk = Disk(folder / "jobs", quota=2**20)
+        self.dispatch = Dispatch(2, self.policy, self.store, disk, self.send, lambda *_, **__: None, keep=60)
+        self.dispatch.latency = Latency(FACTS, Topology.local(2))
+
+    def policy(self, tasks: Sequence[Task], *_: Any) -> list[Run]:
+        tasks = sorted(tasks, key=lambda task: task.arrived)
+        return [Run((task.id,), ranks) for task, ranks in zip(tasks, self.wanted, strict=False) if ranks]
+
+    def send(self, number: int, said: dict[str, Any], blob: bytes = b"") -> None:  # noqa: ARG002
+        self.sent.append((number, said["do"]))
+
+    def add(self) -> Job:
+        asked = Asked(
+            kind="video", model="toy", prompt="a loom", seed=0, format="mp4", frames=16, height=64, width=64,
+            steps=10,
+        )  # fmt: skip
+        job = self.store.create(asked, deadline=time.time() + 60)
+        self.dispatch.add(job)
+        return job
+
+    def want(self, *ranks: tuple[int, ...]) -> list[tuple[int, str]]:
+        """What is sent when the policy gives the jobs these."""
+        self.wanted = list(ranks)
+        self.sent.clear()
+        self.dispatch.schedule()
+        return self.sent
+
+    def hear(self, batch: Job, told: str, blob: bytes = b"", **more: Any) -> None:
+        self.dispatch.hear({"told": told, "batch": batch.id, "seconds": 0.1, **more}, blob)
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    desk = Desk(tmp_path)
+    yield desk
+    desk.store.close()
+
+
+def test_a_late_word_of_lost_ranks_changes_nothing(desk: Desk) -> None:
+    job = desk.add()
+    desk.want((0,))
+    desk.hear(job, "step", b"state", step=3)
+    desk.hear(job, "step", step=4)
+    assert desk.dispatch.batches[job.id].step == 4
+    desk.dispatch.lost()
+    desk.hear(job, "step", step=5)
+    assert desk.dispatch.batches[job.id].step == 3, "what was saved last"
+
+
+def test_who_was_to_stop_and_no_longer_is_goes_on(desk: Desk) -> None:
+    job = desk.add()
+    assert desk.want((0, 1)) == [(0, "run"), (1, "run")]
+    assert desk.want((0,)) == [(0, "stop")]
+    assert desk.want((0,)) == [], "once is enough"
+    assert desk.want((0, 1)) == [(0, "go")]
+    desk.hear(job, "stopped", b"state", step=1)  # that word came too late
+    assert desk.want((0, 1)) == [(0, "run"), (1, "run")]
+
+
+def test_while_the_leader_writes_the_file_the_others_are_free(desk: Desk) -> None:
+    first, _ = desk.add(), desk.add()
+    desk.want((0, 1))
+    desk.hear(first, "alone")
+    assert desk.want((0,), (1,)) == [(1, "run")]
+    desk.hear(first, "made", b"data", job=first.id, name="video.mp4", timings={"denoise": 1.0})
+    desk.hear(first, "done")
+    made = desk.store.get(first.id)
+    assert made is not None
+    assert made.status == "completed"
+    assert desk.want((1,)) == []
