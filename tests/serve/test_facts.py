@@ -26,6 +26,7 @@ def test_own_model() -> None:
         "width": 24, "multiple": [4, 8, 8], "first": 0, "patch": [4, 8, 8], "steps": 30, "guidance": 2.0,
         "fps": 16.0, "heads": 3, "head_dim": 12, "depth": 6, "width_model": 36, "text_tokens": LENGTH,
         "dtype": "float32", "params": sum(x.numel() for x in model.parameters()), "alike": ["more"],
+        "needs_image": False,
     }  # fmt: skip
     assert {name: facts[name] for name in expected} == expected
     assert facts["bytes"] == 4 * facts["params"]

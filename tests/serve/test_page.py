@@ -247,6 +247,20 @@ def test_what_is_on_the_loom_can_be_cancelled_and_what_was_made_be_used_again(
 
 
 @in_browser
+def test_a_picture_can_be_the_first_frame(site: Site, visit: Callable[..., Any], tmp_path: Path) -> None:
+    from PIL import Image
+
+    Image.new("RGB", (8, 8), "red").save(tmp_path / "red.png")
+    page = visit(site)
+    until(lambda: page.input_value("#steps"))
+    page.set_input_files("#image", str(tmp_path / "red.png"))
+    id = ask(page, "it begins with red", steps=3).get_attribute("data-id")
+    assert site.job(id).asked.image == "reference.png"
+    page.check("[name=kind][value=image]", force=True)
+    assert not page.is_visible("#image")
+
+
+@in_browser
 def test_markup_in_a_prompt_is_text(site: Site, visit: Callable[..., Any]) -> None:
     evil = "<img src=x onerror=\"document.title='owned'\"><script>alert(1)</script>'\"&lt;b"
     done = site.made(prompt=evil)

@@ -143,6 +143,16 @@ def test_what_a_pipeline_does_not_take_is_refused(http: httpx.Client, engine: Fa
         engine.facts["takes"] = everything
 
 
+def test_who_needs_an_image_says_so(
+    http: httpx.Client, engine: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(engine.facts, "needs_image", True)  # type: ignore[arg-type]
+    answer = http.post("/v1/videos", json=QUICK)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "image_required")
+    assert answer.json()["error"]["param"] == "input_reference"
+    assert http.get("/v1/plan").status_code == 200
+
+
 def test_progress_grows_and_is_100_only_at_the_end(http: httpx.Client, engine: Fake, slow: None) -> None:
     id, seen = create(http, num_inference_steps=6)["id"], []
     while (now := http.get(f"/v1/videos/{id}").json())["status"] != "completed":

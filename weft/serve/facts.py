@@ -8,6 +8,7 @@ patch                  frames × rows × columns of pixels that are one token
 heads, head_dim, depth, width_model, text_tokens, params, dtype      of its transformer
 bytes                  of all weights that a rank holds
 takes                  arguments of its pipeline
+needs_image            whether it begins with one
 alike                  what jobs of one batch must have in common, beside their shape
 """
 
@@ -60,7 +61,7 @@ def _own(pipe: VideoPipeline) -> dict[str, Any]:
         "frames": frames, "height": height, "width": width,
         "multiple": list(config.patch), "first": 0, "patch": list(config.patch), "guidance": 2.0,
         "heads": config.heads, "head_dim": config.head, "depth": config.depth, "width_model": config.width,
-        "text_tokens": config.length, "alike": ["more"],
+        "text_tokens": config.length, "alike": ["more"], "needs_image": False,
     }  # fmt: skip
 
 
@@ -77,7 +78,8 @@ def _of_diffusers(pipe: Any, model: Any, defaults: dict[str, Any]) -> dict[str, 
     guides = [name for name in ("true_cfg_scale", "guidance_scale") if name in defaults]
     distilled = _config(model, "guidance_embeds", None)
     return {
-        "kinds": ["video"] if _needs_image(pipe) else kinds, "frames": frames,
+        "kinds": ["video"] if (needs := _needs_image(pipe)) else kinds, "needs_image": needs,
+        "frames": frames,
         "height": defaults.get("height") or _side(pipe, model, "height"),
         "width": defaults.get("width") or _side(pipe, model, "width"),
         "multiple": patch, "first": first, "patch": patch,

@@ -46,6 +46,7 @@ export function reuse(job) {
 function changed() {
   const video = kind() === "video";
   document.getElementById("frames-field").hidden = !video;
+  document.getElementById("image-field").hidden = !(video && facts.takes?.includes("image"));
   document.getElementById("make").textContent = video ? "Make video" : "Make image";
   const seconds = facts.fps && number("frames") / facts.fps;
   document.getElementById("seconds").textContent = seconds ? `${+seconds.toFixed(2)} s` : "";
@@ -99,14 +100,26 @@ function filled() {
   return !form.querySelector("[aria-invalid=true]");
 }
 
-function body() {
+async function body() {
   const said = { prompt: field.prompt.value, size: size(), num_inference_steps: number("steps") };
   if (number("seed") !== null) said.seed = number("seed");
-  return kind() === "video" ? { ...said, num_frames: number("frames") } : { ...said, stream: true };
+  if (kind() === "image") return { ...said, stream: true };
+  const [picture] = document.getElementById("image-field").hidden ? [] : form.elements.image.files;
+  if (picture) said.input_reference = { image_url: await dataUrl(picture) };
+  return { ...said, num_frames: number("frames") };
+}
+
+function dataUrl(file) {
+  return new Promise((done, failed) => {
+    const reader = new FileReader();
+    reader.onload = () => done(reader.result);
+    reader.onerror = () => failed(new Error(`${file.name} cannot be read.`));
+    reader.readAsDataURL(file);
+  });
 }
 
 async function send(tell) {
-  const said = body();
+  const said = await body();
   const text = kind() + JSON.stringify(said);
   if (once?.text !== text) once = { text, key: `page-${random()}-${random()}` };
   const options = { method: "POST", body: said, headers: { "Idempotency-Key": once.key } };
