@@ -7,7 +7,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: demo test test-ranks test-values lint testbed bench soak clean
+.PHONY: demo test test-ranks test-values lint testbed bench soak dist docs clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/weft.stamp
@@ -37,16 +37,23 @@ lint: $(VENV)/test.stamp
 testbed: $(VENV)/weft.stamp
 	$(VENV)/bin/weft testbed
 
-# Stops at the first benchmark that fails: a number without its peers is no result. The whole of bench.quality takes
-# hours, and is for the background.
+# All benchmarks, on a machine that does nothing else; their rows go to docs/results.md. What was measured with the
+# same code is not measured again. The whole of bench.quality takes hours: python -m bench.all --only quality
 bench: $(VENV)/bench.stamp
-	@set -e; for file in bench/[a-z]*.py; do \
-	  name=$$(basename $$file .py); echo "== bench.$$name"; \
-	  case $$name in quality) $(PY) -m bench.quality --quick;; *) $(PY) -m bench.$$name;; esac; done
+	$(PY) -m bench.all
 
-# pytest says 5 when it finds no such test.
+# Every long test: faults at random moments, servers under load, all models on all ranks.
 soak: $(VENV)/test.stamp
-	$(PY) -m pytest -m soak --timeout 7200 || [ $$? -eq 5 ]
+	$(PY) -m pytest -m soak --timeout 7200
+
+# The wheel and the source package, in dist/.
+dist: $(VENV)/bin/python
+	$(PIP) install -q build
+	$(PY) -m build
+
+# The pages, with their reference, in build/docs; a link or a name that leads nowhere is an error.
+docs: $(VENV)/docs.stamp
+	$(VENV)/bin/mkdocs build --strict --quiet
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
@@ -71,5 +78,10 @@ $(VENV)/test.stamp: pyproject.toml $(VENV)/torch.stamp
 	touch $@ $(VENV)/weft.stamp
 
 $(VENV)/bench.stamp: pyproject.toml $(VENV)/torch.stamp
-	$(PIP) install -q -e '.[bench]'
+	$(PIP) install -q -e '.[bench,models,serve,train]'
+	touch $@ $(VENV)/weft.stamp
+
+# The reference is made by importing weft, its server too.
+$(VENV)/docs.stamp: pyproject.toml $(VENV)/torch.stamp
+	$(PIP) install -q -e '.[serve,docs]'
 	touch $@ $(VENV)/weft.stamp

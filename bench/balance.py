@@ -24,6 +24,7 @@ import torch.distributed as dist
 from rich.progress import Progress
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from bench.deals import dbsp_schedule
 from bench.rows import Line, Report, Row, Took, interleave, main, median_ratio, take_turns
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
@@ -33,18 +34,12 @@ from weft.core.topology import Topology
 from weft.masks.grid import TokenGrid
 from weft.masks.spec import mask_from_spec
 from weft.plan.balanced import Deals
-from weft.plan.blocks import dbsp_greedy
 from weft.plan.choose import build
-from weft.plan.heads import equal_greedy
-from weft.plan.recipe import Recipe
-from weft.plan.roster import Roster, assemble, home
-from weft.plan.split import Share
 from weft.run.execute import Executor
 from weft.run.kernels import choose as choose_kernel
 from weft.run.pool import Pool
 from weft.run.world import world_of
 from weft.schedule.measure import measure as measure_schedule
-from weft.schedule.usp import usp
 
 HEADS, DIM, BLOCK = 12, 64, 64
 GRID = TokenGrid(14, 16, 16, prefix=512)
@@ -90,22 +85,9 @@ class Case:
 def schedules(case: Case) -> dict[str, Schedule]:
     return {
         "unbalanced": build(case.way, case.problem, case.mask),
-        "db-SP": dbsp(case),
+        "db-SP": dbsp_schedule(Deals(case.problem, case.mask, Topology.local(case.ranks)), case.way),
         "weft": build(f"{case.way}+balanced", case.problem, case.mask),
     }
-
-
-def dbsp(case: Case) -> Schedule:
-    """Equal counts of heads by greedy, then db-SP's biased greedy on blocks, reward 2."""
-    problem, mask, recipe = case.problem, case.mask, Recipe.parse(case.way, case.ranks)
-    deals = Deals(problem, mask, Topology.local(case.ranks))
-    loads = deals.tiles(tuple((Share(head),) for head in range(HEADS))).sum(axis=(1, 2))
-    shares = tuple(tuple(map(Share, group)) for group in equal_greedy(loads, recipe.ulysses))
-    tiles = deals.tiles(shares)
-    homes = home(problem.q, BLOCK, recipe.mesh), home(problem.kv, BLOCK, recipe.mesh)
-    rows, cols = dbsp_greedy(tiles, recipe.ring, *homes, reward=2)
-    roster = Roster(shares, rows, cols, BLOCK, BLOCK)
-    return usp(problem, mask, recipe.mesh, assemble(problem, mask, recipe.mesh, roster), name="db-SP")
 
 
 # On a rank.

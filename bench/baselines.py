@@ -22,9 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import weft
+from bench.stdit import AxialBlock, STDiT, rotated
 from weft.core.indices import split_evenly
-from weft.models.axial import AxialBlock, rotated
-from weft.models.stdit import STDiT
 from weft.run.switch import reduce
 from weft.run.world import world_of
 

@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from bench.deals import dbsp_blocks
 from bench.rows import Row
 from weft.core.indices import IntArray
 from weft.core.mask import BlockMask
@@ -22,9 +23,9 @@ from weft.masks.grid import TokenGrid
 from weft.masks.sta import sta_mask
 from weft.masks.svg import svg_mask
 from weft.plan.balance import bound, step_ratio
-from weft.plan.blocks import Dealt, contiguous, dbsp_greedy, joint, tile_sums
+from weft.plan.blocks import Dealt, contiguous, joint, tile_sums
 from weft.plan.counts import head_loads, row_loads, tile_loads
-from weft.plan.cuts import cut, needed_fraction
+from weft.plan.cuts import cut
 from weft.plan.heads import natural, refined
 
 GRID, HEADS, LAYERS = TokenGrid(16, 37, 64), 40, 40
@@ -64,8 +65,8 @@ def _balance_rows(masks: Sequence[BlockMask], slices: int, ring: int) -> list[Ro
         tiles = tile_loads(mask, refined(heads, slices))
         unmoved = Dealt(*(np.tile(contiguous(size, ring), (slices, 1)) for size in tiles.shape[1:]))
         ours.append(_judge(tiles, ring, joint(tiles, ring)))
-        peer.append(_judge(tiles, ring, dbsp_greedy(tiles, ring, reward=2)))
-        free = _judge(tiles, ring, dbsp_greedy(tiles, ring, reward=0))
+        peer.append(_judge(tiles, ring, dbsp_blocks(tiles, ring, reward=2)))
+        free = _judge(tiles, ring, dbsp_blocks(tiles, ring, reward=0))
         still = _judge(tile_loads(mask, natural(HEADS, slices)), ring, unmoved)
         others.append((free.ratio, still.ratio))
         limits.append(bound(heads, slices))
@@ -110,7 +111,7 @@ def _local_rows() -> list[Row]:
         plain = 100 * needed_fraction(mask, even, even)
         ours = 100 * needed_fraction(mask, cut(row_loads(mask).sum(axis=0), 8), even)
         tiles = tile_loads(mask, [range(mask.heads)])
-        peer = dbsp_greedy(tiles, 8)
+        peer = dbsp_blocks(tiles, 8)
         found.append(
             Row(
                 case=f"{name}, ring of 8: remote keys that cuts by load need",
@@ -148,7 +149,7 @@ def _time_rows(masks: Sequence[BlockMask]) -> list[Row]:
             return joint(count(mask), ring)
 
         def greedy(mask: BlockMask, ring: int = ring, count: Count = count) -> Dealt:
-            return dbsp_greedy(count(mask), ring)
+            return dbsp_blocks(count(mask), ring)
 
         plan(masks[0])
         counting, peer, ours = (_milliseconds(call, layers) for call in (count, greedy, plan))
@@ -188,3 +189,19 @@ def _warm_row() -> Row:
         bar=f"≤ {100 * (RATIO - 1):.0f} % over 1",
         holds=fresh <= 100 * (RATIO - 1),
     )
+
+
+def needed_fraction(mask: BlockMask, rows: IntArray, cols: IntArray) -> float:
+    """The share of remote kv blocks that a rank's rows need in some head, on average over ranks.
+
+    `rows[n]` and `cols[m]` are ring coordinates; the ring is as large as the largest of them says.
+    """
+    ring = int(max(rows.max(), cols.max())) + 1
+    any_head = np.bitwise_or.reduce(mask.bits[np.unique(mask.pattern_of)], axis=0)
+    shares: list[float] = []
+    for rank in range(ring):
+        touched = np.bitwise_or.reduce(any_head[rows == rank], axis=0)
+        needed = np.unpackbits(touched, count=mask.kv_blocks).view(np.bool_)
+        remote = cols != rank
+        shares.append(float(needed[remote].mean()) if remote.any() else 0.0)
+    return float(np.mean(shares))

@@ -20,10 +20,11 @@ from statistics import median
 import numpy as np
 import numpy.typing as npt
 
+from bench.deals import DbspPolicy, snake
 from bench.rows import Row
 from weft.plan.balance import bound, ratio
-from weft.plan.heads import Grouping, equal_greedy, group_loads, natural, refined, snake
-from weft.plan.online import Online, Policy, Published, replay
+from weft.plan.heads import Grouping, greedy, group_loads, natural, refined
+from weft.plan.online import Online, Policy, replay
 from weft.plan.split import share_loads, split
 
 TRACE = Path(__file__).parents[2] / "shared" / "data" / "wan_sparge_head_blocks.npz"
@@ -55,13 +56,13 @@ def known(counts: Counts) -> list[Row]:
     def grade(deal: Deal) -> list[float]:
         return [ratio(group_loads(deal(layer, RANKS), layer)) for layer in layers]
 
-    ours, greedy, dealt = grade(refined), grade(equal_greedy), grade(snake)
+    ours, theirs, dealt = grade(refined), grade(greedy), grade(snake)
     least = [bound(layer, RANKS) for layer in layers]
     best = float(np.mean(least))
     return [
-        _ratio("known counts, mean", np.mean(ours), ("db-SP's greedy", np.mean(greedy)), best, 1.008),
+        _ratio("known counts, mean", np.mean(ours), ("db-SP's greedy", np.mean(theirs)), best, 1.008),
         _ratio("known counts, mean", np.mean(ours), ("xDiT's snake", np.mean(dealt)), best, None),
-        _ratio("known counts, worst", max(ours), ("db-SP's greedy", max(greedy)), max(least), 1.08),
+        _ratio("known counts, worst", max(ours), ("db-SP's greedy", max(theirs)), max(least), 1.08),
         _ratio("known counts, worst", max(ours), ("xDiT's snake", max(dealt)), max(least), None),
     ]
 
@@ -70,7 +71,7 @@ def online(counts: Counts, draws: int) -> list[Row]:
     """Each step planned from the steps before it, the first from a prior."""
     _, layers, heads = counts.shape
     in_order = [natural(heads, RANKS)] * layers
-    theirs = "db-SP's policy", replay(Published(in_order), counts).mean()
+    theirs = "db-SP's policy", replay(DbspPolicy(in_order), counts).mean()
     least = float(np.mean([bound(layer, RANKS) for step in counts for layer in step]))
     over_time = counts.mean(axis=0)
 
@@ -102,7 +103,7 @@ def splitting(draws: int) -> list[Row]:
         shares = split(table, RANKS)
         ours.append(ratio(share_loads(shares, table)))
         cuts.append(sum(len(group) for group in shares) - 24)
-        equal.append(ratio(group_loads(equal_greedy(tiles, RANKS), tiles)))
+        equal.append(ratio(group_loads(greedy(tiles, RANKS), tiles)))
         free.append(ratio(group_loads(refined(tiles, RANKS), tiles)))
     name = f"24 heads, 10 % dense, split ({np.mean(cuts):.1f} cuts)"
     return [
@@ -115,10 +116,10 @@ def splitting(draws: int) -> list[Row]:
 def times(counts: Counts) -> list[Row]:
     layers = counts.reshape(-1, counts.shape[-1])
     one = median(_micros(partial(refined, layer, RANKS)) for layer in layers)
-    peer = median(_micros(partial(equal_greedy, layer, RANKS)) for layer in layers)
+    peer = median(_micros(partial(greedy, layer, RANKS)) for layer in layers)
     prior = _planned(counts.mean(axis=0))
     loop = median(_micros(lambda: _observe_all(Online(prior), counts)) for _ in range(7)) / len(layers)
-    theirs = median(_micros(lambda: _observe_all(Published(prior), counts)) for _ in range(7)) / len(layers)
+    theirs = median(_micros(lambda: _observe_all(DbspPolicy(prior), counts)) for _ in range(7)) / len(layers)
     allowed = ATTENTION_US * ALLOWED
     return [
         _time("plan 40 heads", one, ("db-SP's greedy", peer), 1000, "< 1000 µs"),

@@ -23,7 +23,9 @@ import numpy as np
 from rich.progress import Progress
 
 from bench import published as paper
+from bench.deals import dbsp_schedule
 from bench.rows import Report, Row, main
+from bench.volumes import stages_seconds, volumes
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem
@@ -33,20 +35,14 @@ from weft.masks.grid import TokenGrid
 from weft.masks.random import random_mask
 from weft.masks.spec import mask_from_spec
 from weft.plan.balanced import Deals
-from weft.plan.blocks import dbsp_greedy
 from weft.plan.choose import build
-from weft.plan.heads import equal_greedy
-from weft.plan.recipe import Recipe
-from weft.plan.roster import Roster, assemble, home
-from weft.plan.split import Share
 from weft.schedule.measure import attend_works
 from weft.schedule.measure import measure as measure_schedule
 from weft.schedule.reverse import reverse
-from weft.schedule.usp import usp
 from weft.simulate.clusters import DEVICES, cluster
 from weft.simulate.events import simulate
 from weft.simulate.models import Model, model
-from weft.simulate.whole import stages_seconds, step, step_seconds, volumes
+from weft.simulate.whole import step
 
 NEAR = 0.25
 LINEAR = 0.6  # of the peak
@@ -115,7 +111,7 @@ def _layer(name: str, law: str, seed: int, times: Times) -> None:
         deals = Deals(problem, mask, Topology.local(ranks))
         best: Times = defaultdict(list)
         for way in ways[:1] if law == "sparge" else ways:
-            for balance, schedule in (("", build(way, problem, mask)), ("db-SP", _dbsp(deals, way))):
+            for balance, schedule in (("", build(way, problem, mask)), ("db-SP", dbsp_schedule(deals, way))):
                 works = attend_works(schedule)
                 for device in ("a800", "h800"):
                     seconds = simulate(schedule, machine(f"{ranks}x{device}"), works).seconds
@@ -123,17 +119,6 @@ def _layer(name: str, law: str, seed: int, times: Times) -> None:
                     best[name, law, device, f"{ranks}db-SP"].append(seconds if balance else math.inf)
         for key, values in best.items():
             times[key].append(min(values))
-
-
-def _dbsp(deals: Deals, way: str) -> Schedule:
-    """Equal counts of heads by greedy, then db-SP's biased greedy on blocks, reward 2."""
-    problem, mask, recipe = deals.problem, deals.mask, Recipe.parse(way, deals.problem.ranks)
-    loads = deals.tiles(tuple((Share(head),) for head in range(problem.heads))).sum(axis=(1, 2))
-    shares = tuple(tuple(map(Share, group)) for group in equal_greedy(loads, recipe.ulysses))
-    homes = home(problem.q, BLOCK, recipe.mesh), home(problem.kv, BLOCK, recipe.mesh)
-    rows, cols = dbsp_greedy(deals.tiles(shares), recipe.ring, *homes, reward=2)
-    roster = Roster(shares, rows, cols, BLOCK, BLOCK)
-    return usp(problem, mask, recipe.mesh, assemble(problem, mask, recipe.mesh, roster))
 
 
 def _traces(took: dict[tuple[str, ...], float]) -> Iterator[Row]:
@@ -156,7 +141,7 @@ def _whole(name: str, device: str, ranks: int, attention: float) -> float:
     """No guidance, as in db-SP's drivers."""
     size = model(name)
     topology, speed = machine(f"{ranks}x{device}"), LINEAR * peak(device)
-    return size.steps * step_seconds(size, size.grid(), attention, topology, linear_flops=speed)
+    return size.steps * step(size, size.grid(), attention, topology, linear_flops=speed).seconds
 
 
 def _scaling(took: dict[tuple[str, ...], float]) -> Iterator[Row]:
@@ -198,7 +183,7 @@ def streamfusion() -> Iterator[Row]:
         took: list[float] = []
         for way in (case.usp, case.swapped):
             seconds = simulate(build(way, problem, mask), topology).seconds
-            took.append(step_seconds(size, grid, seconds, topology, linear_flops=LINEAR * peak("a100")))
+            took.append(step(size, grid, seconds, topology, linear_flops=LINEAR * peak("a100")).seconds)
         head = f"StreamFusion {case.name}, {case.machines} machines"
         why = "not explained: a slower network makes it no better"
         if case.model == "flux":
@@ -235,7 +220,7 @@ def open_sora() -> Iterator[Row]:
     for (ranks, way), published in paper.OPEN_SORA.items():
         topology = machine(f"{ranks}xh800")
         attention = stages_seconds(size, size.grid(), topology, way)
-        one = step_seconds(size, size.grid(), attention, topology, linear_flops=LINEAR * peak("h800"))
+        one = step(size, size.grid(), attention, topology, linear_flops=LINEAR * peak("h800")).seconds
         yield row(f"Open-Sora, {ranks} GPUs, {way}", "s", 2 * size.steps * one, published, why)
 
 

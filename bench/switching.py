@@ -50,8 +50,8 @@ from bench.rows import (
     take_turns,
     undisturbed,
 )
+from bench.stdit import STDiT
 from weft.core.errors import MissingError
-from weft.models.stdit import STDiT
 from weft.run.pool import Pool
 from weft.run.testbed import Testbed
 from weft.run.world import world_of

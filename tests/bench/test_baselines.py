@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench.baselines import METHODS, Trunk, bytes_of_layer
+from bench.stdit import STDiT
 from tests.models.toys import normal, seeded
 from tests.worlds import SIZES
 from weft.core.indices import split_evenly
-from weft.models.stdit import STDiT
 from weft.run.pool import Pool
 from weft.run.world import world_of
 

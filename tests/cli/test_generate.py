@@ -76,7 +76,7 @@ def test_a_target_or_a_model_that_is_not_there_is_refused_at_once(words, says, t
     ("words", "says"),
     [
         (("--ranks", "0"), "ranks=0"),
-        (("--size", "96"), "size='96' is not width x height"),
+        (("--size", "96"), "'96' is not width x height"),
         (("--seed", "-1"), "seed=-1 is out of range"),
         (("--set", "steps"), "--set steps is not NAME=VALUE"),
         (("--image", "none.png"), "image=none.png"),

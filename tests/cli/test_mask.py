@@ -125,8 +125,8 @@ def test_without_a_mask_all_are_listed(capsys: pytest.CaptureFixture[str]) -> No
     [
         (("stq",), "Did you mean 'sta'?"),
         (("sta:width=3",), "Options: window, tile, dense"),
-        (("sta", "--grid", "3x4"), "such as 21x30x52"),
-        (("sta", "--grid", "0x4x4"), "is no box"),
+        (("sta", "--grid", "3x4"), "like 21x30x52"),
+        (("sta", "--grid", "0x4x4"), "is not frames x rows x columns"),
         (("sta", "--head", "40"), "no head 40 of 40"),
         (("sta", "--heads", "0"), "heads=0"),
         (("sta", "--text", "-1"), "--text -1 is no number of tokens"),

@@ -69,11 +69,11 @@ def test_what_is_no_schedule_is_refused(text, says, tmp_path):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("wan2.1-14",), "no model 'wan2.1-14'. Did you mean wan2.1-14b"),
+        (("wan2.1-14",), "no model 'wan2.1-14'. Did you mean 'wan2.1-14b'"),
         (("960x6x16", "--topology", "8xh1000"), "no cluster '8xh1000'. Write 8xh100"),
         (("960x6x16", "--mask", "stq"), "no mask 'stq'. Did you mean 'sta'"),
-        (("wan2.1-14b", "--size", "big"), "--size 'big' is no size. Write WIDTHxHEIGHT"),
-        (("wan2.1-14b", "--size", "0x0"), "--size '0x0' is no size. Write WIDTHxHEIGHT"),
+        (("wan2.1-14b", "--size", "big"), "'big' is not width x height. Write it like"),
+        (("wan2.1-14b", "--size", "0x0"), "'0x0' is not width x height. Write it like"),
         (("wan2.1-14b", "--frames", "-1"), "--frames -1 is no number of frames. Give 1 or more"),
         (("960x6",), "no model '960x6'. Known: wan2.1-1.3b"),
         (("960x6",), "Or write a shape, TOKENSxHEADSxDIM"),

@@ -129,7 +129,7 @@ def test_mistakes_get_a_sentence_and_exit_2(tmp_path, capsys):
             ("wan2.1-14",),
             "'wan2.1-14' is no file or folder here. There is no model 'wan2.1-14'. Did you mean",
         ),
-        (("wan2.1-14b", "--size", "big"), "weft: --size 'big' is no size"),
+        (("wan2.1-14b", "--size", "big"), "weft: 'big' is not width x height"),
         ((saved, "--topology", "8xh100"), "for 4 ranks, 8xh100 has 8"),
         (("a", "b", "c"), "3 things are too many"),
         ((saved, "-o", tmp_path / "text.json"), "cannot be written"),

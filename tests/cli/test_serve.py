@@ -77,10 +77,10 @@ def test_a_port_that_is_taken_is_told_before_a_folder_is_made(engines, tmp_path,
 
 
 def test_a_package_that_is_missing_is_named_with_what_adds_it(monkeypatch, engines, capfd) -> None:
-    import weft.cli.serve as serve
+    from weft.cli import packages
 
-    real = serve.find_spec
-    monkeypatch.setattr(serve, "find_spec", lambda name: None if name == "fastapi" else real(name))
+    real = packages.find_spec
+    monkeypatch.setattr(packages, "find_spec", lambda name: None if name == "fastapi" else real(name))
     assert ended() == 3
     assert "pip install 'weft[serve]'" in capfd.readouterr().err
     assert engines == []

@@ -95,7 +95,7 @@ def test_seconds_are_latency_and_then_bytes():
     ("text", "words"),
     [
         ("machnes = 2", r"no 'machnes'. Did you mean 'machines'\?"),
-        ("colour = 2", "no 'colour'. Known names: name, machines, devices"),
+        ("colour = 2", "no 'colour'. Known: name, machines, devices"),
         (
             "[intra]\nlatency = 0\nbandwith = 1",
             r"\[intra\].* no 'bandwith'. Did you mean 'bandwidth'",
@@ -123,7 +123,7 @@ def test_seconds_are_latency_and_then_bytes():
             "attention must be tables with block and density",
         ),
         ("[[attention]]\ntokens = 8", r"Write \[\[attention\]\] with tokens, density, block"),
-        (f"{MEASURED}colour = 3", "no 'colour'. Known names: tokens, density"),
+        (f"{MEASURED}colour = 3", "no 'colour'. Known: tokens, density"),
         (MEASURED.replace("64", "0"), "A measured attention has block=0"),
     ],
 )

@@ -53,12 +53,6 @@ def test_every_cube_is_one_run_whole_ones_first_and_in_raster_order(v: Voxels) -
     assert all(v.bounds[: v.whole + 1] == v.prefix + np.arange(v.whole + 1) * v.block)
 
 
-@given(voxels)
-def test_aligned_says_that_every_block_of_the_grid_is_one_cube(v: Voxels) -> None:
-    whole = bool((np.diff(v.bounds) == v.block).all())
-    assert v.aligned == (whole and v.prefix % v.block == 0)
-
-
 @given(voxels, st.integers(0, 2))
 def test_group_and_ungroup_are_inverse_on_any_axis(v: Voxels, dim: int) -> None:
     shape = [2, 3, 2]

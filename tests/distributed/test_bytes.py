@@ -31,7 +31,11 @@ from weft.schedule.reverse import reverse
 Sent = tuple[int, int]
 """Bytes of one rank, forward and backward."""
 THREADS = (2, 3, 4, 6, 8)
-PLANS = [(ranks, name) for ranks in THREADS for name in kinds(ranks)[1:]]
+PLANS = [
+    pytest.param(ranks, name, marks=[pytest.mark.soak] if ranks > 4 else [])
+    for ranks in THREADS
+    for name in kinds(ranks)[1:]
+]
 
 
 def counted(comm: Comm, *steps: Callable[[], Any]) -> list[int]:

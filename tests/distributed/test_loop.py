@@ -11,7 +11,7 @@ from weft.core.errors import AgreementError
 from weft.core.mask import BlockMask
 from weft.masks.random import random_mask
 from weft.plan.blocks import Placement, contiguous
-from weft.plan.heads import Grouping, equal_greedy, group_loads, natural
+from weft.plan.heads import Grouping, greedy, group_loads, natural
 from weft.plan.online import Hybrid, Online, OnlineBlocks, Plans
 from weft.run.loop import Loop
 from weft.run.pool import RankFailure
@@ -38,7 +38,7 @@ def run_loop(steps: int) -> list[Plans]:
 
 def start_apart() -> None:
     first: Grouping = natural(HEADS, 2)
-    other = equal_greedy(np.arange(HEADS), 2)
+    other = greedy(np.arange(HEADS), 2)
     with Loop(Online([first if dist.get_rank() == 0 else other])) as loop:
         loop.observe(np.ones((1, HEADS)))
 

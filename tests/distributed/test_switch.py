@@ -12,14 +12,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import weft
+from bench.stdit import STDiT
 from tests.distributed.jobs import Worlds
-from tests.models.toys import DIMS, TURNS, Video, check, normal, seeded, step
+from tests.models.toys import DIMS, TURNS, AxialForecast, Video, check, normal, seeded, step
 from tests.worlds import SIZES
 from weft.core.indices import split_evenly
 from weft.core.layout import Layout
 from weft.core.problem import Switch
-from weft.models.axial import AxialForecast
-from weft.models.stdit import STDiT
 from weft.run.pool import RankFailure
 from weft.run.trace import read_trace
 from weft.run.world import world_of

@@ -11,10 +11,11 @@ import torch.distributed as dist
 
 import weft
 from tests.distributed.jobs import Answer, Worlds, attend, problem, tiles_with_empty_rows, works
+from tests.report.viewer import check
 from tests.run.dense import Truth
 from tests.run.test_trace import disjoint
 from weft.plan.choose import build
-from weft.report.perfetto import check, chrome_trace
+from weft.report.perfetto import chrome_trace
 from weft.run import trace
 from weft.run.trace import read_trace
 from weft.run.world import world_of

@@ -22,7 +22,7 @@ def blocks(page: str) -> list[str]:
 
 def painted(world: World | None, mask: Any = None) -> Tensor:
     names: dict[str, Any] = {}
-    model, adapter = blocks("models.md")
+    model, adapter, _ = blocks("models.md")
     exec(model, names)  # noqa: S102 - it is ours
     exec(adapter, names)  # noqa: S102
     made = seeded(names["Painter"]())

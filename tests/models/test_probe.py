@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bench.stdit import AxialBlock
 from tests.models.toys import normal, seeded
-from weft.models.axial import AxialBlock
 from weft.models.probe import Call, mixed_dim
 from weft.models.sites import Groups
 

@@ -11,14 +11,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import weft
-from tests.models.toys import DIMS, TURNS, Video, check, normal, on_ranks, seeded, step
+from bench.stdit import AxialBlock, STDiT
+from tests.models.toys import DIMS, TURNS, AxialForecast, Video, check, normal, on_ranks, seeded, step
 from weft.core.errors import InputError, WeftError
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem
-from weft.models.axial import AxialBlock, AxialForecast
 from weft.models.stages import Mixes
-from weft.models.stdit import STDiT
 from weft.plan.choose import build
 from weft.run.comm.threads import ThreadComm, _Board, run_threads
 from weft.run.execute import Executor

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.models.axial import AxialBlock
+from bench.stdit import AxialBlock
+from weft.models.stages import Stages, stages
 from weft.run.comm.threads import run_threads
 from weft.run.world import World
 
@@ -46,6 +47,31 @@ class Video(nn.Module):
         for layer in self.blocks:
             x = layer["temporal"](layer["spatial"](x))  # pyright: ignore
         return self.head(x)
+
+
+class AxialForecast(nn.Module):
+    """Fields [B, lat, lon, level, variables] → the same some hours later."""
+
+    GRID = ("lat", "lon", "level")
+
+    def __init__(self, variables: int, *, width: int = 64, depth: int = 2, heads: int = 4) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(variables, width), nn.Linear(width, variables)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({name: AxialBlock(width, heads, dim) for dim, name in enumerate(self.GRID, 1)})
+            for _ in range(depth)
+        )
+
+    def shard(self, mesh: Any = None) -> Stages:
+        declared = {f"blocks.*.{name}": name for name in self.GRID}
+        return stages(self, declared, dims=" ".join(("batch", *self.GRID, "channel")), mesh=mesh)
+
+    def forward(self, fields: Tensor) -> Tensor:
+        x = self.embed(fields)
+        for layer in self.blocks:
+            for block in layer.values():  # pyright: ignore[reportCallIssue]
+                x = block(x)
+        return fields + self.head(x)
 
 
 def step(model: nn.Module, *inputs: Any) -> tuple[Tensor, list[Tensor]]:

@@ -5,11 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.deals import dbsp_blocks
 from weft.core.errors import InputError
 from weft.masks.evolving import evolving_mask
 from weft.masks.grid import TokenGrid
 from weft.plan.balance import ratio, step_ratio
-from weft.plan.blocks import Limits, Placement, contiguous, dbsp_greedy, joint, tile_sums
+from weft.plan.blocks import Limits, Placement, contiguous, joint, tile_sums
 from weft.plan.counts import head_loads, tile_loads
 from weft.plan.heads import refined
 from weft.plan.refine import Side, refine
@@ -41,16 +42,15 @@ def judged(tiles: np.ndarray, rows: np.ndarray, cols: np.ndarray, ring: int) -> 
     ring=st.integers(1, 9),
     budget=st.sampled_from([0, 0.2, 1 / 3, 1]),
     cap=st.sampled_from([1.0, 1.05, 1.5]),
-    per_slice=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_joint_keeps_its_limits_and_never_makes_it_worse(tiles, ring, budget, cap, per_slice, seed):
+def test_joint_keeps_its_limits_and_never_makes_it_worse(tiles, ring, budget, cap, seed):
     rng = np.random.default_rng(seed)
     homes = [
         rng.integers(ring, size=size) if seed % 2 else contiguous(size, ring) for size in tiles.shape[1:]
     ]
     before = tiles.copy()
-    found = joint(tiles, ring, *homes, limits=Limits(budget=budget, cap=cap, target=1.0), per_slice=per_slice)
+    found = joint(tiles, ring, *homes, limits=Limits(budget=budget, cap=cap, target=1.0))
     assert np.array_equal(tiles, before)
     for groups, home in zip(found, homes, strict=True):
         assert groups.shape == (len(tiles), home.size) and groups.dtype == np.int64
@@ -59,10 +59,9 @@ def test_joint_keeps_its_limits_and_never_makes_it_worse(tiles, ring, budget, ca
         held = np.array([np.bincount(row, minlength=ring) for row in groups])
         most = max(int(cap * home.size / ring), -(-home.size // ring))
         assert (held <= np.maximum(most, np.bincount(home, minlength=ring))).all()
-        assert per_slice or (groups == groups[0]).all()
     home = [np.tile(home, (len(tiles), 1)) for home in homes]
     assert judged(tiles, *found, ring) <= judged(tiles, *home, ring)
-    again = joint(tiles, ring, *homes, limits=Limits(budget=budget, cap=cap, target=1.0), per_slice=per_slice)
+    again = joint(tiles, ring, *homes, limits=Limits(budget=budget, cap=cap, target=1.0))
     assert all(map(np.array_equal, found, again))
 
 
@@ -71,7 +70,6 @@ def test_joint_keeps_its_limits_and_never_makes_it_worse(tiles, ring, budget, ca
     [
         # A band, which swaps make more even by the potential and less so by the slowest rank.
         ([abs(np.arange(16)[:, None] - np.arange(16)) < 4], 4),
-        # Slices of different weight under one permutation: what helps the light one may harm the heavy one.
         ([[[45, 36, 63], [0, 0, 0], [64, 40, 56]], [[0, 0, 0], [49, 63, 28], [48, 30, 48]]], 2),
     ],
 )
@@ -79,7 +77,7 @@ def test_joint_keeps_its_limits_and_never_makes_it_worse(tiles, ring, budget, ca
 def test_the_best_seen_is_kept(tiles, ring, limits):
     tiles = np.array(tiles, dtype=np.int64)
     home = np.tile(contiguous(tiles.shape[1], ring), (len(tiles), 1))
-    found = joint(tiles, ring, per_slice=False, limits=limits)
+    found = joint(tiles, ring, limits=limits)
     assert judged(tiles, *found, ring) <= judged(tiles, home, home, ring)
 
 
@@ -115,7 +113,7 @@ def test_joint_balances_the_steps_of_a_video_better_than_the_greedy(video, slice
     assert reached <= good(tiles)
     assert max((groups != home).mean() for groups in found) <= 1 / 3
     if ring > 2:  # with two ranks, even marginals are even steps
-        assert step_ratio(tile_sums(tiles, *dbsp_greedy(tiles, ring), ring)) > reached
+        assert step_ratio(tile_sums(tiles, *dbsp_blocks(tiles, ring), ring)) > reached
 
 
 @pytest.mark.parametrize("unit", [4096, 3 * 2**30, 10**9 + 7])
@@ -149,27 +147,6 @@ def test_a_start_beyond_the_budget_is_not_taken():
     assert np.array_equal(joint(tiles, 3, start=away, limits=Limits(budget=1)).rows, away[0])
 
 
-def test_a_shared_permutation_starts_from_a_shared_one():
-    start = np.array([[0, 0, 1, 1], [0, 0, 1, 1]]), np.array([[0, 0, 1, 1], [0, 1, 0, 1]])
-    with pytest.raises(InputError, match="differ between slices"):
-        joint(np.ones((2, 4, 4), dtype=np.int64), 2, start=start, per_slice=False, limits=Limits(budget=1))
-
-
-def test_dbsp_greedy_by_hand():
-    """Rows 5 4 3 1 at homes 0 0 1 1: by load alone 5 | 4 3 | 1, and with the reward 5 and 4 stay."""
-    tiles = np.array([[[5], [4], [3], [1]]])
-    assert dbsp_greedy(tiles, 2, reward=0).rows.tolist() == [[0, 1, 1, 0]]
-    assert dbsp_greedy(tiles, 2, reward=2).rows.tolist() == [[0, 0, 1, 1]]
-
-
-@settings(max_examples=60, deadline=None)
-@given(tiles=loads(), ring=st.integers(1, 9), reward=st.sampled_from([0, 2, 10]))
-def test_dbsp_greedy_has_equal_counts_and_one_permutation(tiles, ring, reward):
-    for groups in dbsp_greedy(tiles, ring, reward=reward):
-        counts = np.bincount(groups[0], minlength=ring)
-        assert (groups == groups[0]).all() and counts.max() - counts.min() <= 1
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -182,9 +159,8 @@ def test_dbsp_greedy_has_equal_counts_and_one_permutation(tiles, ring, reward):
     ],
 )
 def test_what_does_not_fit_is_refused(arguments):
-    for deal in (joint, dbsp_greedy):
-        with pytest.raises(InputError):
-            deal(*arguments)
+    with pytest.raises(InputError):
+        joint(*arguments)
 
 
 @pytest.mark.parametrize("limits", [{"budget": -0.1}, {"budget": 2}, {"cap": 0.9}, {"target": 0.5}])
@@ -201,18 +177,18 @@ def test_the_running_sums_are_those_of_the_places():
     homes = [contiguous(size, ring) for size in tiles.shape[1:]]
     now = [np.tile(home, (2, 1)) for home in homes]
     one_hot = [np.eye(ring, dtype=np.int64)[groups] for groups in now]
-    by_cols = np.einsum("unm,umr->urn", tiles, one_hot[1])[:, None]
-    by_rows = np.einsum("unm,unr->urm", tiles, one_hot[0])[:, None]
-    kept = np.einsum("unm,una,umb->uab", tiles, *one_hot)[:, None]
-    rows = Side(tiles[:, None], by_cols, now[0], homes[0], *limits)
-    cols = Side(tiles[:, None].swapaxes(2, 3), by_rows, now[1], homes[1], *limits)
-    refine(rows, cols, kept, np.zeros((2, 1), dtype=np.int64))
+    by_cols = np.einsum("unm,umr->urn", tiles, one_hot[1])
+    by_rows = np.einsum("unm,unr->urm", tiles, one_hot[0])
+    kept = np.einsum("unm,una,umb->uab", tiles, *one_hot)
+    rows = Side(tiles, by_cols, now[0], homes[0], *limits)
+    cols = Side(tiles.swapaxes(1, 2), by_rows, now[1], homes[1], *limits)
+    refine(rows, cols, kept, np.zeros(2, dtype=np.int64))
     ended = [side.groups(side.places) for side in (rows, cols)]
     assert (np.bincount(ended[0][0]) != np.bincount(homes[0])).any() and (ended[1] != now[1]).any()
     one_hot = [np.eye(ring, dtype=np.int64)[groups] for groups in ended]
-    assert np.array_equal(kept[:, 0], np.einsum("unm,una,umb->uab", tiles, *one_hot))
-    assert np.array_equal(rows.sums[:, 0, :, :-2], np.einsum("unm,umr->urn", tiles, one_hot[1]))
-    assert np.array_equal(cols.sums[:, 0, :, :-2], np.einsum("unm,unr->urm", tiles, one_hot[0]))
+    assert np.array_equal(kept, np.einsum("unm,una,umb->uab", tiles, *one_hot))
+    assert np.array_equal(rows.sums[:, :, :-2], np.einsum("unm,umr->urn", tiles, one_hot[1]))
+    assert np.array_equal(cols.sums[:, :, :-2], np.einsum("unm,unr->urm", tiles, one_hot[0]))
     assert all(
         (side.away_left == side.items - (groups != home).sum(axis=1)).all()
         for side, groups, home in zip((rows, cols), ended, homes, strict=True)

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.blocks import needed_fraction
 from weft.core.errors import InputError
-from weft.core.mask import BlockMask
 from weft.masks.grid import TokenGrid
 from weft.masks.sta import sta_mask
 from weft.masks.svg import svg_mask
 from weft.plan.balance import ratio
 from weft.plan.blocks import contiguous
 from weft.plan.counts import row_loads
-from weft.plan.cuts import cut, needed_fraction
+from weft.plan.cuts import cut
 
 
 def best(loads: list[int], ring: int, most: int) -> int:
@@ -54,21 +54,6 @@ def test_loads_that_do_not_matter_leave_counts_even(blocks, ring):
 def test_what_cannot_be_cut(loads, ring, cap):
     with pytest.raises(InputError, match="Cannot cut"):
         cut(loads, ring, cap=cap)
-
-
-@settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 2**32), ring=st.integers(1, 5), q=st.integers(1, 30), kv=st.integers(1, 30))
-def test_needed_fraction_is_that_of_the_unpacked_mask(seed, ring, q, kv):
-    rng = np.random.default_rng(seed)
-    tiles = rng.random((3, q, kv)) < 0.1
-    mask = BlockMask.from_tiles(tiles, q_len=q, kv_len=kv, block_q=1)
-    rows, cols = rng.integers(ring, size=q), rng.integers(ring, size=kv)
-    shares = []
-    for rank in range(max(rows.max(), cols.max()) + 1):
-        remote = [j for j in range(kv) if cols[j] != rank]
-        read = [j for j in remote if tiles[:, rows == rank, j].any()]
-        shares.append(len(read) / len(remote) if remote else 0)
-    assert needed_fraction(mask, rows, cols) == pytest.approx(np.mean(shares))
 
 
 GRID = TokenGrid(12, 24, 24)

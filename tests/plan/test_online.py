@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.deals import DbspPolicy
 from weft.core.errors import InputError
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
@@ -18,7 +19,7 @@ from weft.plan.choose import build
 from weft.plan.counts import head_loads, tile_loads
 from weft.plan.exchange import exchanged, slot_loads, to_grouping, to_slots
 from weft.plan.heads import group_loads, natural, refined
-from weft.plan.online import Hybrid, Online, OnlineBlocks, Published, forecast, ratios, replay
+from weft.plan.online import Hybrid, Online, OnlineBlocks, forecast, ratios, replay
 from weft.schedule.measure import measure
 from weft.schedule.verify import verify
 
@@ -38,7 +39,7 @@ def start(counts, groups: int = 8):
 def test_online_beats_the_published_policy_and_the_natural_order():
     counts = evolving()
     still = replay(Online(start(counts), threshold=np.inf), counts).mean()
-    ours, theirs = Online(start(counts)), Published(start(counts))
+    ours, theirs = Online(start(counts)), DbspPolicy(start(counts))
     found, published = replay(ours, counts), replay(theirs, counts)
     assert found[2:].mean() < 1.03 < published[2:].mean() < still
     assert 0 < ours.replanned < counts.shape[0] * counts.shape[1]
@@ -73,15 +74,6 @@ def test_only_layers_past_the_threshold_are_planned_anew():
     assert first == natural(4, 2) and group_loads(second, drifts).tolist() == [10, 10]
     assert policy.replanned == 1
     assert policy.observe([fits, drifts]) == (first, second) and policy.replanned == 1
-
-
-def test_the_published_policy_plans_all_layers_or_none():
-    fits, drifts, worse = [5, 5, 5, 5], [57, 58, 43, 42], [70, 80, 20, 30]
-    policy = Published([natural(4, 2)] * 2)
-    assert policy.observe([fits, drifts]) == (natural(4, 2),) * 2  # 1.15 in one, 1.075 in the mean
-    first, second = policy.observe([fits, worse])
-    assert first == ((0, 2), (1, 3)) and group_loads(second, worse).tolist() == [100, 100]
-    assert policy.replanned == 2
 
 
 def test_a_plan_that_cannot_be_improved_is_not_counted_as_new():

@@ -13,7 +13,7 @@ from weft.masks.random import random_mask
 from weft.plan.balanced import Deals
 from weft.plan.choose import build, candidates, choose
 from weft.plan.estimate import estimate
-from weft.plan.recipe import Recipe, factors, gcd_degrees, most_machines, placed
+from weft.plan.recipe import Recipe, factors, most_machines, placed
 from weft.schedule.measure import measure
 from weft.schedule.verify import verify
 from weft.simulate.predict import predict
@@ -77,14 +77,6 @@ def test_an_order_names_each_rank_once(order):
 def test_a_placement_is_for_all_ranks_of_its_topology():
     with pytest.raises(InputError, match=r"swapped:2x2 is for 4 ranks, local has 6"):
         Recipe.parse("swapped:2x2", 4).mesh_on(Topology(machines=3, devices=2))
-
-
-@pytest.mark.parametrize(
-    ("heads", "machines", "degrees"),
-    [(24, 2, (8, 2)), (24, 3, (24, 1)), (24, 5, (8, 5)), (48, 4, (16, 2)), (40, 5, (40, 1)), (40, 6, (8, 6))],
-)
-def test_the_rule_of_the_paper_is_a_baseline(heads, machines, degrees):
-    assert gcd_degrees(machines, 8, heads) == degrees
 
 
 def of(ranks: int, heads: int, tokens: int, kv_heads: int | None = None, head_dim: int = 4) -> Problem:

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 import weft
+from tests.report.viewer import check
 from tests.run.test_trace import case, run
-from weft.core.errors import InputError
 from weft.core.timeline import Span, Timeline
 from weft.core.topology import Link, Topology
 from weft.plan.choose import build
 from weft.report import perfetto
-from weft.report.perfetto import check, chrome_trace, write_trace
+from weft.report.perfetto import chrome_trace, write_trace
 from weft.run.trace import read_trace
 from weft.simulate.events import simulate
 
@@ -161,13 +161,13 @@ def test_what_a_viewer_would_draw_wrong_is_found(
 ) -> None:
     trace = copy.deepcopy(chrome_trace(TWO))
     damage(trace["traceEvents"])
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(ValueError, match=told):
         check(trace)
 
 
 def test_a_compute_lane_that_overlaps_is_found() -> None:
     spans = (TWO.spans[0], Span(0, "compute", "copy", "copy", 0.2, 0.35))
-    with pytest.raises(InputError, match="ends after"):
+    with pytest.raises(ValueError, match="ends after"):
         check(chrome_trace(Timeline("", 1, spans)))
 
 

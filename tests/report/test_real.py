@@ -9,12 +9,12 @@ import pytest
 
 import weft
 from tests.distributed.jobs import Worlds, attend, problem, tiles_with_empty_rows
+from tests.report.viewer import check
 from tests.run.dense import Truth
 from weft.cli.main import main
 from weft.core.codec import dumps
 from weft.core.schedule import Schedule
 from weft.plan.choose import build
-from weft.report.perfetto import check
 from weft.run.trace import read_trace
 from weft.schedule.measure import measure
 from weft.simulate.clusters import cluster

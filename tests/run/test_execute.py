@@ -74,7 +74,7 @@ def assert_right(
     assert truth.gradient_error([grads for _, grads in results]) < tolerance * truth.size
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(case=st.one_of(cases(47), cases()), keep=KEEPS, impl=IMPLS)
 def test_any_schedule_compiled_equals_dense_attention(case: Case, keep: str, impl: str) -> None:
     truth = Truth.of(case.problem, case.mask)
@@ -103,7 +103,7 @@ def test_what_is_kept_for_the_backward_does_not_change_the_forward(case: Case, k
     assert all(on_every_rank(case.schedule, job, keep, "sdpa"))
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(case=cases(61), keep=KEEPS, impl=IMPLS)
 def test_a_second_run_is_right_and_leaves_the_first_ones_tensors_alone(
     case: Case, keep: str, impl: str
@@ -124,7 +124,7 @@ def test_a_second_run_is_right_and_leaves_the_first_ones_tensors_alone(
     assert all(untouched for _, _, untouched in results)
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(case=cases(61), keep=KEEPS, impl=IMPLS)
 def test_two_layers_may_share_an_executor(case: Case, keep: str, impl: str) -> None:
     lower, upper = (Truth.of(case.problem, case.mask, seed=seed) for seed in (1, 2))

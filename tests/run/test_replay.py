@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from tests.report.viewer import check
 from tests.run.test_trace import case
 from weft.core.errors import InputError
 from weft.core.topology import Link, Topology
 from weft.plan.choose import build
-from weft.report.perfetto import check, chrome_trace
+from weft.report.perfetto import chrome_trace
 from weft.run import replay as module
 from weft.run import trace
 from weft.run.clocks import HostClock

@@ -19,7 +19,7 @@ from weft.serve.latency import Latency, density, part
 from weft.serve.simulator import WAN
 from weft.simulate.clusters import cluster
 from weft.simulate.models import Model
-from weft.simulate.whole import step_seconds
+from weft.simulate.whole import step
 
 VIDEO = Shape(frames=81, height=480, width=832, steps=50, guided=True)
 IMAGE = Shape(frames=1, height=480, width=832, steps=50, guided=True)
@@ -46,7 +46,7 @@ def test_a_prediction_is_that_of_the_planner(latency: Latency, ranks: int) -> No
     )  # fmt: skip
     topology = part(latency.topology, ranks)
     plan = choose(problem, BlockMask.dense(40, 32760), topology)
-    whole = step_seconds(latency.model, (21, 30, 52), plan.ranked[0].seconds, topology)
+    whole = step(latency.model, (21, 30, 52), plan.ranked[0].seconds, topology).seconds
     assert latency.step(plain, ranks) == pytest.approx(whole, rel=0.03)
 
 

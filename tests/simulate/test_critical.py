@@ -16,7 +16,8 @@ from weft.core.topology import Link, Speed, Topology
 from weft.plan.choose import build
 from weft.schedule.measure import attend_works
 from weft.schedule.reverse import reverse
-from weft.simulate.critical import attend_seconds, critical_path
+from weft.simulate.costs import attend_seconds
+from weft.simulate.critical import critical_path
 
 FREE = Link(latency=0.0, bandwidth=1e30)
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weft.cli.packages import missing_package
+from weft.cli.packages import need
 from weft.core import units
 from weft.core.errors import InputError
 from weft.core.files import writing
@@ -50,9 +49,7 @@ def run(
     """
     if what != "serve":
         raise InputError(f"There is no benchmark {what!r}.", hint="weft bench serve URL")
-    for name in ("httpx", *(["matplotlib"] if plot else [])):
-        if find_spec(name) is None and (missing := missing_package(name)):
-            raise missing
+    need("httpx", *(["matplotlib"] if plot else []))
     if slo <= 0:
         raise InputError(f"--slo {slo:g} leaves no time.", hint="Give more than 0, such as 3.")
     for path in (as_json, plot):

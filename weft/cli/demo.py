@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from weft.cli.generate import check_packages
 from weft.cli.generate import run as generate
 from weft.cli.numbers import counts
 from weft.core.errors import CommError
@@ -36,7 +37,11 @@ def run(
     out: Annotated[Path, typer.Option("--out", "-o", help="The video to write.")] = Path("demo.mp4"),
 ) -> None:
     """Check one DiT block's attention on a few local ranks, then make a video by the small model here."""
+    from weft.models import media
+
     worlds = counts(ranks, "ranks")
+    media.check_target(out)
+    check_packages(out, own=True)
     from rich.console import Console
 
     from weft.run.check import Trial

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from weft.cli.packages import need
 from weft.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def run(
             f"prompts={prompts}, steps={steps}, data={data}.",
             hint="Prompts are 2 or more, steps 1 or more, data is weft-shapes or weft-pan.",
         )
+    need("torch", "safetensors")
     found = _measure(model_dir, against, prompts, data, steps)
     typer.echo(json.dumps(_plain(found), indent=2) if as_json else _words(found))
 

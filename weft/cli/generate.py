@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 import secrets
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from weft.cli.packages import missing_package
+from weft.cli.numbers import sizes
+from weft.cli.packages import need
 from weft.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -69,10 +68,10 @@ def run(
             f"ranks={ranks}, image={image}, dtype={dtype}.",
             hint=f"Ranks are 1 or more, an image is a file, dtype is one of {', '.join(DTYPES)}.",
         )
-    _check_packages(out, () if checkpoint.is_own(model_dir) else ("diffusers", "transformers"))
+    check_packages(out, own=checkpoint.is_own(model_dir))
     from weft.models.request import Request
 
-    width, height = _size(size)
+    width, height = sizes(size, "width x height", "832x480") if size else (None, None)
     request = Request(
         model=model_dir, prompt=prompt, out=out, seed=_seed(seed), width=width, height=height, frames=frames,
         steps=steps, negative=negative, guidance=guidance, image=image, fps=fps, more=_more(more or []),
@@ -94,21 +93,12 @@ def _asked(first: str, second: str | None) -> tuple[Path, str]:
     return shipped(), first
 
 
-def _check_packages(out: Path, libraries: tuple[str, ...]) -> None:
+def check_packages(out: Path, *, own: bool) -> None:
+    """What a model of weft's own, or of Diffusers, needs to make this file."""
     from weft.models.media import SUFFIXES
 
-    for name in ("torch", *libraries, SUFFIXES[out.suffix.lower()]):
-        if find_spec(name) is None and (missing := missing_package(name)):
-            raise missing
-
-
-def _size(text: str) -> tuple[int | None, int | None]:
-    if not text:
-        return None, None
-    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
-    if match is None:
-        raise InputError(f"size={text!r} is not width x height.", hint="Write 832x480.")
-    return int(match[1]), int(match[2])
+    models = ("safetensors",) if own else ("diffusers", "transformers")
+    need("torch", *models, SUFFIXES[out.suffix.lower()], extra="video" if own else "models")
 
 
 def _seed(seed: int | None) -> int:

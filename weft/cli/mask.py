@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from math import ceil
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from weft.cli.numbers import sizes
 from weft.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -85,12 +85,9 @@ def read_grid(written: str, text: int = 0) -> TokenGrid:
     """The grid that is written as TxHxW."""
     from weft.masks.grid import TokenGrid
 
-    match = re.fullmatch(r"(\d+)[x×](\d+)[x×](\d+)", written)
-    if not match:
-        raise InputError(f"{written!r} is no grid.", hint="Write frames x rows x columns, such as 21x30x52.")
+    t, h, w = sizes(written, "frames x rows x columns", "21x30x52")
     if text < 0:
         raise InputError(f"--text {text} is no number of tokens.", hint="Give 0 or more.")
-    t, h, w = map(int, match.groups())
     return TokenGrid(t, h, w, prefix=text)
 
 
@@ -101,10 +98,10 @@ def natural_cuts(mask: BlockMask, ranks: int) -> Iterator[Cut]:
     from weft.core.indices import split_evenly
     from weft.plan.balance import bound, ratio, step_ratio
     from weft.plan.counts import head_loads, tile_loads
+    from weft.plan.recipe import factors
 
     loads = head_loads(mask)
-    for ulysses in (u for u in range(ranks, 0, -1) if ranks % u == 0):
-        ring = ranks // ulysses
+    for ulysses, ring in reversed(factors(ranks)):
         if ulysses > mask.heads or ring > mask.q_blocks:
             continue
         starts = [start for start, _ in split_evenly(mask.q_blocks, ring)]

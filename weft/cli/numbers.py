@@ -1,4 +1,4 @@
-"""Numbers as people type them: 2,3 or 8, 24h, 10GiB."""
+"""Numbers as people type them: 2,3 or 8, 832x480, 24h, 10GiB."""
 
 from __future__ import annotations
 
@@ -19,6 +19,18 @@ def counts(text: str, name: str) -> list[int]:
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise InputError(f"{name}={text!r} is not a list of counts.", hint="Write 2 or 2,3,4.")
     return [int(part) for part in parts]
+
+
+def sizes(text: str, words: str, such: str) -> tuple[int, ...]:
+    """Whole numbers of 1 or more with an x between them, as many as there are words.
+
+    >>> sizes("832x480", "width x height", "1280x720")
+    (832, 480)
+    """
+    parts = text.replace("×", "x").split("x")
+    if len(parts) != len(words.split(" x ")) or not all(p.isdecimal() and int(p) for p in parts):
+        raise InputError(f"{text!r} is not {words}.", hint=f"Write it like {such}.")
+    return tuple(map(int, parts))
 
 
 def duration(text: str, name: str) -> float:

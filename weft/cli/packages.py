@@ -1,51 +1,62 @@
-"""The optional packages: what each one gives and the command that adds it."""
+"""The optional packages: what each one gives, the extra that adds it, the sentence where it is missing."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from weft.core.errors import MissingError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """What a package is for and what adds it."""
+    """What a package is for and the smallest extra that has it."""
 
     gives: str
-    add: str
+    extra: str
     distribution: str = ""
     """What pip calls it, if not what import does."""
 
+    @property
+    def add(self) -> str:
+        return command(self.extra)
 
-TORCH = Package(gives="running attention", add="pip install 'weft[torch]'")
+
+def command(extra: str) -> str:
+    return f"pip install 'weft[{extra}]'"
+
+
+TORCH = Package(gives="running attention", extra="torch")
 
 PACKAGES = {
     "torch": TORCH,
-    # Not the newest: the one torch 2.13 is built with.
-    "triton": Package(gives="GPU kernels", add="pip install triton==3.7.1"),
-    "diffusers": Package(gives="ready-made models", add="pip install 'weft[models]'"),
-    "transformers": Package(gives="text encoders", add="pip install 'weft[models]'"),
-    "accelerate": Package(gives="loading checkpoints", add="pip install 'weft[models]'"),
-    "safetensors": Package(gives="model weights", add="pip install safetensors"),
-    "av": Package(gives="writing video", add="pip install 'weft[models]'"),
-    "PIL": Package(gives="writing pictures", add="pip install 'weft[models]'", distribution="pillow"),
-    "fastapi": Package(gives="serving", add="pip install 'weft[serve]'"),
-    "uvicorn": Package(gives="serving", add="pip install 'weft[serve]'"),
-    "sse_starlette": Package(gives="serving", add="pip install 'weft[serve]'", distribution="sse-starlette"),
-    "prometheus_client": Package(
-        gives="metrics", add="pip install 'weft[serve]'", distribution="prometheus-client"
-    ),
-    "python_multipart": Package(
-        gives="uploads", add="pip install 'weft[serve]'", distribution="python-multipart"
-    ),
-    "httpx": Package(gives="load on a server", add="pip install 'weft[serve]'"),
-    "matplotlib": Package(gives="figures", add="pip install matplotlib"),
-    "yunchang": Package(gives="a peer to measure against", add="pip install 'weft[bench]'"),
+    "triton": Package(gives="GPU kernels", extra="gpu"),
+    "diffusers": Package(gives="ready-made models", extra="models"),
+    "transformers": Package(gives="text encoders", extra="models"),
+    "accelerate": Package(gives="loading checkpoints", extra="models"),
+    "safetensors": Package(gives="model weights", extra="torch"),
+    "av": Package(gives="writing video", extra="video"),
+    "PIL": Package(gives="writing pictures", extra="video", distribution="pillow"),
+    "fastapi": Package(gives="serving", extra="serve"),
+    "uvicorn": Package(gives="serving", extra="serve"),
+    "sse_starlette": Package(gives="serving", extra="serve", distribution="sse-starlette"),
+    "prometheus_client": Package(gives="metrics", extra="serve", distribution="prometheus-client"),
+    "python_multipart": Package(gives="uploads", extra="serve", distribution="python-multipart"),
+    "httpx": Package(gives="load on a server", extra="serve"),
+    "matplotlib": Package(gives="figures", extra="report"),
+    "yunchang": Package(gives="a peer to measure against", extra="bench"),
 }
 """By the name that imports them."""
 
 
-def missing_package(module: str) -> MissingError | None:
+def need(*names: str, extra: str = "") -> None:
+    """Raise for the first that is not installed; `extra` has all of them, so that nobody is told twice."""
+    for name in names:
+        if find_spec(name) is None:
+            raise missing_package(name, extra) or ModuleNotFoundError(name, name=name)
+
+
+def missing_package(module: str, extra: str = "") -> MissingError | None:
     """The error to show when `module` cannot be imported, if weft knows what adds it."""
     name = module.partition(".")[0]
     if name not in PACKAGES:
@@ -53,5 +64,5 @@ def missing_package(module: str) -> MissingError | None:
     package = PACKAGES[name]
     return MissingError(
         f"This needs {name} (for {package.gives}), which is not installed.",
-        hint=f"Add it with: {package.add}",
+        hint=f"Add it with: {command(extra or package.extra)}",
     )

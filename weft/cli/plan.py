@@ -77,10 +77,10 @@ def _show(plan: Plan, model: Model, cluster: Topology, *, show_all: bool) -> Non
     from rich.console import Console
 
     from weft.report.terminal import load_lines, text_gantt
-    from weft.schedule.measure import measure
+    from weft.schedule.measure import rank_work
     from weft.simulate.events import simulate
 
-    console, work = Console(), measure(plan.schedule).work
+    console, work = Console(), rank_work(plan.schedule)
     if not any(work):
         typer.echo("Nothing is active: no rank has anything to do, and every plan takes no time.")
         return

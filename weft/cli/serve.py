@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +16,7 @@ import typer
 
 from weft.cli.generate import DTYPES
 from weft.cli.numbers import amount, duration
-from weft.cli.packages import missing_package
+from weft.cli.packages import need
 from weft.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ def run(
 
     directory = (model or checkpoint.shipped()).resolve()
     checkpoint.check(directory)
-    _check_packages(() if checkpoint.is_own(directory) else ("diffusers", "transformers", "accelerate"))
+    _check_packages(own=checkpoint.is_own(directory))
     _check_numbers(ranks=ranks, port=port, max_queue=max_queue, nodes=nodes, node=node)
     _check_words(schedule=(schedule, SCHEDULES), dtype=(dtype, DTYPES))
     from weft.serve.engine import Settings
@@ -98,6 +97,12 @@ def run(
         _join(settings, node)
     else:
         _serve(settings, (host, port), api_key_file, log_prompts=log_prompts)
+
+
+def _check_packages(*, own: bool) -> None:
+    need(*PACKAGES, extra="serve")
+    if not own:
+        need("diffusers", "transformers", "accelerate")
 
 
 def _check_words(**options: tuple[str, Sequence[str]]) -> None:
@@ -152,12 +157,6 @@ def _join(settings: Settings, node: int) -> None:
                 pass
             # Its standard input ends here, and it ends with that.
         ended.wait(AGAIN_SECONDS)
-
-
-def _check_packages(libraries: tuple[str, ...]) -> None:
-    for name in (*PACKAGES, *libraries):
-        if find_spec(name) is None and (missing := missing_package(name)):
-            raise missing
 
 
 def _check_numbers(*, ranks: int, port: int, max_queue: int, nodes: int, node: int) -> None:

@@ -95,7 +95,7 @@ def _progress(total: int) -> Iterator[Callable[[str], None]]:
 def _rows(found: Sequence[Found], model: Model, grid: tuple[int, int, int]) -> list[dict[str, Any]]:
     """By size, the fastest first; speed-up and efficiency are against the fastest of the smallest size."""
     from weft.simulate.models import MODELS
-    from weft.simulate.whole import step_seconds
+    from weft.simulate.whole import step
 
     points = [one.point for one in found]
     clusters = {one.cluster.ranks: one.cluster for one in found}
@@ -109,7 +109,7 @@ def _rows(found: Sequence[Found], model: Model, grid: tuple[int, int, int]) -> l
     return [
         {
             **point.plain(),
-            "step_seconds": step_seconds(model, grid, point.seconds, clusters[point.gpus]) if known else None,
+            "step_seconds": step(model, grid, point.seconds, clusters[point.gpus]).seconds if known else None,
             "speedup": speedup(point),
             "efficiency": speedup(point) * least / point.gpus,
         }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import time
@@ -12,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.core.errors import InputError
+from weft.cli.numbers import sizes
+from weft.cli.packages import need
 
 if TYPE_CHECKING:
     from weft.run.testbed import Testbed
@@ -35,22 +35,14 @@ def run(
 
     weft testbed 3x2 --rate 1gbit -- train.py --steps 3
     """
-    machines, devices = _numbers(shape)
+    machines, devices = sizes(shape, "machines x devices", "3x2; a script goes after --")
+    need("torch")
     from weft.run.testbed import Testbed
 
     with Testbed(machines, rate=None if rate == "none" else rate) as bed:
         if command:
             sys.exit(launch(bed, devices, command))
         _show(bed, devices)
-
-
-def _numbers(shape: str) -> tuple[int, int]:
-    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", shape)
-    if match is None:
-        raise InputError(
-            f"{shape!r} is not machines x devices.", hint="Use for example 3x2; a script goes after --."
-        )
-    return int(match[1]), int(match[2])
 
 
 def launch(bed: Testbed, devices: int, command: list[str]) -> int:

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from weft.cli.packages import need
 from weft.core.errors import InputError, WeftError
 
 GRACE_SECONDS = 600  # the step that runs, and its checkpoint
@@ -33,6 +34,7 @@ def run(
     the last checkpoint, after Ctrl-C (which ends after the step, with a checkpoint) or a crash, also on
     another number of ranks. `weft report` draws a run.
     """
+    need("torch", "safetensors", "av", "PIL", extra="train")
     from weft.run.world import is_launched
     from weft.train.recipe import Recipe
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from weft.cli.numbers import sizes
 from weft.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -101,11 +102,9 @@ def _known(name: str, size: str, frames: int) -> tuple[Model, tuple[int, int, in
     except InputError as error:
         hint = f"{error.hint} Or write a shape, TOKENSxHEADSxDIM, such as 32768x24x128."
         raise InputError(error.message, hint=hint) from None
-    if size and not re.fullmatch(r"[1-9]\d*x[1-9]\d*", size):
-        raise InputError(f"--size {size!r} is no size.", hint="Write WIDTHxHEIGHT, such as 1280x720.")
+    width, height = sizes(size, "width x height", "1280x720") if size else (0, 0)
     if frames < 0:
         raise InputError(
             f"--frames {frames} is no number of frames.", hint="Give 1 or more; 0: the model's own."
         )
-    width, height = map(int, size.split("x")) if size else (0, 0)
     return found, found.grid(width, height, frames)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class WeftError(Exception):
     """Base of all weft errors: `message` says what is wrong, `hint` what would work."""
@@ -37,6 +39,15 @@ class CommError(WeftError, RuntimeError):
 
 class MissingError(WeftError, ImportError):
     """Something that is not installed; names the command that adds it."""
+
+
+def nearest_of(name: str, known: Iterable[str]) -> str:
+    """A hint for a name that is not known: the one that was meant, if one is near, or all there are."""
+    from difflib import get_close_matches
+
+    names = list(known)
+    near = get_close_matches(name, names, 1)
+    return f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(names)}."
 
 
 def _rebuild(kind: type[WeftError], message: str, hint: str) -> WeftError:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from weft.core.codec import value
 
 IntArray = npt.NDArray[np.int64]
+Runs = tuple[tuple[int, int], ...]
 
 
 @value
@@ -28,19 +29,13 @@ class Indices:
     Indices(0-3,7)
     """
 
-    runs: tuple[tuple[int, int], ...] = ()
+    runs: Runs = ()
 
     @staticmethod
     def of(values: Iterable[int]) -> Indices:
         if isinstance(values, range) and values.step == 1:
             return Indices(((values.start, values.stop),)) if len(values) else EMPTY
-        array = np.unique(np.fromiter(values, dtype=np.int64))
-        if not array.size:
-            return EMPTY
-        breaks = np.flatnonzero(np.diff(array) > 1)
-        starts = array[np.concatenate(([0], breaks + 1))].tolist()
-        stops = (array[np.concatenate((breaks, [array.size - 1]))] + 1).tolist()
-        return Indices(tuple(zip(starts, stops, strict=True)))
+        return Indices(runs_in(np.unique(np.fromiter(values, dtype=np.int64))))
 
     @staticmethod
     def span(start: int, stop: int) -> Indices:
@@ -160,6 +155,16 @@ class Indices:
 
 
 EMPTY = Indices()
+
+
+def runs_in(order: IntArray) -> Runs:
+    """Indices in any order, as the runs in which each is one more than the last."""
+    if not order.size:
+        return ()
+    breaks = np.flatnonzero(np.diff(order) != 1)
+    starts = order[np.concatenate(([0], breaks + 1))].tolist()
+    stops = (order[np.concatenate((breaks, [order.size - 1]))] + 1).tolist()
+    return tuple(zip(starts, stops, strict=True))
 
 
 def split_evenly(size: int, parts: int) -> list[tuple[int, int]]:

@@ -10,9 +10,7 @@ import numpy as np
 
 from weft.core.codec import digest, value
 from weft.core.errors import InputError
-from weft.core.indices import EMPTY, Indices, IntArray, split_evenly
-
-Runs = tuple[tuple[int, int], ...]
+from weft.core.indices import EMPTY, Indices, IntArray, Runs, runs_in, split_evenly
 
 
 @value
@@ -90,7 +88,7 @@ class Layout:
     @staticmethod
     def permuted(order: Sequence[Sequence[int]], *, dim: str = "tokens") -> Layout:
         """Rank r holds the indices order[r], in that order."""
-        shards = tuple(_runs(np.asarray(rows, dtype=np.int64)) for rows in order)
+        shards = tuple(runs_in(np.asarray(rows, dtype=np.int64)) for rows in order)
         held = Indices.from_runs(run for shard in shards for run in shard)
         return Layout(held.size, shards, dim)
 
@@ -213,12 +211,3 @@ def _present(runs: list[tuple[int, int]]) -> Runs:
             else:
                 kept.append((start, stop))
     return tuple(kept)
-
-
-def _runs(order: IntArray) -> Runs:
-    if not order.size:
-        return ()
-    breaks = np.flatnonzero(np.diff(order) != 1)
-    starts = order[np.concatenate(([0], breaks + 1))].tolist()
-    stops = (order[np.concatenate((breaks, [order.size - 1]))] + 1).tolist()
-    return tuple(zip(starts, stops, strict=True))

@@ -100,6 +100,14 @@ class Exchange:
     transfers: tuple[Transfer, ...]
     label: str = ""
 
+    @property
+    def messages(self) -> dict[tuple[int, int], list[Piece]]:
+        """What goes from one rank to another, by (source, target)."""
+        found: dict[tuple[int, int], list[Piece]] = {}
+        for transfer in self.transfers:
+            found.setdefault((transfer.src, transfer.dst), []).append(transfer.piece)
+        return found
+
     def __str__(self) -> str:
         shown = "; ".join(str(t) for t in self.transfers[:3])
         more = f"; … {len(self.transfers) - 3} more" if len(self.transfers) > 3 else ""

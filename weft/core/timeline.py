@@ -19,16 +19,15 @@ import numpy.typing as npt
 from weft.core.errors import InputError
 from weft.core.indices import IntArray
 
-LANES = ("compute", "comm")
-KINDS = ("attend", "copy", "send", "wait", "barrier")
-
 
 class Span(NamedTuple):
     """One thing on one lane of one rank; times are seconds since the timeline's zero."""
 
     rank: int
     lane: str
+    """compute or comm."""
     kind: str
+    """attend, copy, send, wait or barrier."""
     name: str
     start: float
     end: float

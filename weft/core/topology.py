@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from weft.core.codec import value
-from weft.core.errors import InputError
+from weft.core.errors import InputError, nearest_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -235,6 +234,4 @@ def _check_names(table: dict[str, Any], kind: type[Any], where: str) -> None:
     known = [f.name for f in fields(kind)]
     for name in table:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"Did you mean {near[0]!r}?" if near else f"Known names: {', '.join(known)}."
-            raise InputError(f"{where}: there is no {name!r}.", hint=hint)
+            raise InputError(f"{where}: there is no {name!r}.", hint=nearest_of(name, known))

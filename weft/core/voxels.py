@@ -89,12 +89,6 @@ class Voxels:
         """How many cubes are whole; they are the first ones."""
         return prod(size // side for size, side in zip(self.grid, self.cube, strict=True))
 
-    @property
-    def aligned(self) -> bool:
-        """Whether every block of the grid is exactly one cube."""
-        ragged = any(size % side for size, side in zip(self.grid, self.cube, strict=True))
-        return not ragged and self.prefix % self.block == 0
-
     @cached_property
     def _cube_of(self) -> IntArray:
         """The number of each grid token's cube: first by the faces that cut it, then in raster order."""

@@ -79,10 +79,10 @@ class Adapter:
 
         A pattern under attention or local may name nothing: a model has no attention that is not named.
         """
-        attention = {key: streams for key, streams in self.attention.items() if any(_matches(model, key))}
+        attention = {key: streams for key, streams in self.attention.items() if any(named(model, key))}
         if not attention:
             raise _nothing(model, " or ".join(map(repr, self.attention)))
-        local = tuple(key for key in self.local if any(_matches(model, key)))
+        local = tuple(key for key in self.local if any(named(model, key)))
         cuts = {} if self.gather else self._planned(model)
         return replace(self, attention=attention, local=local, **cuts)
 
@@ -134,13 +134,14 @@ def modules(model: nn.Module) -> dict[str, nn.Module]:
 
 def matching(model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
     """The modules that a pattern names, in the model's order; it must name one."""
-    found = list(_matches(model, pattern))
+    found = list(named(model, pattern))
     if not found:
         raise _nothing(model, repr(pattern))
     return found
 
 
-def _matches(model: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
+def named(model: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that a pattern names, in which * is any one part of a name; perhaps none."""
     wanted = pattern.split(".")
     for name, module in modules(model).items():
         parts = name.split(".")

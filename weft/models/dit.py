@@ -22,7 +22,6 @@ from torch.utils.checkpoint import checkpoint
 
 from weft.core.errors import InputError
 from weft.models.adapter import Adapter, Cut
-from weft.models.stdit import waves
 
 Size = tuple[int, int, int]
 """Frames, rows, columns."""
@@ -235,6 +234,14 @@ class Attention(nn.Module):
             for norm, x in ((self.norm_q, q), (self.norm_k, k))
         )
         return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def waves(times: Tensor, width: int) -> Tensor:
+    """[B] → [B, width]: sines and cosines from slow to fast."""
+    half = (width + 1) // 2
+    speeds = 1e4 ** -(torch.arange(half, device=times.device, dtype=torch.float64) / half)
+    angles = times.to(torch.float64)[:, None] * speeds
+    return torch.cat((angles.sin(), angles.cos()), -1)[:, :width]
 
 
 def by_row(layer: nn.Module, x: Tensor) -> Tensor:

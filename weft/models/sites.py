@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from torch import nn
 
 from weft.core.errors import InputError
+from weft.models.adapter import modules, named
 from weft.plan.stages import Stage
 
 Groups = tuple[tuple[str, ...], ...]
@@ -73,12 +73,10 @@ def find_sites(model: nn.Module, loop: Declared, dims: list[str], shard: tuple[s
 
 def _matches(model: nn.Module, pattern: str) -> Iterator[tuple[tuple[tuple[int, str], ...], str, nn.Module]]:
     """(what the wildcards stand for, name, module); numbers compare as numbers."""
-    wanted = pattern.split(".")
-    for name, module in model.named_modules():
-        parts = name.split(".")
-        if len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted)):
-            free = [part for part, want in zip(parts, wanted, strict=True) if set("*?[") & set(want)]
-            yield tuple((int(p), "") if p.isdecimal() else (0, p) for p in free), name, module
+    for name, module in named(model, pattern):
+        both = zip(name.split("."), pattern.split("."), strict=True)
+        free = [part for part, wanted in both if set("*?[") & set(wanted)]
+        yield tuple((int(p), "") if p.isdecimal() else (0, p) for p in free), name, module
 
 
 def _site(name: str, module: nn.Module, said: Mixes, dims: list[str], shard: tuple[str, ...]) -> Site:
@@ -117,7 +115,7 @@ def beside(model: nn.Module, sites: list[Site]) -> Iterator[tuple[str, nn.Module
     """The largest modules that are neither stages nor contain any: what runs between stages."""
     names = {site.name for site in sites}
     around = {".".join(name.split(".")[:depth]) for name in names for depth in range(name.count(".") + 1)}
-    for name, module in model.named_modules():
+    for name, module in modules(model).items():
         parent = name.rpartition(".")[0]
         if name and parent in around and name not in names | around:
             yield name, module

@@ -1,4 +1,4 @@
-"""Blocks to ring ranks: db-SP's biased greedy to compare with, and a joint refinement of rows and columns.
+"""Blocks to ring ranks: a joint refinement of rows and columns.
 
 An assignment gives, per Ulysses slice, the ring coordinate of every q block (`rows[U, n]`) and kv block
 (`cols[U, m]`); a permutation that all slices share repeats its row. Homes are the coordinates that hold
@@ -107,39 +107,6 @@ def tile_sums(tile_loads: IntArray, rows: IntArray, cols: IntArray, ring: int) -
     return np.ascontiguousarray(_over_cols(by_row_group, cols, ring).swapaxes(1, 2))
 
 
-def dbsp_greedy(
-    tile_loads: IntArray,
-    ring: int,
-    home_rows: npt.ArrayLike | None = None,
-    home_cols: npt.ArrayLike | None = None,
-    *,
-    reward: int = 2,
-) -> Dealt:
-    """db-SP's, as published: rows by row sums and columns by column sums over all heads, one permutation.
-
-    Heaviest first, each to the least loaded rank with a free slot, where its home counts as lighter by
-    `reward` times its load. Slots are equal; where blocks do not divide, the first ranks have one more.
-    """
-    homes = _homes(tile_loads, ring, home_rows, home_cols)
-    loads = tile_loads.sum(axis=(0, 2)), tile_loads.sum(axis=(0, 1))
-    dealt = [_biased(*both, ring, reward) for both in zip(loads, homes, strict=True)]
-    return Dealt(*(np.tile(groups, (len(tile_loads), 1)) for groups in dealt))
-
-
-def _biased(loads: IntArray, homes: IntArray, ring: int, reward: int) -> IntArray:
-    slots = [stop - start for start, stop in split_evenly(len(loads), ring)]
-    total = [0] * ring
-    dealt = np.empty_like(homes)
-    for block in np.argsort(-loads, kind="stable").tolist():
-        load, home = int(loads[block]), int(homes[block])
-        score = {rank: total[rank] - reward * load * (rank == home) for rank in range(ring) if slots[rank]}
-        rank = min(score, key=score.__getitem__)
-        dealt[block] = rank
-        slots[rank] -= 1
-        total[rank] += load
-    return dealt
-
-
 def joint(
     tile_loads: IntArray,
     ring: int,
@@ -147,43 +114,32 @@ def joint(
     home_cols: npt.ArrayLike | None = None,
     *,
     limits: Limits = LIMITS,
-    per_slice: bool = True,
     start: tuple[IntArray, IntArray] | None = None,
 ) -> Dealt:
     """Rows and columns swapped together until every ring step is even, within `limits`; see `refine`.
 
     It begins with `start`, if that is within the budget, else with everything at home, and never ends with
-    a larger step ratio than it began with. Slices have their own permutations, or all share one.
+    a larger step ratio than it began with. Slices have their own permutations.
     """
     homes = _homes(tile_loads, ring, home_rows, home_cols)
-    slices, n, m = tile_loads.shape
-    began = Dealt(*(np.tile(home, (slices, 1)) for home in homes))
+    began = Dealt(*(np.tile(home, (len(tile_loads), 1)) for home in homes))
     if start is not None:
         began = _begin(began, start, ring, limits.budget)
-    if not per_slice and any((groups != groups[0]).any() for groups in began):
-        raise InputError(
-            "The start has permutations that differ between slices; this plan is to share one.",
-            hint="Leave out start, or allow per_slice.",
-        )
     if ring == 1:
         return began
     by_cols = _over_cols(tile_loads, began.cols, ring)
     by_rows = _over_rows(tile_loads, began.rows, ring)
     tiles = np.ascontiguousarray(_over_cols(by_rows, began.cols, ring).swapaxes(1, 2))
-    split = (slices, 1) if per_slice else (1, slices)
-    loads = tile_loads.reshape(*split, n, m)
     rows, cols = (
-        Side(load, sums.reshape(*split, ring, -1), now[: split[0]], home, limits.cap, limits.budget)
+        Side(load, sums, now, home, limits.cap, limits.budget)
         for load, sums, now, home in zip(
-            (loads, loads.swapaxes(2, 3)), (by_cols, by_rows), began, homes, strict=True
+            (tile_loads, tile_loads.swapaxes(1, 2)), (by_cols, by_rows), began, homes, strict=True
         )
     )
     # A slice whose heads weigh more than the target allows is still made even in itself.
     mean = tiles.sum(axis=(1, 2)) / ring
     goals = np.maximum(limits.target * mean.mean(), (limits.target + 1) / 2 * mean).astype(np.int64)
-    goals = goals if per_slice else np.full_like(goals, goals.max())
-    found = refine(rows, cols, tiles.reshape(*split, ring, ring), goals.reshape(split))
-    return Dealt(*(np.repeat(groups, split[1], axis=0) for groups in found))
+    return Dealt(*refine(rows, cols, tiles, goals))
 
 
 def _begin(home: Dealt, start: tuple[IntArray, IntArray], ring: int, budget: float) -> Dealt:

@@ -7,6 +7,7 @@ from functools import partial
 
 from weft.core.errors import InputError
 from weft.core.mask import BlockMask
+from weft.core.mesh import Mesh
 from weft.core.partition import Partition
 from weft.core.problem import Problem
 from weft.core.schedule import Op, Schedule
@@ -21,9 +22,7 @@ from weft.plan.roster import Roster, assemble
 from weft.plan.split import whole
 from weft.schedule.gather import gather
 from weft.schedule.measure import attend_works, measure
-from weft.schedule.ring import ring
 from weft.schedule.torus import torus
-from weft.schedule.ulysses import ulysses
 from weft.schedule.usp import usp
 from weft.simulate.critical import Timing
 from weft.simulate.predict import predict
@@ -166,11 +165,15 @@ def _schedule(recipe: Recipe, deals: Deals, roster: Roster) -> Schedule:
 
 
 def _exchange(recipe: Recipe, deals: Deals, partition: Partition) -> Schedule:
-    one = ring if recipe.ulysses == 1 else ulysses if recipe.ring == 1 else usp
-    builder = gather if recipe.exchange == "gather" else one
-    if recipe.exchange == "torus":
+    mesh, builder = recipe.mesh_on(deals.topology), usp
+    if recipe.exchange == "gather":
+        builder = gather
+    elif recipe.exchange == "torus":
         builder = partial(torus, machines=deals.topology.machines, chunks=recipe.chunks, defer=recipe.defer)
-    mesh = recipe.mesh_on(deals.topology)
+    elif recipe.ulysses == 1:
+        mesh = Mesh.of(ring=mesh.ranks)
+    elif recipe.ring == 1:
+        mesh = Mesh.of(ulysses=mesh.ranks)
     return builder(deals.problem, deals.mask, mesh, partition, name=str(recipe))
 
 

@@ -7,7 +7,6 @@ import numpy.typing as npt
 
 from weft.core.errors import InputError
 from weft.core.indices import IntArray
-from weft.core.mask import BlockMask
 
 
 def cut(loads: npt.ArrayLike, ring: int, *, cap: float = 1.25) -> IntArray:
@@ -62,19 +61,3 @@ def _evened(prefix: IntArray, ring: int, limit: int, most: int) -> list[int]:
         at = min(max(wish, first, at), reach, at + most, size)
         stops.append(at)
     return stops
-
-
-def needed_fraction(mask: BlockMask, rows: IntArray, cols: IntArray) -> float:
-    """The share of remote kv blocks that a rank's rows need in some head, on average over ranks.
-
-    `rows[n]` and `cols[m]` are ring coordinates; the ring is as large as the largest of them says.
-    """
-    ring = int(max(rows.max(), cols.max())) + 1
-    any_head = np.bitwise_or.reduce(mask.bits[np.unique(mask.pattern_of)], axis=0)
-    shares: list[float] = []
-    for rank in range(ring):
-        touched = np.bitwise_or.reduce(any_head[rows == rank], axis=0)
-        needed = np.unpackbits(touched, count=mask.kv_blocks).view(np.bool_)
-        remote = cols != rank
-        shares.append(float(needed[remote].mean()) if remote.any() else 0.0)
-    return float(np.mean(shares))

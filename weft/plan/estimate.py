@@ -21,7 +21,7 @@ from weft.core.problem import Problem
 from weft.core.topology import Topology
 from weft.plan.balance import step_loads
 from weft.plan.recipe import Recipe, most_machines
-from weft.simulate.critical import ROW, shared_seconds
+from weft.simulate.costs import ROW, shared_seconds
 
 
 class Way(NamedTuple):

@@ -1,4 +1,4 @@
-"""Heads to Ulysses groups: two published deals to compare with, and a refinement that closes most of the gap.
+"""Heads to Ulysses groups: db-SP's greedy deal, and a refinement that closes most of the gap.
 
 Loads are integers and ties go by index, so that all ranks find the same grouping.
 """
@@ -27,28 +27,26 @@ def natural(heads: int, groups: int) -> Grouping:
     return tuple(tuple(range(start, stop)) for start, stop in split_evenly(heads, groups))
 
 
-def snake(loads: npt.ArrayLike, groups: int) -> Grouping:
-    """xDiT's deal: the sorted heads go round the groups forwards, then backwards, and so on.
+def greedy(loads: npt.ArrayLike, groups: int) -> Grouping:
+    """Heaviest first to the least loaded with a free slot; the first to fill theirs may hold one more.
 
-    >>> snake([9, 8, 7, 6, 5], 2)
-    ((0, 3, 4), (1, 2))
+    Where heads divide, it is db-SP's as published.
     """
-    dealt: list[list[int]] = [[] for _ in range(groups)]
-    for place, head in enumerate(_heaviest_first(_checked(loads, groups))):
-        lap, seat = divmod(place, groups)
-        dealt[groups - 1 - seat if lap % 2 else seat].append(head)
-    return _frozen(dealt)
-
-
-def equal_greedy(loads: npt.ArrayLike, groups: int) -> Grouping:
-    """db-SP's, as published: heaviest head first, each to the least loaded group that has a free slot."""
     weights = _checked(loads, groups)
-    if weights.size % groups:
-        raise InputError(
-            f"{weights.size} heads do not divide into {groups} groups of equal count.",
-            hint="Use refined, which takes any number of heads.",
-        )
-    return _greedy(weights, groups)
+    count, extra = divmod(weights.size, groups)
+    costs: list[int] = weights.tolist()
+    heap = [(0, group) for group in range(groups)]
+    dealt: list[list[int]] = [[] for _ in range(groups)]
+    heaviest: list[int] = np.argsort(-weights, kind="stable").tolist()
+    for head in heaviest:
+        load, group = heapq.heappop(heap)
+        while len(dealt[group]) == count and not extra:
+            load, group = heapq.heappop(heap)
+        extra -= len(dealt[group]) == count
+        dealt[group].append(head)
+        if len(dealt[group]) <= count:
+            heapq.heappush(heap, (load + costs[head], group))
+    return _frozen(dealt)
 
 
 def refined(loads: npt.ArrayLike, groups: int, *, equal: bool = False) -> Grouping:
@@ -59,8 +57,7 @@ def refined(loads: npt.ArrayLike, groups: int, *, equal: bool = False) -> Groupi
     >>> refined([4, 3, 3, 2, 2, 2], 2)
     ((0, 3, 4), (1, 2, 5))
     """
-    weights = _checked(loads, groups)
-    return improve(_greedy(weights, groups), weights, equal=equal)
+    return improve(greedy(loads, groups), loads, equal=equal)
 
 
 def improve(grouping: Grouping, loads: npt.ArrayLike, *, equal: bool = False) -> Grouping:
@@ -163,27 +160,6 @@ def _forbidden(mine: int, theirs: int, low: int, high: int) -> npt.NDArray[np.bo
     # I may lose what leaves me my count and gives them theirs.
     found = (lost < max(mine - high, low - theirs)) | (lost > min(mine - low, high - theirs))
     return found if found.any() else None
-
-
-def _greedy(weights: IntArray, groups: int) -> Grouping:
-    """Heaviest first to the least loaded with a free slot; the first to fill theirs may hold one more."""
-    count, extra = divmod(weights.size, groups)
-    costs: list[int] = weights.tolist()
-    heap = [(0, group) for group in range(groups)]
-    dealt: list[list[int]] = [[] for _ in range(groups)]
-    for head in _heaviest_first(weights):
-        load, group = heapq.heappop(heap)
-        while len(dealt[group]) == count and not extra:
-            load, group = heapq.heappop(heap)
-        extra -= len(dealt[group]) == count
-        dealt[group].append(head)
-        if len(dealt[group]) <= count:
-            heapq.heappush(heap, (load + costs[head], group))
-    return _frozen(dealt)
-
-
-def _heaviest_first(weights: IntArray) -> list[int]:
-    return np.argsort(-weights, kind="stable").tolist()
 
 
 def _frozen(groups: list[list[int]]) -> Grouping:

@@ -14,10 +14,10 @@ from weft.core.errors import InputError
 from weft.core.indices import IntArray
 from weft.core.mask import BlockMask
 from weft.plan.balance import step_ratio
-from weft.plan.blocks import LIMITS, Limits, Placement, joint, tile_sums
+from weft.plan.blocks import Placement, joint, tile_sums
 from weft.plan.counts import head_loads, tile_loads
 from weft.plan.exchange import exchanged, slot_loads, to_grouping, to_slots
-from weft.plan.heads import Grouping, equal_greedy
+from weft.plan.heads import Grouping
 
 Plans = tuple[Grouping, ...]
 """One grouping per layer."""
@@ -75,7 +75,7 @@ class Online:
 class OnlineBlocks:
     """Re-plans a layer's blocks from its last mask, when the plan's step ratio on it is past `threshold`.
 
-    It begins with where the blocks are, so few move; at most `limits.budget` of them are ever away from
+    It begins with where the blocks are, so few move; at most the budget of `LIMITS` is ever away from
     `homes`. Heads are exchanged before, as `Online` does, so that slices stay even.
     """
 
@@ -85,10 +85,8 @@ class OnlineBlocks:
         *,
         homes: tuple[IntArray, IntArray] | None = None,
         threshold: float = 1.02,
-        limits: Limits = LIMITS,
     ) -> None:
-        self.plans = tuple(plans)
-        self.threshold, self.limits = threshold, limits
+        self.plans, self.threshold = tuple(plans), threshold
         self.replanned = 0
         self._homes = (None, None) if homes is None else homes
         self._heads = Online([plan.grouping for plan in self.plans])
@@ -111,26 +109,9 @@ class OnlineBlocks:
         tiles, now = tile_loads(mask, grouping), blocks.dealt
         if step_ratio(tile_sums(tiles, *now, blocks.ring)) <= self.threshold:
             return Hybrid(grouping, blocks)
-        found = joint(tiles, blocks.ring, *self._homes, limits=self.limits, start=now)
+        found = joint(tiles, blocks.ring, *self._homes, start=now)
         placed = Placement(blocks.ring, *found)
         return Hybrid(grouping, blocks if placed == blocks else placed)
-
-
-class Published:
-    """db-SP's policy, the one to compare with: all layers anew once their mean ratio is past 1.10."""
-
-    def __init__(self, plans: Sequence[Grouping], *, threshold: float = 1.10) -> None:
-        self.plans: Plans = _all_heads(tuple(plans))
-        self.threshold = threshold
-        self.replanned = 0
-
-    def observe(self, counts: npt.ArrayLike) -> Plans:
-        table = _checked(counts, _shape(self.plans))
-        if ratios(self.plans, table).mean() > self.threshold:
-            pairs = zip(self.plans, table, strict=True)
-            self.plans = tuple(equal_greedy(row, len(plan)) for plan, row in pairs)
-            self.replanned += len(self.plans)
-        return self.plans
 
 
 def replay(policy: Policy, counts: npt.ArrayLike) -> npt.NDArray[np.float64]:

@@ -9,7 +9,6 @@ torus:4x2       as swapped, in stages by machine     torus:4x2c2d1 in halves, 1 
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 
@@ -150,13 +149,3 @@ def placed(ulysses: int, machines: int, devices: int) -> Mesh:
         for j in range(hops)
     )
     return Mesh.of(ulysses=ulysses, ring=groups * hops).arranged(order)
-
-
-def gcd_degrees(machines: int, devices: int, heads: int) -> tuple[int, int]:
-    """StreamFusion's rule for (ulysses, ring), a baseline: the most ranks that divide the heads.
-
-    >>> gcd_degrees(4, 8, 24), gcd_degrees(5, 8, 24)
-    ((8, 4), (8, 5))
-    """
-    ulysses = math.gcd(machines * devices, heads)
-    return ulysses, machines * devices // ulysses

@@ -7,8 +7,8 @@ d = C_i - C_k. Groups meet as in a tournament, so that all pairs of a round, in 
 in the first tournament many swaps each along X_a - X_b, and then single ones, the best of many pairs.
 A group's free places hold items without load: a swap with one is a move, and the places are the cap.
 
-Legend: V deciders (the slices, or 1 where all share a permutation), W slices of a decider, R ring,
-B pairs, F = W·R loads of an item. Most calls are on small arrays: their number is what takes the time.
+Legend: U slices, R ring, B pairs; an item has R loads. Most calls are on small arrays: their number is what
+takes the time.
 """
 
 from __future__ import annotations
@@ -40,50 +40,49 @@ class Side:
 
     def __init__(
         self,
-        tiles_VWio: IntArray,
-        sums_VWRi: IntArray,
-        now_Vi: IntArray,
+        tiles_Uio: IntArray,
+        sums_URi: IntArray,
+        now_Ui: IntArray,
         home: IntArray,
         cap: float,
         budget: float,
     ) -> None:
-        self.tiles = tiles_VWio
-        self.ring, self.items = int(sums_VWRi.shape[2]), len(home)
+        self.tiles = tiles_Uio
+        self.ring, self.items = int(sums_URi.shape[1]), len(home)
         # Past the items come two without load: one fills a free place, one a place that must stay empty.
         self.free, self.closed = self.items, self.items + 1
-        self.sums = np.zeros((*sums_VWRi.shape[:3], self.items + 2), dtype=np.int64)
-        self.sums[..., : self.items] = sums_VWRi
+        self.sums = np.zeros((*sums_URi.shape[:2], self.items + 2), dtype=np.int64)
+        self.sums[..., : self.items] = sums_URi
         self.home = np.append(home, (-1, -1))
-        self.away_left = int(budget * self.items) - (now_Vi != home).sum(axis=1)
-        self.places = self._places(now_Vi, cap)
+        self.away_left = int(budget * self.items) - (now_Ui != home).sum(axis=1)
+        self.places = self._places(now_Ui, cap)
         self.shift = 0
 
-    def _places(self, now_Vi: IntArray, cap: float) -> IntArray:
-        """[V, R, P]: what lies in each place of each group."""
-        held = np.stack([np.bincount(now, minlength=self.ring) for now in now_Vi])
+    def _places(self, now_Ui: IntArray, cap: float) -> IntArray:
+        """[U, R, P]: what lies in each place of each group."""
+        held = np.stack([np.bincount(now, minlength=self.ring) for now in now_Ui])
         limit = np.maximum(held, max(int(cap * self.items / self.ring), -(-self.items // self.ring)))
         place = np.arange(int(limit.max()))
         found = np.full((*limit.shape, place.size), self.closed)
         found[place < limit[:, :, None]] = self.free
-        for decider, now in enumerate(now_Vi):
-            found[decider][place < held[decider][:, None]] = np.argsort(now, kind="stable")
+        for slice_, now in enumerate(now_Ui):
+            found[slice_][place < held[slice_][:, None]] = np.argsort(now, kind="stable")
         return found
 
-    def loads(self, v: IntArray, items: IntArray) -> Floats:
-        """[B, F, items], cut by `shift` bits."""
-        flat = self.sums.reshape(len(self.sums), -1, self.items + 2)
-        found = flat[v[:, None, None], np.arange(flat.shape[1])[:, None], items[:, None]]
+    def loads(self, u: IntArray, items: IntArray) -> Floats:
+        """[B, R, items], cut by `shift` bits."""
+        found = self.sums[u[:, None, None], np.arange(self.ring)[:, None], items[:, None]]
         return (found >> self.shift).astype(np.float64)
 
-    def tiles_of(self, v: IntArray, items: IntArray) -> IntArray:
-        """[swaps, W, items of the other side]; a free place has none."""
+    def tiles_of(self, u: IntArray, items: IntArray) -> IntArray:
+        """[swaps, items of the other side]; a free place has none."""
         loaded = items < self.items
         if loaded.all():
-            return self.tiles[v, :, items]
-        return self.tiles[v, :, items * loaded] * loaded[:, None, None]
+            return self.tiles[u, items]
+        return self.tiles[u, items * loaded] * loaded[:, None]
 
     def groups(self, places: IntArray) -> IntArray:
-        """[V, items]: the group of each item."""
+        """[U, items]: the group of each item."""
         found = np.empty((len(places), self.items + 2), dtype=np.int64)
         group = np.arange(self.ring)[:, None]
         for row, place in zip(found, places, strict=True):
@@ -94,7 +93,7 @@ class Side:
 class Pairs(NamedTuple):
     """The pairs of groups of one round, [B] each."""
 
-    decider: IntArray
+    slice: IntArray
     a: IntArray
     b: IntArray
 
@@ -112,23 +111,23 @@ class Swaps(NamedTuple):
 NONE = Swaps(*np.empty((5, 0), dtype=np.int64))
 
 
-def refine(rows: Side, cols: Side, tiles_VWRR: IntArray, goals_VW: IntArray) -> tuple[IntArray, IntArray]:
-    """The best groups found of rows and of columns, [V, items] each.
+def refine(rows: Side, cols: Side, tiles_URR: IntArray, goals_U: IntArray) -> tuple[IntArray, IntArray]:
+    """The best groups found of rows and of columns, [U, items] each.
 
     A slice whose Σ_steps max_ranks is at its goal is left alone.
     """
-    tiles, deciders, ring = tiles_VWRR, len(tiles_VWRR), rows.ring
-    rounds = _tournament(ring, deciders)
+    tiles, slices, ring = tiles_URR, len(tiles_URR), rows.ring
+    rounds = _tournament(ring, slices)
     # As flat indices: what rank a meets in step t; and the step in which a meets group b.
     rank, other = np.arange(ring)[:, None], np.arange(ring)
     met, step = rank * ring + (rank - other) % ring, (rank - other) % ring
     rows.shift = cols.shift = shift = _shift(rows, cols)
-    best = np.full(deciders, np.iinfo(np.int64).max)
+    best = np.full(slices, np.iinfo(np.int64).max)
     found = rows.places.copy(), cols.places.copy()
     idle = 0
     for turn in range(TURNS):
-        loads: IntArray = tiles.reshape(*goals_VW.shape, -1).take(met, axis=2)
-        over: IntArray = (loads.max(axis=2).sum(axis=2) - goals_VW).max(axis=1)
+        loads: IntArray = tiles.reshape(slices, -1).take(met, axis=1)
+        over: IntArray = loads.max(axis=1).sum(axis=1) - goals_U
         better = over < best
         idle = 0 if better.any() else idle + 1
         best[better] = over[better]
@@ -138,36 +137,36 @@ def refine(rows: Side, cols: Side, tiles_VWRR: IntArray, goals_VW: IntArray) -> 
             break
         pairs = rounds[turn // 2 % len(rounds)]
         if best.min() <= 0:
-            pairs = Pairs(*(part[best[pairs.decider] > 0] for part in pairs))
-        excess = ring * tiles - loads.sum(axis=2).take(step, axis=2)
-        side, other, turned = (rows, cols, (2, 3)) if turn % 2 == 0 else (cols, rows, (3, 2))
-        excess = excess.transpose(0, 1, *turned)
+            pairs = Pairs(*(part[best[pairs.slice] > 0] for part in pairs))
+        excess = ring * tiles - loads.sum(axis=1).take(step, axis=1)
+        side, other, turned = (rows, cols, (1, 2)) if turn % 2 == 0 else (cols, rows, (2, 1))
+        excess = excess.transpose(0, *turned)
         if turn < 2 * len(rounds):
             swaps = _bulk(side, _meet(side, pairs, excess >> shift, EVERY, turn))
         else:
             swaps = _fine(side, _meet(side, pairs, excess >> shift, SOME, turn))
         if swaps.pair.size:
-            _apply(side, other, tiles.transpose(0, 1, *turned), pairs, swaps)
+            _apply(side, other, tiles.transpose(0, *turned), pairs, swaps)
     return rows.groups(found[0]), cols.groups(found[1])
 
 
 def _shift(rows: Side, cols: Side) -> int:
     """By how many bits loads are cut so that every score is exact."""
-    peak = max(int(side.sums.sum(axis=(1, 2)).max()) for side in (rows, cols))
+    peak = max(int(side.sums.sum(axis=1).max()) for side in (rows, cols))
     bits = (8 * rows.ring * (max(rows.items, cols.items) * peak) ** 2).bit_length()
     return max(0, -(-(bits - EXACT) // 2))
 
 
 @lru_cache
-def _tournament(ring: int, deciders: int) -> tuple[Pairs, ...]:
+def _tournament(ring: int, slices: int) -> tuple[Pairs, ...]:
     """Rounds of pairs of groups: everyone meets everyone once, and nobody two in one round."""
     seats = list(range(ring + ring % 2))
     rounds: list[Pairs] = []
     for _ in seats[1:]:
         met = zip(seats[: len(seats) // 2], reversed(seats), strict=False)
         pairs = np.array([pair for pair in met if max(pair) < ring], dtype=np.int64)
-        a, b = np.tile(pairs, (deciders, 1)).T
-        rounds.append(Pairs(np.repeat(np.arange(deciders), len(pairs)), a, b))
+        a, b = np.tile(pairs, (slices, 1)).T
+        rounds.append(Pairs(np.repeat(np.arange(slices), len(pairs)), a, b))
         seats = [seats[0], seats[-1], *seats[1:-1]]
     return tuple(rounds)
 
@@ -179,24 +178,24 @@ class Meeting(NamedTuple):
     place: IntArray
     items: IntArray
     loads: Floats
-    """[B, F, candidates]; those of b are negative, so that loads of a swap add up."""
+    """[B, R, candidates]; those of b are negative, so that loads of a swap add up."""
     apart: Floats
-    """[B, F, 1]: X_a - X_b."""
+    """[B, R, 1]: X_a - X_b."""
     closed: Bools
     swaps: int
     """How often a pair may swap."""
 
 
 def _meet(side: Side, pairs: Pairs, excess: IntArray, most: tuple[int, int], turn: int) -> Meeting:
-    v, a, b = pairs
+    u, a, b = pairs
     some, place = _tried(side.places.shape[2], most, turn // 2)
     group = np.where(np.arange(place.size) < some, a[:, None], b[:, None])
-    items = side.places[v[:, None], group, place]
-    loads = side.loads(v, items)
+    items = side.places[u[:, None], group, place]
+    loads = side.loads(u, items)
     loads[:, :, some:] *= -1
-    apart = (excess[v, :, a] - excess[v, :, b]).reshape(len(v), -1, 1).astype(np.float64)
+    apart = (excess[u, a] - excess[u, b])[:, :, None].astype(np.float64)
     # Closed are places that are none and, where the budget is spent, leaving home.
-    quota = (side.away_left // (side.ring // 2) // 2)[v]
+    quota = (side.away_left // (side.ring // 2) // 2)[u]
     spent = quota < 1
     closed = items == side.closed
     if spent.any():
@@ -261,19 +260,19 @@ def _tried(count: int, most: tuple[int, int], turn: int) -> tuple[int, IntArray]
 
 def _apply(side: Side, other: Side, tiles: IntArray, pairs: Pairs, swaps: Swaps) -> None:
     """Swap, and bring the budget, the tiles and the sums of the other side up to date."""
-    v, a, b = (part[swaps.pair] for part in pairs)
-    side.places[v, a, swaps.at_i] = swaps.k
-    side.places[v, b, swaps.at_k] = swaps.i
+    u, a, b = (part[swaps.pair] for part in pairs)
+    side.places[u, a, swaps.at_i] = swaps.k
+    side.places[u, b, swaps.at_k] = swaps.i
     from_i, from_k = side.home[swaps.i], side.home[swaps.k]
     away = (from_i == a) * 1 - (from_i == b) + (from_k == b) - (from_k == a)
-    np.subtract.at(side.away_left, v, away)
-    first = np.ones(v.size, dtype=np.bool_)
+    np.subtract.at(side.away_left, u, away)
+    first = np.ones(u.size, dtype=np.bool_)
     np.not_equal(swaps.pair[1:], swaps.pair[:-1], out=first[1:])
     starts = first.nonzero()[0]
-    change = np.add.reduceat(side.sums[v, :, :, swaps.k] - side.sums[v, :, :, swaps.i], starts)
-    load = np.add.reduceat(side.tiles_of(v, swaps.k) - side.tiles_of(v, swaps.i), starts)
-    v, a, b = v[starts], a[starts], b[starts]
-    tiles[v, :, a] += change
-    tiles[v, :, b] -= change
-    other.sums[v, :, a, :-2] += load
-    other.sums[v, :, b, :-2] -= load
+    change = np.add.reduceat(side.sums[u, :, swaps.k] - side.sums[u, :, swaps.i], starts)
+    load = np.add.reduceat(side.tiles_of(u, swaps.k) - side.tiles_of(u, swaps.i), starts)
+    u, a, b = u[starts], a[starts], b[starts]
+    tiles[u, a] += change
+    tiles[u, b] -= change
+    other.sums[u, a, :-2] += load
+    other.sums[u, b, :-2] -= load

@@ -74,10 +74,6 @@ class Placement:
     """One more than there are stages."""
     cost: Cost
 
-    @property
-    def switches(self) -> int:
-        return sum(move.verb == "switch" for moves in self.moves for move in moves)
-
     def __str__(self) -> str:
         rows = [
             (", ".join(map(str, moves)), stage.name, " × ".join(layout), ", ".join(stage.mixes) or "nothing")

@@ -18,10 +18,8 @@ from weft.plan.choose import build
 from weft.plan.recipe import Recipe
 from weft.report.path import critical_path
 from weft.report.sweep import Point
-from weft.schedule.measure import attend_works, measure
-
-MEASURED = 64
-"""Ranks up to which a schedule is walked through for its memory: it takes time for each rank."""
+from weft.schedule.measure import peak_memory, rank_work
+from weft.simulate.events import MEASURED
 
 
 @dataclass(frozen=True)
@@ -86,31 +84,25 @@ class Case:
         """Peak bytes of each rank: of the timeline, or else of the schedule."""
         if self.timeline.memory or not self.schedule or self.ranks > MEASURED:
             return self.timeline.memory
-        return measure(self.schedule).peak_memory
+        return peak_memory(self.schedule)
 
     @cached_property
     def home_memory(self) -> tuple[int, ...]:
         """Bytes of the tensors that are each rank's own: queries, keys, values, output."""
         if not self.schedule:
             return ()
-        problem = self.schedule.problem
-        heads = {"q": problem.heads, "kv": 2 * problem.kv_heads, "o": problem.heads}
-        one = problem.batch * problem.head_dim * problem.item_bytes
-        return tuple(
-            sum(problem.home(tensor).rows(rank) * count * one for tensor, count in heads.items())
-            for rank in range(self.ranks)
-        )
+        return tuple(map(self.schedule.problem.home_bytes, range(self.ranks)))
 
     @cached_property
     def loads(self) -> Loads:
         if not self.schedule:
             return Loads(tuple(self.timeline.computing.tolist()), unit="seconds computing", note=ALONE)
         schedule, topology = self.schedule, self.topology or Topology.local(self.ranks)
-        after = _work(schedule)
+        after = rank_work(schedule)
         try:
             recipe = Recipe.parse(schedule.name, self.ranks)
             plain = replace(recipe, balance="none")
-            before = _work(build(str(plain), schedule.problem, schedule.mask, topology))
+            before = rank_work(build(str(plain), schedule.problem, schedule.mask, topology))
             bound = Deals(schedule.problem, schedule.mask, topology).bound(recipe)
         except InputError:
             return Loads(after, note=f"{schedule.name!r} is no plan of weft: what it was before is unknown.")
@@ -148,15 +140,6 @@ def by_call(timeline: Timeline) -> dict[int, list[Span]]:
 def is_backward(spans: Iterable[Span]) -> bool:
     """Whether a call is the gradient of an attention, by the names that `schedule.labels` gives."""
     return any(span.kind == "attend" and span.name.startswith("gradient") for span in spans)
-
-
-def _work(schedule: Schedule) -> tuple[int, ...]:
-    """Active (head, query token, key token) triples by rank."""
-    found = [0] * schedule.problem.ranks
-    works = attend_works(schedule)
-    for index, op in schedule.attends():
-        found[op.rank] += works[index]
-    return tuple(found)
 
 
 def summary(case: Case) -> dict[str, float]:

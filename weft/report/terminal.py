@@ -11,6 +11,7 @@ from weft.core.timeline import Timeline
 
 WIDTH = 80
 MOST_ROWS = 8
+SPARKS = 64
 COMPUTES, WAITS, IDLE = "█", "░", " "
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 BARS = "▁▂▃▄▅▆▇█"
@@ -63,13 +64,13 @@ def _busy(timeline: Timeline, rank: int) -> str:
     return f"{timeline.computing[rank] / (timeline.seconds or 1.0):.0%}"
 
 
-def load_lines(loads: Sequence[float], bound: float = 1.0, width: int = WIDTH) -> list[str]:
+def load_lines(loads: Sequence[float], bound: float = 1.0) -> list[str]:
     """A bar a rank, as a multiple of the mean, and the least that the longest could be."""
     mean = float(np.mean(loads)) or 1.0
     ratios = [load / mean for load in loads]
     shown = _chosen(ratios)
     label = len(f"rank {len(loads) - 1}") + 2
-    scale = (width - label - 8) / max(*ratios, bound)
+    scale = (WIDTH - label - 8) / max(*ratios, bound)
     rows = [f"{f'rank {rank}':<{label}}{_bar(ratios[rank] * scale)} {ratios[rank]:.3f}×" for rank in shown]
     return [*rows, f"{f'bound {bound:.3f}× ▲':>{label + round(bound * scale)}}"]
 
@@ -87,9 +88,9 @@ def _bar(length: float) -> str:
     return "█" * whole + EIGHTHS[part].strip()
 
 
-def sparkline(values: np.ndarray, width: int = 64) -> str:
+def sparkline(values: np.ndarray) -> str:
     """A row of small bars, from the least to the most of the means of as many parts; blank is no number."""
-    parts = [part[np.isfinite(part)] for part in np.array_split(values, min(width, len(values)))]
+    parts = [part[np.isfinite(part)] for part in np.array_split(values, min(SPARKS, len(values)))]
     means = np.array([part.mean() if part.size else np.nan for part in parts])
     if not np.isfinite(means).any():
         return " " * len(means)

@@ -58,16 +58,8 @@ def needs(problem: Problem, mask: BlockMask, work: Work) -> list[tuple[Indices, 
         start, needed = start + heads.size, np.logical_or.reduce(table[start : start + heads.size], axis=0)
         groups[needed.tobytes()] = groups.get(needed.tobytes(), EMPTY) | heads
         columns[needed.tobytes()] = needed
-    found = [(heads, _tokens(mask, columns[key])) for key, heads in groups.items()]
+    found = [(heads, mask.columns(columns[key])) for key, heads in groups.items()]
     return [(heads, tokens) for heads, tokens in found if tokens]
-
-
-def _tokens(mask: BlockMask, blocks: BoolArray) -> Indices:
-    fenced = np.zeros(blocks.size + 2, dtype=np.bool_)
-    fenced[1:-1] = blocks
-    edges = np.flatnonzero(fenced[1:] != fenced[:-1])
-    ends: list[int] = np.minimum(edges * mask.block_k, mask.kv_len).tolist()
-    return Indices(tuple(zip(ends[::2], ends[1::2], strict=True)))
 
 
 def _whole_blocks(mask: BlockMask, held: Indices) -> Indices:

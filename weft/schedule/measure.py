@@ -54,13 +54,17 @@ def measure(schedule: Schedule, works: dict[int, int] | None = None) -> Report:
         link_bytes[transfer.src, transfer.dst] += transfer.piece.num_bytes(schedule.problem)
         pairs.add((index, transfer.src, transfer.dst))
     messages = Counter((src, dst) for _, src, dst in pairs)
-    work = [0] * schedule.problem.ranks
+    work = rank_work(schedule, works)
+    return Report(schedule.problem.ranks, dict(link_bytes), dict(messages), peak_memory(schedule), work)
+
+
+def rank_work(schedule: Schedule, works: dict[int, int] | None = None) -> tuple[int, ...]:
+    """Active (head, query token, key token) triples that each rank computes."""
+    found = [0] * schedule.problem.ranks
     works = attend_works(schedule) if works is None else works
     for index, op in schedule.attends():
-        work[op.rank] += works[index]
-    return Report(
-        schedule.problem.ranks, dict(link_bytes), dict(messages), _peak_memory(schedule), tuple(work)
-    )
+        found[op.rank] += works[index]
+    return tuple(found)
 
 
 def attend_works(schedule: Schedule) -> dict[int, int]:
@@ -139,8 +143,8 @@ class _Life:
     size: int
 
 
-def _peak_memory(schedule: Schedule) -> tuple[int, ...]:
-    """By rank, from one walk over all operations."""
+def peak_memory(schedule: Schedule) -> tuple[int, ...]:
+    """Peak bytes by rank: home tensors, what has arrived and is still needed, and unfinished outputs."""
     problem = schedule.problem
     ranks = [_Lives() for _ in range(problem.ranks)]
     for lives, kept in zip(ranks, schedule.kept, strict=False):

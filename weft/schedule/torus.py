@@ -27,7 +27,7 @@ from weft.core.partition import Partition
 from weft.core.problem import Problem
 from weft.core.schedule import Attend, Exchange, Op, Piece, Schedule, Transfer
 from weft.schedule.machines import by_machine, in_stages, mates_and_columns, tours, view
-from weft.schedule.usp import needed_columns, without_empty, without_idle
+from weft.schedule.usp import meets, needed_columns, sent_home, without_empty, without_idle
 
 
 def torus(  # noqa: PLR0913 - a strategy, and what there is to tune
@@ -89,9 +89,7 @@ class _Build:
     def _read(self, mates: tuple[int, ...], cols: Indices) -> Indices:
         """Of some columns, the blocks that any of some ranks read."""
         needed = np.logical_or.reduce([self.needed[mate] for mate in mates])
-        edges = np.flatnonzero(np.diff(needed, prepend=False, append=False)).reshape(-1, 2)
-        block, size = self.mask.block_k, self.mask.kv_len
-        return cols & Indices(tuple((a * block, min(b * block, size)) for a, b in edges.tolist()))
+        return cols & self.mask.columns(needed)
 
     def ops(self, defer: int | None) -> list[Op]:
         stages = range(1, 1 + (len(self.tours) - 1) * self.chunks)
@@ -156,7 +154,7 @@ class _Build:
         return found
 
     def _meets(self, needed: BoolArray, tokens: Indices) -> bool:
-        return any(needed[a:b].any() for a, b in tokens.blocks(self.mask.block_k).runs)
+        return meets(needed, tokens.blocks(self.mask.block_k))
 
     def _queries(self, rank: int, stage: int) -> list[Piece]:
         works = zip(self.partition.work[rank], self.rows[rank], strict=True)
@@ -211,11 +209,10 @@ class _Build:
     def _push(self, *stages: int) -> Exchange:
         """Finished outputs to every rank that holds the query's token."""
         moves = tuple(
-            Transfer(Piece("o", piece.heads, tokens), rank, home)
+            move
             for stage in stages
             for rank in range(self.problem.ranks)
             for piece in self._queries(rank, stage)
-            for home in self.problem.q.holders(piece.tokens)
-            if home != rank and (tokens := piece.tokens & self.problem.q.held(home))
+            for move in sent_home(self.problem, rank, piece.heads, piece.tokens)
         )
         return Exchange(moves, "return" if stages == (0,) else f"push o {stages[0]}")

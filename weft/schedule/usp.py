@@ -10,7 +10,7 @@ One scatter does both the head exchange and any permutation of blocks that the p
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +26,10 @@ from weft.core.schedule import Attend, Exchange, Op, Piece, Schedule, Transfer
 def usp(
     problem: Problem, mask: BlockMask, mesh: Mesh, partition: Partition, *, name: str = "usp"
 ) -> Schedule:
-    """Ulysses × ring on any mesh and any partition; each alone is the special case of one axis."""
+    """Ulysses × ring on any mesh and any partition; each alone is the special case of one axis.
+
+    Whether a ring is contiguous or zigzag is a matter of the partition.
+    """
     partition = without_idle(mask, partition)
     chunks = _chunks(problem, mesh, partition)
     wants = [_wants(problem, mask, works) for works in partition.work]
@@ -49,7 +52,7 @@ def usp(
                     attends += [
                         Attend(rank, want.q, _keys(chunks[origin], want.kv_heads, tokens))
                         for want in wants[rank]
-                        if _meets(want.columns, blocks)
+                        if meets(want.columns, blocks)
                     ]
         ops += [Exchange(tuple(shift), f"hop {hop + 1}"), *attends]
     ops.append(Exchange(output_moves(problem, partition), "return"))
@@ -83,12 +86,18 @@ def query_moves(problem: Problem, partition: Partition) -> tuple[Transfer, ...]:
 def output_moves(problem: Problem, partition: Partition) -> tuple[Transfer, ...]:
     """Outputs go from whoever computed them to every rank that holds the query's token."""
     return tuple(
-        Transfer(Piece("o", work.heads, tokens), rank, home)
+        move
         for rank, works in enumerate(partition.work)
         for work in works
-        for home in problem.q.holders(work.rows)
-        if home != rank and (tokens := work.rows & problem.q.held(home))
+        for move in sent_home(problem, rank, work.heads, work.rows)
     )
+
+
+def sent_home(problem: Problem, rank: int, heads: Indices, rows: Indices) -> Iterator[Transfer]:
+    """The outputs of some rows that a rank has computed."""
+    for home in problem.q.holders(rows):
+        if home != rank and (tokens := rows & problem.q.held(home)):
+            yield Transfer(Piece("o", heads, tokens), rank, home)
 
 
 def needed_columns(mask: BlockMask, works: tuple[Work, ...]) -> BoolArray:
@@ -162,11 +171,12 @@ def _reach(mask: BlockMask, mesh: Mesh, chunks: dict[int, Piece], wants: list[li
             needed = (
                 hop
                 for hop in range(len(ring) - 1, 0, -1)
-                if any(_meets(w.columns, blocks) for w in wants[ring[(position + hop) % len(ring)]])
+                if any(meets(w.columns, blocks) for w in wants[ring[(position + hop) % len(ring)]])
             )
             found[origin] = next(needed, 0)
     return found
 
 
-def _meets(columns: BoolArray, blocks: Indices) -> bool:
+def meets(columns: BoolArray, blocks: Indices) -> bool:
+    """Whether any of some blocks is among the columns that are needed."""
     return any(columns[start:stop].any() for start, stop in blocks.runs)

@@ -19,7 +19,7 @@ from weft.core.errors import InputError
 from weft.core.schedule import Schedule
 from weft.core.timeline import Span, Timeline
 from weft.core.topology import Topology
-from weft.schedule.measure import attend_works, measure
+from weft.schedule.measure import attend_works, peak_memory
 from weft.simulate.programs import Meet, Message, Post, Programmer, Step, Wait, Work
 from weft.simulate.sharing import Network, Task
 
@@ -53,7 +53,7 @@ def simulate(
         run.spans.sort(key=lambda span: (span.rank, span.lane, span.start, span.end))
         spans = tuple(run.spans)
         del run  # before the collector looks through a million steps that nobody needs
-    peaks = measure(schedule, works or None).peak_memory if memory and ranks <= MEASURED else ()
+    peaks = peak_memory(schedule) if memory and ranks <= MEASURED else ()
     return Timeline(
         schedule.name, ranks, spans, topology=topology.name, machines=topology.machines, memory=peaks
     )

@@ -6,10 +6,9 @@ configurations, and unproven here.
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 
-from weft.core.errors import InputError
+from weft.core.errors import InputError, nearest_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +119,5 @@ MODELS = {
 def model(name: str) -> Model:
     """A model by its name."""
     if name not in MODELS:
-        near = difflib.get_close_matches(name.lower(), MODELS, 1)
-        hint = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(MODELS)}."
-        raise InputError(f"There is no model {name!r}.", hint=hint)
+        raise InputError(f"There is no model {name!r}.", hint=nearest_of(name.lower(), MODELS))
     return MODELS[name]

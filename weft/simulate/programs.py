@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from weft.core.schedule import Attend, Exchange, Piece, Schedule, Transfer
+from weft.core.schedule import Attend, Exchange, Piece, Schedule
 from weft.core.topology import Topology
 from weft.schedule.labels import COPY, attend_name, finish_name, post_name, send_name, wait_name
-from weft.simulate.critical import attend_seconds
+from weft.simulate.costs import attend_seconds
 
 RESULTS = {False: ("o", "x"), True: ("dq", "dkv", "x")}
 
@@ -136,7 +136,7 @@ class Programmer:
                 rank.steps.append(Meet(index, post_name(self.schedule, index)))
         going: dict[int, list[Message]] = defaultdict(list)
         coming: dict[int, list[tuple[Message, list[Piece]]]] = defaultdict(list)
-        for (src, dst), pieces in by_pair(op.transfers).items():
+        for (src, dst), pieces in op.messages.items():
             keys, sizes = zip(*map(self._told, pieces), strict=True)
             name = send_name(self.schedule, index, dst)
             message = Message(index, src, dst, sum(sizes), name, keys, self.posts)
@@ -213,13 +213,6 @@ class Programmer:
     def _copy(self, rank: _Rank, index: int, num_bytes: int) -> None:
         if self.byte_seconds:
             rank.steps.append(Work("copy", index, COPY, num_bytes * self.byte_seconds))
-
-
-def by_pair(transfers: tuple[Transfer, ...]) -> dict[tuple[int, int], list[Piece]]:
-    found: dict[tuple[int, int], list[Piece]] = {}
-    for transfer in transfers:
-        found.setdefault((transfer.src, transfer.dst), []).append(transfer.piece)
-    return found
 
 
 def _in_place(piece: Piece, key: _Key, sources: list[Message]) -> bool:

@@ -1,14 +1,13 @@
-"""The models that weft ships, by themselves."""
+"""The models that switching is measured on, by themselves."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tests.models.toys import normal, seeded
+from bench.stdit import AXES, AxialBlock, STDiT, rotated
+from tests.models.toys import AxialForecast, normal, seeded
 from weft.core.errors import InputError
-from weft.models.axial import AxialBlock, AxialForecast, rotated
-from weft.models.stdit import AXES, STDiT
 
 TIMES = torch.tensor([3.0, 500.0], dtype=torch.float64)
 
