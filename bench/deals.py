@@ -17,9 +17,9 @@ from weft.plan.blocks import Dealt, contiguous
 from weft.plan.counts import head_loads
 from weft.plan.heads import Grouping, greedy
 from weft.plan.online import Plans, ratios
-from weft.plan.recipe import Recipe
 from weft.plan.roster import Roster, assemble, home
 from weft.plan.split import whole
+from weft.plan.strategies import parse
 from weft.schedule.usp import usp
 
 PAST = 1.10  # the mean ratio of all layers with which db-SP plans them anew
@@ -36,12 +36,12 @@ def snake(loads: npt.ArrayLike, groups: int) -> Grouping:
 
 def dbsp_schedule(deals: Deals, way: str) -> Schedule:
     """Equal counts of heads by greedy, then db-SP's biased greedy on blocks, reward 2."""
-    problem, mask, recipe = deals.problem, deals.mask, Recipe.parse(way, deals.problem.ranks)
-    shares = whole(greedy(head_loads(mask, deals.cost), recipe.ulysses))
-    homes = home(problem.q, mask.block_q, recipe.mesh), home(problem.kv, mask.block_k, recipe.mesh)
-    rows, cols = dbsp_blocks(deals.tiles(shares), recipe.ring, *homes)
+    problem, mask, strategy = deals.problem, deals.mask, parse(way, deals.problem.ranks)
+    shares = whole(greedy(head_loads(mask, deals.cost), strategy.ulysses))
+    homes = home(problem.q, mask.block_q, strategy.mesh), home(problem.kv, mask.block_k, strategy.mesh)
+    rows, cols = dbsp_blocks(deals.tiles(shares), strategy.ring, *homes)
     roster = Roster(shares, rows, cols, mask.block_q, mask.block_k)
-    return usp(problem, mask, recipe.mesh, assemble(problem, mask, recipe.mesh, roster), name="db-SP")
+    return usp(problem, mask, strategy.mesh, assemble(problem, mask, strategy.mesh, roster), name="db-SP")
 
 
 def dbsp_blocks(

@@ -29,7 +29,7 @@ from weft.core.topology import Topology
 from weft.masks.grid import TokenGrid
 from weft.masks.spec import mask_from_spec
 from weft.plan.choose import build, choose
-from weft.plan.recipe import factors
+from weft.plan.strategy import factors
 from weft.run.attention import attention
 from weft.run.calibrate import calibrate
 from weft.run.pool import Pool

@@ -29,7 +29,8 @@ from weft.core.topology import Topology
 from weft.masks.grid import TokenGrid
 from weft.masks.spec import mask_from_spec
 from weft.plan.choose import build, choose
-from weft.plan.recipe import Recipe, factors
+from weft.plan.strategies.usp import Usp
+from weft.plan.strategy import factors
 from weft.run.attention import attention
 from weft.run.calibrate import calibrate
 from weft.run.pool import Pool
@@ -58,7 +59,7 @@ def problem_of(ranks: int) -> Problem:
 
 
 def names(family: str) -> list[str]:
-    plain = [str(Recipe(u, r)) for u, r in factors(RANKS)]
+    plain = [str(Usp(u, r)) for u, r in factors(RANKS)]
     return plain if family == "dense" else plain + [f"{name}+balanced" for name in plain]
 
 

@@ -29,7 +29,7 @@ from weft.core.problem import Problem
 from weft.core.schedule import Schedule
 from weft.core.topology import Topology
 from weft.plan.choose import build, choose
-from weft.plan.recipe import Recipe
+from weft.plan.strategies.torus import Torus
 from weft.run.machines import MachinePool
 from weft.run.testbed import Testbed
 from weft.simulate.predict import predict
@@ -77,7 +77,7 @@ def cells(place: str, topology: Topology, problem: Problem, speeds: dict[float, 
 
 def torus_names(machines: int, devices: int) -> list[str]:
     return [
-        str(Recipe(ulysses, machines * devices // ulysses, "torus", chunks=parts, defer=defer))
+        str(Torus(ulysses, machines * devices // ulysses, chunks=parts, defer=defer))
         for ulysses in (machines, machines * devices)
         for parts in PARTS
         for defer in range((machines - 1) * parts, -1, -1)

@@ -21,12 +21,14 @@ from weft.core.mask import BlockMask, BoolArray
 from weft.core.problem import Problem
 from weft.core.schedule import Schedule
 from weft.core.topology import Topology
+from weft.plan import strategies
 from weft.plan.choose import build
-from weft.plan.recipe import factors
+from weft.plan.strategy import factors
 
 LAYOUTS = ("even", "uneven", "zigzag", "permuted")
 MASKS = ("random", "random", "random", "dense", "dense blocks", "empty")
-CLASSIC = ("ulysses", "ring", "zigzag", "gather")
+OPTIONS = {"torus": "c2d1"}
+"""Tried with odd numbers of slices."""
 
 
 @dataclass(frozen=True)
@@ -71,10 +73,13 @@ def machines(ranks: int) -> Topology:
 
 def names(ranks: int) -> tuple[str, ...]:
     """Every strategy there is for so many ranks, with every balance."""
-    cuts = [(u, r) for u, r in factors(ranks) if min(u, r) > 1]
-    mixed = [f"{way}:{u}x{r}" for way in ("swapped", "gather") for u, r in cuts]
-    mixed += [f"torus:{u}x{r}" + "c2d1" * (u % 2) for u, r in factors(ranks)]
-    plain = (*CLASSIC, *(f"usp:{u}x{r}" for u, r in cuts), *mixed)
+    found = [
+        str(kind(u, r)) + OPTIONS.get(kind.kind, "") * (u % 2)
+        for kind in strategies.kinds()
+        for u, r in factors(ranks)
+        if r > 1 or kind.across  # else it is ulysses
+    ]
+    plain = dict.fromkeys((*strategies.short_names(), *found))
     return (*plain, *(f"{name}+{how}" for name in plain if name != "zigzag" for how in ("balanced", "cuts")))
 
 

@@ -130,7 +130,7 @@ def test_guidance_that_is_not_distilled_is_that_of_two_branches(models, tmp_path
 def test_the_live_line_has_pace_and_time_left() -> None:
     slow, fast = (Step(seconds=s, imbalance=1.25, exposed=0.041) for s in (9.0, 2.0))
     pace = "step 3/50 · 2.00 s/step · 1:34 left"
-    assert line([slow, fast, fast], 50) == f"{pace} · imbalance 1.25 · exposed communication 4.1%"
+    assert line([slow, fast, fast], 50) == f"{pace} · imbalance in time 1.25 · exposed communication 4.1%"
     assert line([replace(fast, imbalance=None)], 1).startswith("step 1/1 · 2.00 s/step · 0:00 left · exposed")
     assert clock(3729.4) == "1:02:09"
 
@@ -227,7 +227,7 @@ def test_the_transformer_of_a_checkpoint_is_verified(models, capfd, monkeypatch)
     assert row["sent"] > 0
     monkeypatch.setenv("COLUMNS", "150")
     monkeypatch.setattr("weft.models.equal.TOLERANCE", -1.0)
-    assert ended("verify", models / "flux", "--ranks", "2", "--strategy", "gather") == 4
+    assert ended("verify", models / "flux", "--ranks", "2", "--plan", "gather") == 4
     out, err = capfd.readouterr()
     assert "DIFFERS" in out
     assert "gather" in out

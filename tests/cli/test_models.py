@@ -8,6 +8,7 @@ import pytest
 
 from weft.cli import models
 from weft.cli.main import main
+from weft.models import adapters
 from weft.models.adapters import ADAPTERS
 
 
@@ -51,3 +52,12 @@ def test_the_vaes_of_every_model_are_found_in_diffusers(capsys, monkeypatch) -> 
 def test_without_diffusers_nothing_is_said_of_vaes(monkeypatch) -> None:
     monkeypatch.setattr(models, "find_spec", lambda _: None)
     assert {row["vae"] for row in models._rows()} == {None}
+
+
+def test_a_file_in_the_folder_is_an_adapter(tmp_path, monkeypatch) -> None:
+    (tmp_path / "painter.py").write_text(
+        "from weft.models.adapter import Adapter\n"
+        'ADAPTERS = (Adapter("Painter", attention={"blocks.*.attn": "video"}),)\n'
+    )
+    monkeypatch.setattr(adapters, "__path__", [*adapters.__path__, str(tmp_path)])
+    assert adapters.found().keys() - ADAPTERS.keys() == {"Painter"}

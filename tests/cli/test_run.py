@@ -57,9 +57,9 @@ def ended(*words: str) -> object:
     [
         (("none.py",), "There is no script none.py"),
         ((__file__, "--ranks", "0"), "ranks=0"),
-        ((__file__, "--nodes", "2", "--node-rank", "2"), "node_rank=2"),
-        ((__file__, "--nodes", "2"), "--master-addr is ''"),
-        ((__file__, "--nodes", "2", "--master-addr", "10.0.0.1"), "HOST:PORT"),
+        ((__file__, "--nodes", "2", "--node", "2"), "node=2"),
+        ((__file__, "--nodes", "2"), "--master is ''"),
+        ((__file__, "--nodes", "2", "--master", "10.0.0.1"), "HOST:PORT"),
     ],
 )
 def test_mistakes_are_told_before_anything_runs(words, says, capsys) -> None:

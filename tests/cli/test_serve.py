@@ -46,7 +46,7 @@ def engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
         (("--nodes", "2"), "--master is ''"),
         (("--nodes", "2", "--master", "10.0.0.1:65535"), "10.0.0.1:65535"),
         (("--nodes", "2", "--master", "10.0.0.1:29500"), "--token-file"),
-        (("--schedule", "fifo"), "elastic, all, one"),
+        (("--policy", "fifo"), "elastic, all, one"),
         (("--dtype", "int8"), "float32, bfloat16, float16"),
         (("--ttl", "24"), "ttl='24'"),
         (("--quota", "10 GO"), "quota='10 GO'"),
@@ -90,7 +90,7 @@ def test_words_become_settings(monkeypatch, engines, tmp_path) -> None:
     monkeypatch.setattr("weft.serve.app.create_app", lambda *_, **__: None)
     monkeypatch.setattr("weft.serve.host.log_events", lambda *_, **__: None)
     monkeypatch.setattr("weft.serve.host.host", lambda *_, **__: None)
-    words = ("--ttl", "15m", "--quota", "1.5GiB", "--schedule", "one", "--mask", "sta", "--max-queue", "3")
+    words = ("--ttl", "15m", "--quota", "1.5GiB", "--policy", "one", "--mask", "sta", "--max-queue", "3")
     assert ended("--port", "0", *words) in (0, None)
     (made,) = engines
     assert (made.keep, made.quota, made.policy, made.queue, made.ranks) == (900.0, 3 * 2**29, "one", 3, 2)

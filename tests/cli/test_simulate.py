@@ -18,7 +18,7 @@ def call(*words: object) -> int:
 
 
 def test_the_table_has_a_row_for_each_size_and_a_timeline(capsys):
-    assert call(*SWEEP, "--gpus", "1,2,4,8") == 0
+    assert call(*SWEEP, "--devices", "1,2,4,8") == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[3:7]] == ["1", "2", "4", "8"]
     assert "1.00×" in lines[3] and "100%" in lines[3]
@@ -27,7 +27,7 @@ def test_the_table_has_a_row_for_each_size_and_a_timeline(capsys):
 
 
 def test_json_has_every_plan_and_its_numbers(capsys):
-    assert call(*SWEEP, "--gpus", "2,4", "--plan", "all", "--json") == 0
+    assert call(*SWEEP, "--devices", "2,4", "--plan", "all", "--json") == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert {"gpus", "plan", "seconds", "step_seconds", "speedup", "efficiency", "exposed"} <= set(rows[0])
     for gpus in (2, 4):
@@ -50,7 +50,7 @@ def test_a_model_has_a_step_that_is_more_than_its_attention(capsys):
 
 
 def test_a_long_table_says_what_it_leaves_out(capsys):
-    assert call(*SWEEP, "--gpus", "4", "--plan", "all") == 0
+    assert call(*SWEEP, "--gpus", "4", "--plan", "all") == 0  # as it was called once
     assert "slower plans are left out" in capsys.readouterr().out
 
 
@@ -61,7 +61,7 @@ def test_named_plans_are_taken(capsys):
 
 
 def test_an_empty_mask_takes_no_time(capsys):
-    assert call(*SWEEP[:3], "--gpus", "1,4", "--mask", "random:density=0", "--block", "16", "--json") == 0
+    assert call(*SWEEP[:3], "--devices", "1,4", "--mask", "random:density=0", "--block", "16", "--json") == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [row["seconds"] for row in rows] == [0, 0] and [row["speedup"] for row in rows] == [1, 1]
     assert call(*SWEEP[:3], "--mask", "random:density=0", "--block", "16") == 0
@@ -69,7 +69,7 @@ def test_an_empty_mask_takes_no_time(capsys):
 
 
 def test_a_report_has_the_curve_of_the_sweep(tmp_path, capsys):
-    assert call(*SWEEP, "--gpus", "1,2,4", "--report", tmp_path / "out") == 0
+    assert call(*SWEEP, "--devices", "1,2,4", "--report", tmp_path / "out") == 0
     found = json.loads((tmp_path / "out" / "report.json").read_text())
     [case] = found["cases"]
     assert [p["gpus"] for p in case["scaling"]] == [1, 2, 4]
@@ -80,8 +80,8 @@ def test_a_report_has_the_curve_of_the_sweep(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--gpus", "3"), "3 GPUs are no whole machines of 2x2xh100, which have 2 each. Try 2 or 4"),
-        (("--gpus", "two"), "gpus='two' is not a list of counts"),
+        (("--devices", "3"), "3 devices are no whole machines of 2x2xh100, which have 2 each. Try 2 or 4"),
+        (("--devices", "two"), "devices='two' is not a list of counts"),
         (("--plan", "usp:4x4"), "usp:4x4 needs 16 ranks; there are 4"),
         (("--plan", "rign"), "no strategy 'rign'"),
     ],

@@ -21,7 +21,7 @@ from tests.run.dense import Truth
 from tests.worlds import becomes_true, running
 from weft.core.errors import InputError, MissingError, WeftError
 from weft.core.problem import Problem
-from weft.plan.recipe import Recipe
+from weft.plan.strategies import parse
 from weft.run.machines import MachinePool
 from weft.run.pool import RankFailure
 from weft.run.testbed import NAMES, Testbed
@@ -71,7 +71,7 @@ def run_of(name: str) -> str:
 
 def exists(name: str, ranks: int) -> bool:
     try:
-        Recipe.parse(name, ranks)
+        parse(name, ranks)
     except WeftError:
         return False
     return True

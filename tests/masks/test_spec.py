@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from weft import masks
 from weft.core.errors import InputError
 from weft.core.mask import BlockMask
+from weft.masks import spec as naming
 from weft.masks.grid import TokenGrid
 from weft.masks.random import random_mask
 from weft.masks.spec import PRODUCERS, mask_from_spec, options, show
@@ -53,7 +56,7 @@ def test_a_trace_is_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("radail", r"no mask 'radail'. Did you mean 'radial'\? Masks: dense, random, sta"),
+        ("radail", r"no mask 'radail'. Did you mean 'radial'\? Masks: dense, random, evolving"),
         ("", "no mask ''. Masks: dense"),
         ("sta:windw=3x3x3", r"no option 'windw'. Did you mean 'window'\? Options: window, tile, dense"),
         ("dense:density=1", "no option 'density'. Options: none"),
@@ -88,3 +91,17 @@ def test_more_tiles_than_memory_holds_are_refused_before_they_are_made(spec: str
 def test_sizes_are_checked(sizes: dict[str, int]) -> None:
     with pytest.raises(InputError):
         mask_from_spec("svg", grid=GRID, **sizes)
+
+
+def test_a_file_in_the_room_is_a_mask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one of docs/add-mask.md, as it stands there."""
+    page = Path(__file__).parents[2] / "docs/add-mask.md"
+    (tmp_path / "checker.py").write_text(
+        page.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    )
+    monkeypatch.setattr(masks, "__path__", [*masks.__path__, str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "weft.masks.checker", raising=False)
+    monkeypatch.setattr(naming, "PRODUCERS", naming.producers())
+    frames = np.arange(6)
+    kept = mask_from_spec("checker:every=3", heads=2, grid=TokenGrid(6, 4, 4), block=16).tiles
+    assert (kept == ((frames[:, None] - frames) % 3 == 0)).all()

@@ -157,7 +157,7 @@ def test_inputs_of_all_sizes_may_follow_each_other() -> None:
         outs, plans = [], []
         for B, T, S in [(1, 5, 7), (2, 1, 9), (1, 5, 7), (3, 2, 2)]:
             outs.append(model(normal(B, T, S, 6)).detach())
-            plans.append(handle and handle.placement)
+            plans.append(handle and handle.route)
         if handle is not None:
             assert plans[0] == plans[2]
             assert plans[0].layouts != plans[1].layouts  # pyright: ignore - one frame is not dealt
@@ -183,7 +183,7 @@ def test_images_are_dealt_by_the_batch_where_it_may_be_sharded() -> None:
             handle = weft.stages(model, TURNS, dims=DIMS, mesh=world, shard="batch time space")
         found = step(model, x)
         if handle is not None:
-            assert {*handle.placement.layouts} == {("batch",)}  # pyright: ignore
+            assert {*handle.route.layouts} == {("batch",)}  # pyright: ignore
         return found
 
     check(job(None), on_ranks(3, job), 1e-10)
@@ -317,7 +317,7 @@ def test_a_stage_that_mixes_all_dims_is_gathered_or_attends_over_ranks(inside: b
             handle = weft.stages(model, loops, dims=DIMS, mesh=world)
         found = step(model, x)
         if world is not None:
-            assert ("whole" in handle.placement.layouts[2]) != inside  # pyright: ignore
+            assert ("whole" in handle.route.layouts[2]) != inside  # pyright: ignore
         return found
 
     check(job(None), on_ranks(3, job), 1e-10)

@@ -11,7 +11,7 @@ from weft.masks.random import random_mask
 from weft.plan.balance import ratio
 from weft.plan.balanced import Deals
 from weft.plan.choose import build
-from weft.plan.recipe import Recipe
+from weft.plan.strategies import parse
 from weft.schedule.measure import measure
 from weft.schedule.verify import verify
 
@@ -65,7 +65,7 @@ def test_the_bound_of_whole_heads_holds_in_front_of_a_ring_too():
     tiles[0], tiles[1:, 0] = True, True
     mask = BlockMask.from_tiles(tiles, q_len=256, kv_len=256, block_q=16)
     deals = Deals(of(4, 256, 3), mask, Topology.local(4))
-    bounds = {name: deals.bound(Recipe.parse(name, 4)) for name in ("usp:2x2", "usp:2x2+cuts", "ring")}
+    bounds = {name: deals.bound(parse(name, 4)) for name in ("usp:2x2", "usp:2x2+cuts", "ring")}
     assert bounds == {"usp:2x2": pytest.approx(16 / 9), "usp:2x2+cuts": 1.0, "ring": 1.0}
 
 
@@ -75,11 +75,11 @@ def test_seconds_of_a_deal_add_up_to_the_work_of_its_schedule():
     problem = of(6, 203, 5)
     deals = Deals(problem, mask, topology)
     for name in ("usp:2x3", "usp:2x3+balanced", "ring+cuts"):
-        recipe = Recipe.parse(name, 6)
+        strategy = parse(name, 6)
         work = measure(build(name, problem, mask, topology)).work
-        pairs = deals.deal(recipe).seconds.sum(axis=2)
+        pairs = deals.deal(strategy).seconds.sum(axis=2)
         assert pairs.sum() == pytest.approx(sum(work) * 4 * 8 / 1e9 + int(mask.tiles.sum()) * 1e-6, rel=1e-2)
-        ranks = [recipe.mesh.coordinate(rank) for rank in range(6)]
+        ranks = [strategy.mesh.coordinate(rank) for rank in range(6)]
         mine = [pairs[at.get("ulysses", 0), at.get("ring", 0)] for at in ranks]
         assert ratio(np.round(np.array(mine) * 1e12)) == pytest.approx(
             measure(build(name, problem, mask, topology)).imbalance, rel=0.02

@@ -38,7 +38,7 @@ def test_every_name_builds_on_its_mesh(ranks):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("torus", "no strategy 'torus'. Use auto, ulysses, ring, zigzag, gather, usp:UxR"),
+        ("torus", "no strategy 'torus'. Use auto, ring, ulysses, gather, zigzag, usp:UxR"),
         ("", "no strategy ''"),
         ("usp:2", "no strategy 'usp:2'"),
         ("usp:2x2", "usp:2x2 needs 4 ranks; there are 6. Legal here: usp:1x6, usp:2x3, usp:3x2, usp:6x1"),
@@ -51,7 +51,9 @@ def test_unknown_names_list_the_legal_ones(name, words):
 
 
 def listed(problem: Problem, mask: BlockMask, topology: Topology | None = None) -> list[str]:
-    return [str(recipe) for recipe in candidates(problem, mask, topology or Topology.local(problem.ranks))]
+    return [
+        str(strategy) for strategy in candidates(problem, mask, topology or Topology.local(problem.ranks))
+    ]
 
 
 def test_candidates_are_every_cut_and_every_balance_that_could_matter():
@@ -111,7 +113,7 @@ def test_the_closed_form_leaves_out_no_winner(name):
     layout = Layout.even(8192, topology.ranks)
     problem = Problem(batch=1, heads=24, kv_heads=24, head_dim=128, q=layout, kv=layout)
     mask = random_mask(24, 8192, 8192, block=256, density=0.2, cv=0.9)
-    every = [str(recipe) for recipe in candidates(problem, mask, topology)]
+    every = [str(strategy) for strategy in candidates(problem, mask, topology)]
     best = min(predict(build(way, problem, mask, topology), topology).seconds for way in every)
     assert choose(problem, mask, topology).ranked[0].seconds < 1.01 * best
 

@@ -12,8 +12,9 @@ from weft.core.topology import Link, Topology
 from weft.masks.random import random_mask
 from weft.plan.balanced import Deals
 from weft.plan.choose import build, candidates, choose
-from weft.plan.estimate import estimate
-from weft.plan.recipe import Recipe, factors, most_machines, placed
+from weft.plan.strategies import parse
+from weft.plan.strategies.torus import Torus
+from weft.plan.strategy import factors, most_machines, placed
 from weft.schedule.measure import measure
 from weft.schedule.verify import verify
 from weft.simulate.predict import predict
@@ -51,10 +52,8 @@ def test_ulysses_takes_the_most_machines_and_rails_are_aligned(machines, devices
 def test_where_all_machines_are_on_the_ulysses_axis_ranks_stay_in_order():
     assert placed(4, 4, 2) == Mesh.of(ulysses=4, ring=2)
     assert placed(2, 4, 2).order == (0, 1, 4, 5, 2, 3, 6, 7)
-    assert Recipe.parse("swapped:4x2", 8).mesh_on(Topology(machines=4, devices=2)) == Mesh.of(
-        ulysses=4, ring=2
-    )
-    assert Recipe.parse("usp:2x4", 8).mesh_on(Topology(machines=4, devices=2)) == Mesh.of(ring=4, ulysses=2)
+    assert parse("swapped:4x2", 8).mesh_on(Topology(machines=4, devices=2)) == Mesh.of(ulysses=4, ring=2)
+    assert parse("usp:2x4", 8).mesh_on(Topology(machines=4, devices=2)) == Mesh.of(ring=4, ulysses=2)
 
 
 def test_an_arranged_mesh_is_a_value_like_others():
@@ -76,7 +75,7 @@ def test_an_order_names_each_rank_once(order):
 
 def test_a_placement_is_for_all_ranks_of_its_topology():
     with pytest.raises(InputError, match=r"swapped:2x2 is for 4 ranks, local has 6"):
-        Recipe.parse("swapped:2x2", 4).mesh_on(Topology(machines=3, devices=2))
+        parse("swapped:2x2", 4).mesh_on(Topology(machines=3, devices=2))
 
 
 def of(ranks: int, heads: int, tokens: int, kv_heads: int | None = None, head_dim: int = 4) -> Problem:
@@ -143,12 +142,12 @@ def test_a_torus_is_taken_where_it_pays_and_usp_where_all_is_hidden(machines, ga
     problem = of(machines * 2, 12, 2304, head_dim=64)
     mask = BlockMask.dense(12, 2304)
     plan = choose(problem, mask, slow(machines, 2, 1.0))
-    assert plan.ranked[0].recipe.exchange == "torus"
+    assert plan.ranked[0].strategy.kind == "torus"
     usp = predict(build(f"usp:2x{machines}", problem, mask), slow(machines, 2, 1.0)).seconds
     assert usp > gain * plan.ranked[0].seconds
     hidden = choose(problem, mask, slow(machines, 2, 4.0))
-    assert hidden.ranked[0].recipe.exchange == "usp"
-    assert [option.recipe.exchange == "torus" for option in hidden.ranked].count(True) >= 1
+    assert hidden.ranked[0].strategy.kind == "usp"
+    assert [option.strategy.kind == "torus" for option in hidden.ranked].count(True) >= 1
 
 
 def test_the_closed_form_of_a_torus_is_near_its_simulation():
@@ -157,8 +156,8 @@ def test_the_closed_form_of_a_torus_is_near_its_simulation():
         topology = slow(3, 2, rho)
         deals = Deals(problem, mask, topology)
         for name in ("torus:3x2", "torus:3x2c2d1", "torus:6x1d0", "torus:2x3"):
-            recipe = Recipe.parse(name, 6)
-            guess = estimate(problem, topology, recipe, deals.deal(recipe).seconds)
+            strategy = parse(name, 6)
+            guess = strategy.estimate(problem, topology, deals.deal(strategy))
             seconds = predict(build(name, problem, mask, topology), topology).seconds
             assert 0.85 < guess / seconds < 1.15, name
 
@@ -166,29 +165,28 @@ def test_the_closed_form_of_a_torus_is_near_its_simulation():
 def test_tori_do_not_crowd_out_other_ways():
     problem, mask = of(6, 12, 2304, head_dim=64), random_mask(12, 2304, 2304, block=64, density=0.3)
     plan = choose(problem, mask, slow(3, 2, 0.5))
-    kinds = [option.recipe.exchange for option in plan.ranked]
+    kinds = [option.strategy.kind for option in plan.ranked]
     assert kinds.count("torus") <= 8
     assert len(kinds) - kinds.count("torus") == 6
 
 
 def test_one_machine_has_no_torus():
     problem, mask = of(6, 12, 96), BlockMask.dense(12, 96)
-    assert not any(recipe.exchange == "torus" for recipe in candidates(problem, mask, Topology.local(6)))
+    assert not any(strategy.kind == "torus" for strategy in candidates(problem, mask, Topology.local(6)))
 
 
 @pytest.mark.parametrize(
-    ("name", "recipe"),
+    ("name", "strategy"),
     [
-        ("torus:4x2", Recipe(4, 2, "torus")),
-        ("torus:4x2c2", Recipe(4, 2, "torus", chunks=2)),
-        ("torus:8x1d0", Recipe(8, 1, "torus", defer=0)),
-        ("torus:1x8c3d12+balanced", Recipe(1, 8, "torus", "balanced", 3, 12)),
+        ("torus:4x2", Torus(4, 2)),
+        ("torus:4x2c2", Torus(4, 2, chunks=2)),
+        ("torus:8x1d0", Torus(8, 1, defer=0)),
+        ("torus:1x8c3d12+balanced", Torus(1, 8, "balanced", 3, 12)),
     ],
 )
-def test_torus_names_read_back(name, recipe):
-    assert Recipe.parse(name, 8) == recipe
-    assert str(recipe) == name
-    assert loads(dumps(recipe)) == recipe
+def test_torus_names_read_back(name, strategy):
+    assert parse(name, 8) == strategy
+    assert str(strategy) == name
 
 
 @pytest.mark.parametrize(
@@ -202,4 +200,4 @@ def test_torus_names_read_back(name, recipe):
 )
 def test_what_is_no_torus_says_what_would_be(name, says):
     with pytest.raises(InputError, match=says):
-        Recipe.parse(name, 8)
+        parse(name, 8)

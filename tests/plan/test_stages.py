@@ -1,4 +1,4 @@
-"""Placement against brute force and against what is known of cyclic models."""
+"""Routes against brute force and against what is known of cyclic models."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pytest
 from weft.core.errors import InputError
 from weft.core.layout import Layout
 from weft.core.problem import Switch
-from weft.plan.stages import FREE, WHOLE, Placement, Stage, State, place
+from weft.plan.stages import FREE, WHOLE, Route, Stage, State, place
 from weft.schedule.measure import measure
 from weft.schedule.switch import gather, switch
 
 Sizes = dict[str, int]
 
 
-def switches(found: Placement) -> int:
+def switches(found: Route) -> int:
     return sum(move.verb == "switch" for moves in found.moves for move in moves)
 
 
@@ -138,7 +138,7 @@ def test_no_sequence_of_layouts_is_cheaper(seed: int) -> None:
     assert replayed(found, sizes, axes, entry, leave)
 
 
-def replayed(found: Placement, sizes: Sizes, axes: tuple[int, ...], entry: State, leave: State) -> bool:
+def replayed(found: Route, sizes: Sizes, axes: tuple[int, ...], entry: State, leave: State) -> bool:
     """Whether the moves lead from layout to layout, and every stage may run in its own."""
     state = list(entry)
     if FREE in entry:  # wherever the first move begins, or the first stage is

@@ -18,7 +18,7 @@ from weft.core.schedule import Attend, Exchange, Schedule
 from weft.core.topology import Topology
 from weft.masks.random import random_mask
 from weft.plan.choose import build
-from weft.plan.recipe import factors
+from weft.plan.strategy import factors
 from weft.schedule.measure import measure
 from weft.schedule.reverse import reverse
 from weft.schedule.torus import torus

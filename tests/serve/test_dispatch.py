@@ -16,7 +16,7 @@ from weft.serve.dispatch import Dispatch
 from weft.serve.jobs import Asked, Job
 from weft.serve.latency import Latency
 from weft.serve.store import Store
-from weft.serve.tasks import Run, Task
+from weft.serve.tasks import Grant, Task
 
 
 class Desk:
@@ -29,9 +29,9 @@ class Desk:
         self.dispatch = Dispatch(2, self.policy, self.store, disk, self.send, lambda *_, **__: None, keep=60)
         self.dispatch.latency = Latency(FACTS, Topology.local(2))
 
-    def policy(self, tasks: Sequence[Task], *_: Any) -> list[Run]:
+    def policy(self, tasks: Sequence[Task], *_: Any) -> list[Grant]:
         tasks = sorted(tasks, key=lambda task: task.arrived)
-        return [Run((task.id,), ranks) for task, ranks in zip(tasks, self.wanted, strict=False) if ranks]
+        return [Grant((task.id,), ranks) for task, ranks in zip(tasks, self.wanted, strict=False) if ranks]
 
     def send(self, number: int, said: dict[str, Any], blob: bytes = b"") -> None:  # noqa: ARG002
         self.sent.append((number, said["do"]))

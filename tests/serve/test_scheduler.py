@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from weft.core.errors import InputError
 from weft.serve.jobs import Shape
 from weft.serve.scheduler import AGED, MOST_JOBS, POLICIES, elastic, one_rank
-from weft.serve.tasks import Run, Task, groups, sizes
+from weft.serve.tasks import Grant, Task, groups, sizes
 
 IMAGE = Shape(frames=1, height=480, width=832, steps=20, guided=False)
 LARGE = Shape(frames=1, height=720, width=1280, steps=10, guided=True)
@@ -51,7 +51,7 @@ def task(name: str, shape: Shape = IMAGE, **given: object) -> Task:
     return Task(id=name, shape=shape, **{**usual, **given})  # type: ignore[arg-type]
 
 
-def applied(tasks: Sequence[Task], runs: Sequence[Run]) -> list[Task]:
+def applied(tasks: Sequence[Task], runs: Sequence[Grant]) -> list[Task]:
     """The tasks once an engine has done as it was told; a batch is one task from then on."""
     by_id = {each.id: replace(each, ranks=()) for each in tasks}
     for run in runs:
@@ -67,7 +67,7 @@ def applied(tasks: Sequence[Task], runs: Sequence[Run]) -> list[Task]:
     return list(by_id.values())
 
 
-def check_legal(runs: Sequence[Run], tasks: Sequence[Task], world: int) -> None:
+def check_legal(runs: Sequence[Grant], tasks: Sequence[Task], world: int) -> None:
     by_id = {each.id: each for each in tasks}
     ranks = [rank for run in runs for rank in run.ranks]
     names = [name for run in runs for name in run.tasks]
@@ -190,7 +190,7 @@ def test_groups_are_neighbours() -> None:
 
 def test_a_lone_video_has_all_ranks() -> None:
     runs = elastic([task("v", VIDEO, deadline=1e4)], 0.0, 8, Fake(serial=0.3))
-    assert runs == [Run(("v",), tuple(range(8)))]
+    assert runs == [Grant(("v",), tuple(range(8)))]
 
 
 def test_small_images_go_side_by_side() -> None:
@@ -210,7 +210,7 @@ def test_no_batch_makes_a_member_late() -> None:
     fake = Fake(serial=0.5, shared=0.4)
     tight = fake.whole(IMAGE, 1) * 1.1
     runs = elastic([task("0", deadline=tight), task("1", deadline=50.0)], 0.0, 1, fake)
-    assert runs == [Run(("0",), (0,))]
+    assert runs == [Grant(("0",), (0,))]
 
 
 def test_an_image_passes_between_two_steps_of_a_video() -> None:
@@ -224,12 +224,12 @@ def test_an_image_passes_between_two_steps_of_a_video() -> None:
 
 def test_what_can_not_be_in_time_waits_for_what_can() -> None:
     lost, fine = task("a", deadline=0.5), task("b", deadline=2.5)
-    assert elastic([lost, fine], 0.0, 1, Fake()) == [Run(("b",), (0,))]
+    assert elastic([lost, fine], 0.0, 1, Fake()) == [Grant(("b",), (0,))]
 
 
 def test_what_is_late_goes_first_where_that_costs_nobody_its_deadline() -> None:
     lost, fine = task("a", deadline=0.5), task("b", deadline=50.0)
-    assert elastic([lost, fine], 0.0, 1, Fake()) == [Run(("a",), (0,))]
+    assert elastic([lost, fine], 0.0, 1, Fake()) == [Grant(("a",), (0,))]
 
 
 def test_what_fits_nowhere_is_left_out() -> None:
@@ -240,8 +240,8 @@ def test_the_longest_is_given_up_where_not_all_can_be_in_time() -> None:
     fake = Fake(serial=0.0)
     both = fake.whole(IMAGE, 1) + fake.whole(LARGE, 1)
     large, small = task("a", LARGE, deadline=both - 1.0), task("b", deadline=both - 0.9)
-    assert elastic([large, small], 0.0, 1, fake) == [Run(("b",), (0,))]
-    assert elastic([large, replace(small, deadline=both + 2)], 0.0, 1, fake) == [Run(("a",), (0,))]
+    assert elastic([large, small], 0.0, 1, fake) == [Grant(("b",), (0,))]
+    assert elastic([large, replace(small, deadline=both + 2)], 0.0, 1, fake) == [Grant(("a",), (0,))]
 
 
 def test_who_waited_long_goes_first() -> None:
@@ -257,6 +257,14 @@ def test_a_move_has_to_pay() -> None:
     near = replace(begun, left=1)
     assert [run.ranks for run in elastic([begun], 0.0, 2, Fake())] == [(0, 1)]
     assert [run.ranks for run in elastic([near], 0.0, 2, Fake())] == [(0,)]
+
+
+def test_fewer_ranks_have_to_leave_time_for_the_move() -> None:
+    """Or a task would be on fewer ranks, then late, then on more again."""
+    fake = Fake(serial=0.3, switch=0.3)
+    begun = task("a", left=10, ranks=(0, 1), began=True, deadline=1.2)  # on one rank it takes 1.05 s more
+    runs = elastic([begun, task("b", deadline=1.3)], 0.0, 2, fake)
+    assert Grant(("a",), (0, 1)) in runs
 
 
 def test_what_is_decoded_stays() -> None:

@@ -28,7 +28,7 @@ EMPTY, FULL = (34, 34, 40), (86, 180, 233)
 
 
 @dataclass(frozen=True)
-class Cut:
+class Split:
     """One way to put heads and blocks on ranks as they come, and how unevenly that loads them."""
 
     ulysses: int
@@ -91,14 +91,14 @@ def read_grid(written: str, text: int = 0) -> TokenGrid:
     return TokenGrid(t, h, w, prefix=text)
 
 
-def natural_cuts(mask: BlockMask, ranks: int) -> Iterator[Cut]:
+def natural_cuts(mask: BlockMask, ranks: int) -> Iterator[Split]:
     """Every U × R: heads in U even runs, rows and columns in R even runs, in the order they come."""
     import numpy as np
 
     from weft.core.indices import split_evenly
     from weft.plan.balance import bound, ratio, step_ratio
     from weft.plan.counts import head_loads, tile_loads
-    from weft.plan.recipe import factors
+    from weft.plan.strategy import factors
 
     loads = head_loads(mask)
     for ulysses, ring in reversed(factors(ranks)):
@@ -109,7 +109,7 @@ def natural_cuts(mask: BlockMask, ranks: int) -> Iterator[Cut]:
         for one, run in zip(tiles, split_evenly(mask.heads, ulysses), strict=True):
             rows = np.add.reduceat(tile_loads(mask, [range(*run)])[0], starts, axis=0)
             one[:] = np.add.reduceat(rows, starts, axis=1)
-        yield Cut(ulysses, ring, step_ratio(tiles), ratio(tiles.sum(axis=2)), bound(loads, ulysses))
+        yield Split(ulysses, ring, step_ratio(tiles), ratio(tiles.sum(axis=2)), bound(loads, ulysses))
 
 
 def _densities(mask: BlockMask) -> list[float]:

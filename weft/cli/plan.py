@@ -94,7 +94,7 @@ def _show(plan: Plan, model: Model, cluster: Topology, *, show_all: bool) -> Non
             )
     console.print(f"Why: {plan.why()}", highlight=False)
     console.print(
-        "attention: one layer · imbal./min: slowest rank over the mean, and the least possible · "
+        "attention: one layer · imbal./min: the largest load over the mean, and the least possible · "
         "sent: by a rank",
         style="dim",
         highlight=False,
@@ -163,7 +163,7 @@ def _plain(plan: Plan) -> dict[str, Any]:
             "plan": option.name,
             "seconds": option.seconds,
             "exposed": option.timing.exposed,
-            **{name: value for name, value in asdict(option).items() if name not in ("recipe", "timing")},
+            **{name: value for name, value in asdict(option).items() if name not in ("strategy", "timing")},
         }
         for option in plan.ranked
     ]

@@ -22,8 +22,8 @@ def run(
     *,
     ranks: Annotated[int, typer.Option(help="Ranks to start on this machine.")] = 2,
     nodes: Annotated[int, typer.Option(help="Machines; this command is given on each of them.")] = 1,
-    node_rank: Annotated[int, typer.Option(help="Which machine this is, from 0.")] = 0,
-    master_addr: Annotated[str, typer.Option(help="HOST:PORT of machine 0.")] = "",
+    node: Annotated[int, typer.Option(help="Which machine this is, from 0.")] = 0,
+    master: Annotated[str, typer.Option(help="HOST:PORT of machine 0.")] = "",
 ) -> None:
     """Run a script on several ranks, as torchrun does, with one traceback if it fails.
 
@@ -31,18 +31,18 @@ def run(
     """
     if not script.is_file():
         raise InputError(f"There is no script {script}.", hint="weft run SCRIPT [ARGS] --ranks 4")
-    if ranks < 1 or nodes < 1 or not 0 <= node_rank < nodes:
-        given = f"ranks={ranks}, nodes={nodes}, node_rank={node_rank}"
-        raise InputError(f"{given}: no such world.", hint="Ranks and nodes are 1 or more, node_rank < nodes.")
-    host, _, port = master_addr.rpartition(":")
+    if ranks < 1 or nodes < 1 or not 0 <= node < nodes:
+        given = f"ranks={ranks}, nodes={nodes}, node={node}"
+        raise InputError(f"{given}: no such world.", hint="Ranks and nodes are 1 or more, node < nodes.")
+    host, _, port = master.rpartition(":")
     if nodes > 1 and not (host and port.isdecimal()):
         raise InputError(
-            f"{nodes} nodes meet at machine 0, and --master-addr is {master_addr!r}.",
+            f"{nodes} nodes meet at machine 0, and --master is {master!r}.",
             hint="Give its HOST:PORT, the same on every machine, such as 10.0.0.1:29500.",
         )
     from weft.run.launch import Machines, launch
 
-    machines = Machines(count=nodes, this=node_rank, master=master_addr)
+    machines = Machines(count=nodes, this=node, master=master)
     ended = launch([str(script), *(args or [])], ranks, machines)
     if ended.rank is not None:
         typer.echo(f"weft: rank {ended.rank} {ended.how}.\n{ended.stack}".rstrip(), err=True)

@@ -22,7 +22,7 @@ from weft.core.errors import InputError
 if TYPE_CHECKING:
     from weft.serve.engine import Settings
 
-SCHEDULES = ("elastic", "all", "one")
+POLICIES = ("elastic", "all", "one")
 PACKAGES = (
     "fastapi",
     "uvicorn",
@@ -55,7 +55,7 @@ def run(
     data: Annotated[
         Path | None, typer.Option(help="Folder of jobs and results; below ~/.local/state/weft if not given.")
     ] = None,
-    schedule: Annotated[
+    policy: Annotated[
         str, typer.Option(help="elastic; or first come first served by all ranks, or by one each: all, one.")
     ] = "elastic",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
@@ -83,12 +83,12 @@ def run(
     checkpoint.check(directory)
     _check_packages(own=checkpoint.is_own(directory))
     _check_numbers(ranks=ranks, port=port, max_queue=max_queue, nodes=nodes, node=node)
-    _check_words(schedule=(schedule, SCHEDULES), dtype=(dtype, DTYPES))
+    _check_words(policy=(policy, POLICIES), dtype=(dtype, DTYPES))
     from weft.serve.engine import Settings
 
     name = _name(served_name, directory, own=model is None)
     settings = Settings(
-        model=directory, folder=(data or _state() / name).resolve(), name=name, ranks=ranks, policy=schedule,
+        model=directory, folder=(data or _state() / name).resolve(), name=name, ranks=ranks, policy=policy,
         queue=max_queue, keep=duration(ttl, "ttl"), quota=amount(quota, "quota"), nodes=nodes, master=master,
         options={"name": name, "dtype": dtype, "plan": plan, "mask": mask},
         **_meeting(nodes, master, token_file),

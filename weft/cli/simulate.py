@@ -27,9 +27,10 @@ def run(
     model: Name,
     *,
     topology: Cluster = "4x8xh100",
-    gpus: Annotated[
+    devices: Annotated[
         str, typer.Option(help="Sizes such as 8,16,32, in machines of the topology; its own if left out.")
     ] = "",
+    gpus: Annotated[str, typer.Option(hidden=True)] = "",
     plan: Annotated[
         str, typer.Option(help="auto takes the planner's choice; all; or names such as ulysses,ring.")
     ] = "auto",
@@ -45,11 +46,12 @@ def run(
 ) -> None:
     """Simulate one attention of a model by several plans on clusters of several sizes.
 
-    Try: weft simulate wan2.1-14b --topology 4x8xh100 --gpus 8,16,32 --mask svg:density=0.25
+    Try: weft simulate wan2.1-14b --topology 4x8xh100 --devices 8,16,32 --mask svg:density=0.25
     """
     work = Workload.read(model, size=size, frames=frames, mask=mask, block=block, dtype=dtype)
     cluster = read_topology(topology)
-    asked = counts(gpus, "gpus") if gpus else []
+    devices = devices or gpus
+    asked = counts(devices, "devices") if devices else []
     if not as_json:
         typer.echo(f"{work} · machines of {cluster.name}")
     from weft.report.sweep import resized, sweep, wanted
@@ -126,7 +128,17 @@ def _show(rows: list[dict[str, Any]], found: Sequence[Found], model: Model) -> N
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))  # 80 columns with the longest name
-    for head in ("GPUs", "plan", "attention", "step", "speed", "eff.", "exposed", "imbal.", "sent"):
+    for head in (
+        "devices",
+        "plan",
+        "attention",
+        "step",
+        "speed",
+        "eff.",
+        "exposed",
+        "imbal. in time",
+        "sent",
+    ):
         table.add_column(head, justify="left" if head == "plan" else "right", no_wrap=True)
     shown: dict[int, int] = {}
     for row in rows:

@@ -14,7 +14,7 @@ from weft.cli.numbers import counts
 from weft.core.errors import CommError, InputError
 from weft.core.problem import ITEM_BYTES
 from weft.plan.choose import usp_names
-from weft.plan.recipe import NAMES
+from weft.plan.strategies import short_names
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -36,21 +36,23 @@ def run(
     kv_heads: Annotated[int, typer.Option(help="Key/value heads; 0 means as many as query heads.")] = 0,
     head_dim: Annotated[int, typer.Option(help="Size of one head.")] = 32,
     dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16.")] = "float32",
-    strategy: Annotated[str, typer.Option(help="One strategy instead of all of them.")] = "",
+    plan: Annotated[str, typer.Option(help="One plan, such as usp:2x2, instead of all of them.")] = "",
+    strategy: Annotated[str, typer.Option(hidden=True)] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
 ) -> None:
     """Prove that N ranks compute what one rank computes: outputs and gradients, every strategy.
 
     With a checkpoint directory: the outputs of its transformers, in float32 on a few tokens of noise.
     """
+    plan = plan or strategy
     if model_dir is not None:
-        return _verify_model(model_dir, counts(ranks, "ranks"), strategy or "auto", as_json=as_json)
+        return _verify_model(model_dir, counts(ranks, "ranks"), plan or "auto", as_json=as_json)
     if dtype not in ITEM_BYTES:
         raise InputError(f"dtype {dtype!r} is not supported.", hint=f"Use one of {', '.join(ITEM_BYTES)}.")
     sizes = {"tokens": tokens, "heads": heads, "kv_heads": kv_heads or heads, "head_dim": head_dim}
     if bad := [f"{name}={size}" for name, size in sizes.items() if size < 1]:
         raise InputError(f"{bad[0]} is no size.", hint="Sizes are 1 or more.")
-    outcomes = _outcomes(counts(ranks, "ranks"), sizes | {"dtype": dtype}, strategy, quiet=as_json)
+    outcomes = _outcomes(counts(ranks, "ranks"), sizes | {"dtype": dtype}, plan, quiet=as_json)
     rows = [
         {"ranks": world, **asdict(trial), **asdict(outcome), "holds": outcome.holds}
         for world, trial, outcome in outcomes
@@ -59,7 +61,7 @@ def run(
 
 
 def _outcomes(
-    worlds: list[int], sizes: dict[str, Any], strategy: str, *, quiet: bool
+    worlds: list[int], sizes: dict[str, Any], plan: str, *, quiet: bool
 ) -> Iterator[tuple[int, Trial, Outcome]]:
     from rich.console import Console
 
@@ -68,13 +70,13 @@ def _outcomes(
 
     with Console(stderr=True, quiet=quiet).status("starting ranks …") as status:
         for world in worlds:
-            names = [strategy] if strategy else ["auto", *NAMES, *usp_names(world)[1:-1], *BALANCED]
+            names = [plan] if plan else ["auto", *short_names(), *usp_names(world)[1:-1], *BALANCED]
             with Pool(world) as pool:
                 for name in names:
                     for density, prefix in ((None, 0), (0.3, 0), (None, 7)):
                         status.update(f"{world} ranks · {name}")
                         extra = {"density": density, "block": 16, "prefix": min(prefix, sizes["tokens"])}
-                        trial = Trial(**sizes, strategy=name, **extra)
+                        trial = Trial(**sizes, asked=name, **extra)
                         yield world, trial, check(pool, trial)
 
 
@@ -141,7 +143,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     table = Table(title="N ranks against one process in float64", title_justify="left")
     for name in (
         "ranks",
-        "strategy",
+        "asked",
         "plan",
         "attention",
         "output error",
@@ -150,14 +152,14 @@ def _table(rows: list[dict[str, Any]]) -> Table:
         "sent",
         "",
     ):
-        table.add_column(name, justify="left" if name in ("strategy", "plan", "attention") else "right")
+        table.add_column(name, justify="left" if name in ("asked", "plan", "attention") else "right")
     for row in rows:
         mask = "dense" if row["density"] is None else f"{row['density']:.0%} of tiles"
         if row["prefix"]:
             mask += f", text {row['prefix']}"
         table.add_row(
             str(row["ranks"]),
-            row["strategy"],
+            row["asked"],
             row["plan"],
             mask,
             f"{row['output_error']:.1e}",

@@ -1,31 +1,26 @@
 """Masks by name: `sta:window=3x3x3,dense=0.1` for commands, files and quick experiments.
 
 The options of a mask are the keyword arguments of its producer, read as what their defaults are:
-numbers, boxes such as 3x3x3, and several of either joined with +.
+numbers, boxes such as 3x3x3, and several of either joined with +. A file in weft/masks is found by itself.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
+import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
+from importlib import import_module
 from typing import Any, cast
 
 import numpy as np
 
+from weft import masks
 from weft.core.errors import InputError
 from weft.core.mask import BlockMask
-from weft.masks.evolving import evolving_mask
 from weft.masks.grid import TokenGrid
-from weft.masks.paro import paro_mask
-from weft.masks.radial import radial_mask
 from weft.masks.random import random_mask
-from weft.masks.sparge import sparge_mask
-from weft.masks.sta import sta_mask
-from weft.masks.svg import svg_mask
-from weft.masks.trace import trace_mask
-from weft.masks.vsa import vsa_mask
 
 
 def _dense(heads: int, grid: TokenGrid, *, block: int) -> BlockMask:
@@ -48,20 +43,19 @@ def _random(
     return mask | grid.mask(np.stack([text[:, None] | text] * heads), block) if text.any() else mask
 
 
+def producers() -> dict[str, Callable[..., BlockMask]]:
+    """Masks by name: dense, random, and `NAME_mask(heads, grid, …)` of each file `NAME` of this room."""
+    found: dict[str, Callable[..., BlockMask]] = {"dense": _dense, "random": _random}
+    for name in sorted(module.name for module in pkgutil.iter_modules(masks.__path__)):
+        make = getattr(import_module(f"weft.masks.{name}"), f"{name}_mask", None)
+        if make:
+            found.setdefault(name, make)
+    return found
+
+
 MOST_TILES = 2**31
 """Producers make a byte of each tile before it is packed."""
-PRODUCERS: dict[str, Callable[..., BlockMask]] = {
-    "dense": _dense,
-    "random": _random,
-    "sta": sta_mask,
-    "svg": svg_mask,
-    "radial": radial_mask,
-    "vsa": vsa_mask,
-    "sparge": sparge_mask,
-    "paro": paro_mask,
-    "evolving": evolving_mask,
-    "trace": trace_mask,
-}
+PRODUCERS = producers()
 
 
 def mask_from_spec(text: str, *, heads: int, grid: TokenGrid, block: int = 64, seed: int = 0) -> BlockMask:

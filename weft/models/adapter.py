@@ -114,6 +114,15 @@ class Adapter:
         return self.streams.get(f"{module}.{name}", self.streams.get(str(name), "video"))
 
 
+# What most models have.
+VIDEO, TEXT = Cut("video", 1), Cut("text", 1)
+ROPE = Cut("video", 0)
+"""[tokens, …], without a batch."""
+BLOCK = {"hidden_states": VIDEO, "encoder_hidden_states": TEXT}
+CONTROL = {"controlnet_block_samples": VIDEO, "controlnet_single_block_samples": VIDEO}
+END = {"proj_out": VIDEO}
+
+
 def unwrapped(model: Any) -> Any:
     """The module that torch.compile was given."""
     return getattr(model, "_orig_mod", model)

@@ -36,7 +36,7 @@ from weft.run.world import world_of
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
-Run = Callable[[Any, Args, Kwargs], Any]
+Forward = Callable[[Any, Args, Kwargs], Any]
 """(mesh, args, kwargs) -> the output, whole on every rank of the mesh."""
 
 MODES = ("auto", "on", "off")
@@ -122,7 +122,7 @@ class Guidance:
         self._kept: tuple[_Call, Any] | None = None
         self._faults = 0
 
-    def __call__(self, run: Run, args: Args, kwargs: Kwargs) -> Any:
+    def __call__(self, run: Forward, args: Args, kwargs: Kwargs) -> Any:
         halves = self.halves
         if halves is None:
             return run(self.mesh, args, kwargs)
@@ -143,7 +143,7 @@ class Guidance:
             lambda a, b: torch.cat([a, b]) if isinstance(a, Tensor) else a, *self._exchange(halves, output)
         )
 
-    def _in_turn(self, halves: Halves, run: Run, call: _Call) -> Any:
+    def _in_turn(self, halves: Halves, run: Forward, call: _Call) -> Any:
         last, self._last = self._last, call
         kept, self._kept = self._kept, None
         if kept is not None:

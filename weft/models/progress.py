@@ -66,7 +66,7 @@ def line(done: list[Step], total: int) -> str:
         f"step {len(done)}/{total}" if total else f"step {len(done)}",
         f"{mean.seconds:.2f} s/step",
         f"{clock(mean.seconds * max(0, total - len(done)))} left",
-        *([] if last.imbalance is None else [f"imbalance {last.imbalance:.2f}"]),
+        *([] if last.imbalance is None else [f"imbalance in time {last.imbalance:.2f}"]),
         f"exposed communication {last.exposed:.1%}",
     ]
     return " · ".join(parts)

@@ -25,11 +25,12 @@ from weft.core.schedule import Schedule
 from weft.models.methods import Rules, parse
 from weft.models.producers import Method, Producer, Where
 from weft.models.scores import kept_mass, sample
+from weft.plan import strategies
 from weft.plan.balance import ratio
 from weft.plan.balanced import Deals
 from weft.plan.choose import Plan, choose
 from weft.plan.counts import head_loads
-from weft.plan.recipe import Recipe
+from weft.plan.strategy import Strategy
 from weft.run.attention import let_go
 from weft.run.call import topology_for
 from weft.schedule.measure import measure
@@ -55,15 +56,15 @@ class Kind(NamedTuple):
     """
 
     problem: Problem
-    recipe: Recipe | None
+    strategy: Strategy | None
     chosen_for: str
 
     def plan(self, mask: BlockMask) -> str:
-        assert self.recipe is not None
-        if self.recipe.balance == "none" and mask.digest != self.chosen_for:
+        assert self.strategy is not None
+        if self.strategy.balance == "none" and mask.digest != self.chosen_for:
             # The first had nothing to balance, or too little.
-            return str(replace(self.recipe, balance="balanced"))
-        return str(self.recipe)
+            return str(replace(self.strategy, balance="balanced"))
+        return str(self.strategy)
 
 
 class Judged(NamedTuple):
@@ -118,7 +119,7 @@ class Sparsity:
         if key not in self._kinds:
             self._kinds[key] = self._kind(there.layout, q, k, mask)
         kind = self._kinds[key]
-        plan = self.plan if kind.recipe is None else kind.plan(mask)
+        plan = self.plan if kind.strategy is None else kind.plan(mask)
         if len(self._densities) % EVERY == 0:
             recall = self._recall(there, q, k, mask) if self.rules.recall else None
             self._judged.append(Judged(*imbalance(kind.problem, mask, plan), recall))
@@ -193,7 +194,7 @@ class Sparsity:
         if self.plan != "auto":
             return Kind(problem, None, mask.digest)
         found = choose(problem, mask, topology_for(None, problem.ranks))
-        return Kind(problem, found.ranked[0].recipe, mask.digest)
+        return Kind(problem, found.ranked[0].strategy, mask.digest)
 
     def _recall(self, where: Where, q: Tensor, k: Tensor, mask: BlockMask) -> float:
         grid = where.grid
@@ -240,9 +241,9 @@ def imbalance(problem: Problem, mask: BlockMask, plan: str | Plan | Schedule) ->
     if not isinstance(plan, str):
         work = measure(plan.schedule if isinstance(plan, Plan) else plan).imbalance
         return work, work
-    recipe = Recipe.parse(plan, problem.ranks)
+    strategy = strategies.parse(plan, problem.ranks)
     deals = Deals(problem, mask, topology_for(None, problem.ranks))
-    ways = (replace(recipe, balance="none"), recipe)
+    ways = (replace(strategy, balance="none"), strategy)
     before, after = (ratio(deals.deal(way).seconds.sum(axis=2)) for way in ways)
     return before, after
 

@@ -26,7 +26,7 @@ from weft.core.errors import InputError
 from weft.models.probe import Call, mixed_dim
 from weft.models.sites import Declared, Groups, Mixes, Site, beside, check_apart, find_sites
 from weft.models.stream import Stream
-from weft.plan.stages import WHOLE, Placement, State, place
+from weft.plan.stages import WHOLE, Route, State, place
 from weft.run.world import World, world_of
 
 __all__ = ["Mixes", "Stages", "stages"]
@@ -75,10 +75,10 @@ class Stages:
     ) -> None:
         self.sizes: dict[str, int] = {}
         """Of the whole tensor, to be told where the first stage has several dims in one."""
-        self.placement: Placement | None = None
+        self.route: Route | None = None
         """What was decided for the last input."""
         self._sites, self._stream, self._shard, self._leave = sites, stream, shard, leave
-        self._known: dict[tuple[int, ...], Placement] = {}
+        self._known: dict[tuple[int, ...], Route] = {}
         self._next = 0
         self._runs: dict[str, int] = {}
         self._probing = False
@@ -116,11 +116,11 @@ class Stages:
             self._count(at)
             if at == 0:
                 self._stream.measure(site, call.x, self.sizes)
-                self.placement = self._place(call.x.element_size())
-            assert self.placement is not None
-            self._stream.layout = self.placement.layouts[at - 1] if at else self._stream.whole
+                self.route = self._place(call.x.element_size())
+            assert self.route is not None
+            self._stream.layout = self.route.layouts[at - 1] if at else self._stream.whole
             x = self._stream.move(
-                self._stream.apart(site, call.x), self.placement.moves[at], f"Stage {site.name}"
+                self._stream.apart(site, call.x), self.route.moves[at], f"Stage {site.name}"
             )
             return call.given(self._stream.together(site, x))
 
@@ -132,7 +132,7 @@ class Stages:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
             if self._probing:
                 return None
-            assert self.placement is not None
+            assert self.route is not None
             call = _call(site, args, kwargs)
             y = out[0] if isinstance(out, tuple) else out
             if not isinstance(y, Tensor) or y.shape != call.x.shape:
@@ -146,7 +146,7 @@ class Stages:
             if at < len(self._sites) - 1:
                 return None
             y = self._stream.move(
-                self._stream.apart(site, y), self.placement.moves[-1], f"The end, after {site.name}"
+                self._stream.apart(site, y), self.route.moves[-1], f"The end, after {site.name}"
             )
             y = self._stream.together(site, y)
             return (y, *out[1:]) if isinstance(out, tuple) else y
@@ -165,7 +165,7 @@ class Stages:
 
         return hook
 
-    def _place(self, item_bytes: int) -> Placement:
+    def _place(self, item_bytes: int) -> Route:
         sizes = self._stream.sizes
         key = (*sizes.values(), item_bytes)
         if key not in self._known:

@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
 from weft.core.indices import IntArray
 from weft.core.mask import BlockMask
@@ -22,9 +20,9 @@ from weft.plan.counts import TileCost, head_loads, row_loads, tile_loads
 from weft.plan.cuts import cut
 from weft.plan.heads import natural as in_order
 from weft.plan.partition import natural_roster
-from weft.plan.recipe import Recipe
-from weft.plan.roster import Roster, check_fit, home
+from weft.plan.roster import Deal, Roster, check_fit, home
 from weft.plan.split import Shares, share_loads, split, whole
+from weft.plan.strategy import Strategy
 
 PAIR = 16  # the cost of a token pair; a tile's fixed cost is rounded to sixteenths of it
 GOOD = 1.02  # splitting a head sends its keys once more: not for less than this
@@ -33,20 +31,8 @@ BY_LOAD = ("balanced", "cuts")  # the balances that deal heads by load, and spli
 DENSE_UNITS = 256  # where the mask sets no blocks, rows are cut into so many
 
 
-@dataclass(frozen=True, eq=False)
-class Deal:
-    """A roster, the seconds of slice u between row group a and column group b, and what moves."""
-
-    roster: Roster
-    seconds: npt.NDArray[np.float64]
-    moved: tuple[float, float]
-    """Shares of rows and of columns that leave the ring coordinate that holds them."""
-    needed: float
-    """The share of the other ring coordinates' keys that a rank's tiles touch."""
-
-
 class Deals:
-    """The partitions of one attention by recipe; equal parts of their work are done once."""
+    """The partitions of one attention by strategy; equal parts of their work are done once."""
 
     def __init__(self, problem: Problem, mask: BlockMask, topology: Topology) -> None:
         check_fit(problem, mask, Mesh.of(ring=problem.ranks))
@@ -58,7 +44,7 @@ class Deals:
         self._unit_seconds = pair_seconds / PAIR
         self._shares: dict[int, Shares] = {}
         self._tiles: dict[Shares, IntArray] = {}
-        self._deals: dict[Recipe, Deal] = {}
+        self._deals: dict[tuple[Mesh, str], Deal] = {}
 
     @cached_property
     def grid(self) -> BlockMask:
@@ -72,32 +58,31 @@ class Deals:
     def row_loads(self) -> IntArray:
         return row_loads(self.grid, self.cost)
 
-    def deal(self, recipe: Recipe) -> Deal:
-        """The deal of a recipe; the exchange does not matter to it, the place of the axes does."""
-        exchange = "swapped" if recipe.across else "usp"
-        key = Recipe(recipe.ulysses, recipe.ring, exchange, recipe.balance)
+    def deal(self, strategy: Strategy) -> Deal:
+        """The deal of a strategy; what travels does not matter to it, the place of the axes does."""
+        key = strategy.mesh_on(self.topology), strategy.balance
         if key not in self._deals:
-            self._deals[key] = self._deal(key)
+            self._deals[key] = self._deal(strategy)
         return self._deals[key]
 
-    def _deal(self, recipe: Recipe) -> Deal:
-        mesh, grid = recipe.mesh_on(self.topology), self.grid
-        shares = self.shares(recipe.ulysses, by_load=recipe.balance in BY_LOAD)
+    def _deal(self, strategy: Strategy) -> Deal:
+        mesh, grid = strategy.mesh_on(self.topology), self.grid
+        shares = self.shares(strategy.ulysses, by_load=strategy.balance in BY_LOAD)
         at_home = home(self.problem.q, grid.block_q, mesh), home(self.problem.kv, grid.block_k, mesh)
-        rows, cols = (np.broadcast_to(x, (recipe.ulysses, x.size)) for x in at_home)
+        rows, cols = (np.broadcast_to(x, (strategy.ulysses, x.size)) for x in at_home)
         # Where blocks stay whole rows of a slice, heads are all there is to add up.
-        tiles = self.tiles(shares) if recipe.ring > 1 else self.slices(shares)
-        if recipe.ring > 1 and recipe.balance == "balanced":
-            rows, cols = joint(tiles, recipe.ring, *at_home, limits=LIMITS)
-        elif recipe.ring > 1 and recipe.balance == "cuts":
-            rows = np.broadcast_to(cut(tiles.sum(axis=(0, 2)), recipe.ring), rows.shape)
+        tiles = self.tiles(shares) if strategy.ring > 1 else self.slices(shares)
+        if strategy.ring > 1 and strategy.balance == "balanced":
+            rows, cols = joint(tiles, strategy.ring, *at_home, limits=LIMITS)
+        elif strategy.ring > 1 and strategy.balance == "cuts":
+            rows = np.broadcast_to(cut(tiles.sum(axis=(0, 2)), strategy.ring), rows.shape)
         roster = Roster(shares, rows, cols, grid.block_q, grid.block_k)
-        if recipe.balance == "none":
+        if strategy.balance == "none":
             roster = natural_roster(self.problem, self.mask, mesh)
         moved = tuple(float((now != there).mean()) for now, there in zip((rows, cols), at_home, strict=True))
-        sums = tile_sums(tiles, rows, cols, recipe.ring) if recipe.ring > 1 else tiles
+        sums = tile_sums(tiles, rows, cols, strategy.ring) if strategy.ring > 1 else tiles
         seconds = sums.astype(np.float64) * self._unit_seconds
-        return Deal(roster, seconds, (moved[0], moved[1]), _needed(tiles, rows, cols, recipe.ring))
+        return Deal(roster, seconds, (moved[0], moved[1]), _needed(tiles, rows, cols, strategy.ring))
 
     def shares(self, groups: int, *, by_load: bool) -> Shares:
         """The heads of each Ulysses coordinate, in order or by load; a head is split where that pays."""
@@ -129,10 +114,10 @@ class Deals:
             self._tiles[shares] = found
         return self._tiles[shares]
 
-    def bound(self, recipe: Recipe) -> float:
+    def bound(self, strategy: Strategy) -> float:
         """The least imbalance: whole heads have a bound, blocks and split heads hardly any."""
         loads = head_loads(self.grid, self.cost)
-        return bound(loads, recipe.ulysses, splittable=recipe.balance in BY_LOAD)
+        return bound(loads, strategy.ulysses, splittable=strategy.balance in BY_LOAD)
 
 
 def _needed(tiles: IntArray, rows: IntArray, cols: IntArray, ring: int) -> float:

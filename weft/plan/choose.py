@@ -3,43 +3,36 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 
 from weft.core.errors import InputError
 from weft.core.mask import BlockMask
-from weft.core.mesh import Mesh
-from weft.core.partition import Partition
 from weft.core.problem import Problem
 from weft.core.schedule import Op, Schedule
 from weft.core.topology import Topology
 from weft.plan.balanced import Deals
 from weft.plan.blocks import Placement
-from weft.plan.estimate import estimate
 from weft.plan.heads import Grouping, natural
 from weft.plan.partition import natural_roster, zigzag
-from weft.plan.recipe import Recipe, factors, most_machines
 from weft.plan.roster import Roster, assemble
 from weft.plan.split import whole
-from weft.schedule.gather import gather
+from weft.plan.strategies import kinds, parse
+from weft.plan.strategy import Strategy, factors
 from weft.schedule.measure import attend_works, measure
-from weft.schedule.torus import torus
-from weft.schedule.usp import usp
 from weft.simulate.critical import Timing
 from weft.simulate.predict import predict
 
 FINALISTS = 6
-WORTH = 1.01  # a torus has many messages, and each of its settings its reason: not for less than this
+WORTH = 1.01  # what is costly has many messages, and each of its settings its reason: not for less than this
 RISK = 0.01  # of the time of sending between machines: what is hidden stays so only while nothing is late
-CHUNKS = (1, 2, 3)
-TORI = 6  # beside them, where there are machines: many are alike, and must not crowd out what is not
-HOPE = 1.1  # a torus takes long to build and to time: only what is guessed this near to the best
+COSTLY = 6  # beside the finalists: many of them are alike, and must not crowd out what is not
+HOPE = 1.1  # what is costly takes long to build and to time: only what is guessed this near to the best
 
 
 @dataclass(frozen=True)
 class Option:
     """One candidate that was built and timed, and what it costs."""
 
-    recipe: Recipe
+    strategy: Strategy
     timing: Timing
     intra_bytes: int
     inter_bytes: int
@@ -52,7 +45,7 @@ class Option:
 
     @property
     def name(self) -> str:
-        return str(self.recipe)
+        return str(self.strategy)
 
     @property
     def seconds(self) -> float:
@@ -120,83 +113,65 @@ def build(
     grouping: Grouping | None = None,
     blocks: Placement | None = None,
 ) -> Schedule:
-    """A schedule by its recipe's name: ulysses, ring, zigzag, gather, usp:UxR, …+balanced, …+cuts.
+    """A schedule by its strategy's name: ulysses, ring, zigzag, gather, usp:UxR, …+balanced, …+cuts.
 
     `grouping` gives the heads of each Ulysses coordinate, and `blocks` the ring coordinate of each block of
     theirs, as `plan.online` keeps them through a loop.
     """
-    recipe = Recipe.parse(name, problem.ranks)
+    strategy = parse(name, problem.ranks)
     deals = Deals(problem, mask, topology or Topology.local(problem.ranks))
     if grouping is None and blocks is None:
-        return _build(recipe, deals)
-    grouping = natural(problem.heads, recipe.ulysses) if grouping is None else grouping
+        return _build(strategy, deals)
+    grouping = natural(problem.heads, strategy.ulysses) if grouping is None else grouping
     heads = sorted(head for group in grouping for head in group)
-    if len(grouping) != recipe.ulysses or heads != list(range(problem.heads)) or recipe.balance != "none":
+    if len(grouping) != strategy.ulysses or heads != list(range(problem.heads)) or strategy.balance != "none":
         raise InputError(
             f"A grouping of {len(heads)} heads in {len(grouping)} groups does not fit {name}.",
-            hint=f"Give each of {problem.heads} heads once, in {recipe.ulysses} groups, and no +balance.",
+            hint=f"Give each of {problem.heads} heads once, in {strategy.ulysses} groups, and no +balance.",
         )
-    roster = natural_roster(problem, mask, recipe.mesh_on(deals.topology))
+    roster = natural_roster(problem, mask, strategy.mesh_on(deals.topology))
     roster = replace(roster, shares=whole(grouping))
-    return _schedule(recipe, deals, roster if blocks is None else _placed(roster, blocks, recipe))
+    return _schedule(strategy, deals, roster if blocks is None else _placed(roster, blocks, strategy))
 
 
-def _placed(roster: Roster, blocks: Placement, recipe: Recipe) -> Roster:
+def _placed(roster: Roster, blocks: Placement, strategy: Strategy) -> Roster:
     given = blocks.ring, blocks.rows.shape, blocks.cols.shape
-    wanted = recipe.ring, roster.rows.shape, roster.cols.shape
+    wanted = strategy.ring, roster.rows.shape, roster.cols.shape
     if given != wanted:
         raise InputError(
-            "Blocks for a ring of {}, of shapes {} and {}, ".format(*given) + f"do not fit {recipe}.",
+            "Blocks for a ring of {}, of shapes {} and {}, ".format(*given) + f"do not fit {strategy}.",
             hint="Here it has {} ranks, and blocks of shapes {} and {}.".format(*wanted),
         )
     return replace(roster, rows=blocks.dealt.rows, cols=blocks.dealt.cols)
 
 
-def _build(recipe: Recipe, deals: Deals) -> Schedule:
-    if recipe.balance == "zigzag":
-        mesh = recipe.mesh_on(deals.topology)
-        return _exchange(recipe, deals, zigzag(deals.problem, deals.mask, mesh))
-    return _schedule(recipe, deals, deals.deal(recipe).roster)
+def _build(strategy: Strategy, deals: Deals) -> Schedule:
+    if strategy.balance == "zigzag":
+        mesh = strategy.mesh_on(deals.topology)
+        partition = zigzag(deals.problem, deals.mask, mesh)
+        return strategy.build(deals.problem, deals.mask, partition, deals.topology)
+    return _schedule(strategy, deals, deals.deal(strategy).roster)
 
 
-def _schedule(recipe: Recipe, deals: Deals, roster: Roster) -> Schedule:
-    mesh = recipe.mesh_on(deals.topology)
-    return _exchange(recipe, deals, assemble(deals.problem, deals.mask, mesh, roster))
-
-
-def _exchange(recipe: Recipe, deals: Deals, partition: Partition) -> Schedule:
-    mesh, builder = recipe.mesh_on(deals.topology), usp
-    if recipe.exchange == "gather":
-        builder = gather
-    elif recipe.exchange == "torus":
-        builder = partial(torus, machines=deals.topology.machines, chunks=recipe.chunks, defer=recipe.defer)
-    elif recipe.ulysses == 1:
-        mesh = Mesh.of(ring=mesh.ranks)
-    elif recipe.ring == 1:
-        mesh = Mesh.of(ulysses=mesh.ranks)
-    return builder(deals.problem, deals.mask, mesh, partition, name=str(recipe))
+def _schedule(strategy: Strategy, deals: Deals, roster: Roster) -> Schedule:
+    partition = assemble(deals.problem, deals.mask, strategy.mesh_on(deals.topology), roster)
+    return strategy.build(deals.problem, deals.mask, partition, deals.topology)
 
 
 def usp_names(ranks: int) -> list[str]:
     return [f"usp:{u}x{r}" for u, r in factors(ranks)]
 
 
-def candidates(problem: Problem, mask: BlockMask, topology: Topology) -> list[Recipe]:
+def candidates(problem: Problem, mask: BlockMask, topology: Topology) -> list[Strategy]:
     """Every way to cut ranks into heads × ring, each exchange, each balance that could matter here."""
-    found: list[Recipe] = []
+    found: list[Strategy] = []
     for heads, hops in reversed(factors(problem.ranks)):
-        exchanges = ["usp"]
-        if hops > 1 and heads > 1 and topology.machines > 1:
-            exchanges.append("swapped")
-        if hops > 1:
-            exchanges.append("gather")
         uneven = problem.heads % heads > 0
         balances = ["none"] + ["balanced"] * (uneven or not mask.is_dense)
         if hops > 1 and not mask.is_dense:
             balances.append("cuts")
-        found += [Recipe(heads, hops, exchange, how) for exchange in exchanges for how in balances]
-        if topology.machines > 1 and most_machines(heads, topology.machines, topology.devices) > 1:
-            found += [Recipe(heads, hops, "torus", how, chunks) for chunks in CHUNKS for how in balances]
+        ways = [way for kind in kinds() for way in kind.ways(heads, hops, topology)]
+        found += [replace(way, balance=how) for way in ways for how in balances]
     return found
 
 
@@ -208,31 +183,30 @@ def choose(problem: Problem, mask: BlockMask, topology: Topology | None = None) 
             f"The topology {topology.name} has {topology.ranks} ranks, the tensors lie on {problem.ranks}."
         )
     deals = Deals(problem, mask, topology)
-    guessed: list[tuple[float, Recipe]] = []
-    for recipe in candidates(problem, mask, topology):
-        ways = [(_guess(way, deals), way) for way in _tuned(recipe, topology)]
+    guessed: list[tuple[float, Strategy]] = []
+    for strategy in candidates(problem, mask, topology):
+        ways = [(way.estimate(problem, topology, deals.deal(way)), way) for way in strategy.tuned(topology)]
         guessed.append(min(ways, key=lambda item: item[0]))  # of equal ones the first
     guessed.sort(key=lambda item: item[0])  # stable: equal guesses stay in the order of the list
-    built: dict[tuple[Op, ...], tuple[Recipe, Schedule]] = {}
+    built: dict[tuple[Op, ...], tuple[Strategy, Schedule]] = {}
     seen: set[tuple[object, ...]] = set()
     left_out: list[tuple[str, float]] = []
-    for guess, recipe in guessed:
-        is_torus = recipe.exchange == "torus"
-        alike = [had for had, _ in built.values() if (had.exchange == "torus") == is_torus]
-        hopeless = is_torus and guess > HOPE * guessed[0][0]
-        if hopeless or len(alike) >= (TORI if is_torus else FINALISTS):
-            left_out.append((str(recipe), guess))
+    for guess, strategy in guessed:
+        alike = [had for had, _ in built.values() if had.costly == strategy.costly]
+        hopeless = strategy.costly and guess > HOPE * guessed[0][0]
+        if hopeless or len(alike) >= (COSTLY if strategy.costly else FINALISTS):
+            left_out.append((str(strategy), guess))
             continue
         # Where nothing is out of balance, names coincide; most of them before anything is built.
-        key = replace(recipe, balance=""), deals.deal(recipe).roster.key
+        key = replace(strategy, balance=""), deals.deal(strategy).roster.key
         if key not in seen:
             seen.add(key)
-            schedule = _build(recipe, deals)
-            built.setdefault(schedule.ops, (recipe, schedule))
-    timed = {ops: _option(recipe, schedule, deals) for ops, (recipe, schedule) in built.items()}
-    best = min(timed.values(), key=_worth).recipe
+            schedule = _build(strategy, deals)
+            built.setdefault(schedule.ops, (strategy, schedule))
+    timed = {ops: _option(strategy, schedule, deals) for ops, (strategy, schedule) in built.items()}
+    best = min(timed.values(), key=_worth).strategy
     # How much a torus puts off is finer than a closed form sees: the best is timed with all and none too.
-    ways = _tuned(best, topology)
+    ways = best.tuned(topology)
     for way in (way for way in (ways[0], ways[-1]) if way != best):
         schedule = _build(way, deals)
         if schedule.ops not in built:
@@ -243,47 +217,23 @@ def choose(problem: Problem, mask: BlockMask, topology: Topology | None = None) 
 
 
 def _worth(option: Option) -> float:
-    reason = WORTH if option.recipe.exchange == "torus" else 1
+    reason = WORTH if option.strategy.costly else 1
     sending = min(option.seconds, max(option.timing.sending)) if option.inter_bytes else 0.0
     return option.seconds * reason + RISK * sending
 
 
-def _tuned(recipe: Recipe, topology: Topology) -> list[Recipe]:
-    """A torus with any number of stages put off, most first: that is right where the wire decides.
-
-    Other recipes as they are.
-    """
-    if recipe.exchange != "torus":
-        return [recipe]
-    stages = (topology.machines - 1) * recipe.chunks
-    return [replace(recipe, defer=put_off) for put_off in range(stages, -1, -1)]
-
-
-def _guess(recipe: Recipe, deals: Deals) -> float:
-    deal = deals.deal(recipe)
-    return estimate(
-        deals.problem,
-        deals.topology,
-        recipe,
-        deal.seconds,
-        moved=deal.moved,
-        needed=deal.needed,
-        widest=deal.roster.widest,
-    )
-
-
-def _option(recipe: Recipe, schedule: Schedule, deals: Deals) -> Option:
+def _option(strategy: Strategy, schedule: Schedule, deals: Deals) -> Option:
     topology, works = deals.topology, attend_works(schedule)
     report = measure(schedule, works)
     inside = sum(
         size for (a, b), size in report.link_bytes.items() if topology.machine(a) == topology.machine(b)
     )
     return Option(
-        recipe,
+        strategy,
         predict(schedule, topology, works),
         inside,
         report.total_bytes - inside,
         report.imbalance,
-        deals.bound(recipe),
+        deals.bound(strategy),
         max(report.peak_memory),
     )

@@ -1,9 +1,6 @@
-"""Estimate: a closed form for the time of a recipe, to leave out what cannot win before it is built.
+"""Estimate: what the closed forms of strategies are made of, to leave out what cannot win before it is built.
 
-    scatter + Σ over ring steps of max(compute of the slowest rank, one hop) + return
-
-and for a torus two clocks, of the wire and of the slowest rank, through its stages. Both are
-with what a formula over U × R alone leaves out: blocks that move for balance, slices with more heads than
+With what a formula over U × R alone leaves out: blocks that move for balance, slices with more heads than
 others, copies in and out of messages, a fixed cost for every call and phase, machines that share a
 network card, and cores that are shared by computing and sending.
 """
@@ -11,6 +8,7 @@ network card, and cores that are shared by computing and sending.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +18,8 @@ from weft.core.mesh import Mesh
 from weft.core.problem import Problem
 from weft.core.topology import Topology
 from weft.plan.balance import step_loads
-from weft.plan.recipe import Recipe, most_machines
+from weft.plan.roster import Deal
+from weft.plan.strategy import Strategy
 from weft.simulate.costs import ROW, shared_seconds
 
 
@@ -32,99 +31,45 @@ class Way(NamedTuple):
     messages: int
 
 
-def estimate(
-    problem: Problem,
-    topology: Topology,
-    recipe: Recipe,
-    seconds: npt.NDArray[np.float64],
-    *,
-    moved: tuple[float, float] = (0.0, 0.0),
-    needed: float = 1.0,
-    widest: float = 1.0,
-) -> float:
-    """`seconds[u, a, b]` is the compute of slice u between row group a and column group b.
+Middle = Callable[[float, npt.NDArray[np.float64]], tuple[float, float]]
+"""From the bytes of a rank's keys and values, and the seconds [slice, rank of the ring, step] of its tiles:
+seconds between scatter and return, and of sending in them."""
 
-    `moved` is the share of row and column blocks that leave home; `needed` the share of the other
-    ranks' keys that a rank's tiles touch (a ring carries them all, a gather only those); `widest`
-    the heads of the slice that has most, over the mean.
-    """
-    ranks, slices, ring, mesh = problem.ranks, recipe.ulysses, recipe.ring, recipe.mesh_on(topology)
-    token = problem.batch * problem.head_dim * problem.item_bytes / ranks
-    q = token * problem.heads * problem.q.size
-    kv = 2 * token * problem.kv_heads * problem.kv.size
-    swap = (slices - 1) / slices
-    copy = copy_seconds(topology) * widest
-    moves = (q * moved[0], kv * moved[1])
-    if recipe.exchange == "torus":
-        compute = seconds.sum(axis=2)
-        staged, sent = _torus(topology, recipe, (q, kv), float(compute.max()), widest)
-        moving = _phase(topology, (spread(topology, mesh, "ring", widest), sum(moves) + moves[0]))
-        shared = shared_seconds(topology, compute.ravel().tolist(), [sent] * ranks)
-        return float(max(staged + moving, shared))
+
+def scattered(strategy: Strategy, problem: Problem, topology: Topology, deal: Deal, middle: Middle) -> float:
+    """scatter + middle + return, for what exchanges heads before and after."""
+    slices, ring, mesh, widest = (
+        strategy.ulysses,
+        strategy.ring,
+        strategy.mesh_on(topology),
+        deal.roster.widest,
+    )
+    (q, kv), moved = sizes(problem), moves(problem, deal)
+    swap, copy = (slices - 1) / slices, copy_seconds(topology) * widest
     wide, long = (spread(topology, mesh, axis, widest) for axis in ("ulysses", "ring"))
-    scatter = _phase(topology, (wide, (q + kv) * swap), (long, sum(moves))) + copy * (q + kv) * (slices > 1)
-    back = _phase(topology, (wide, q * swap), (long, moves[0])) + copy * q * (slices > 1)
+    scatter = phase(topology, (wide, (q + kv) * swap), (long, sum(moved))) + copy * (q + kv) * (slices > 1)
+    back = phase(topology, (wide, q * swap), (long, moved[0])) + copy * q * (slices > 1)
     rows = topology.row_seconds * problem.batch * problem.heads / slices * problem.q.size / ring / ROW
-    by_step = step_loads(seconds + (topology.call_seconds + rows) * (seconds > 0))
-    if recipe.exchange == "gather":
-        fetched = kv * (ring - 1) * needed
-        sent = _phase(topology, (long, fetched))
-        near, far = by_step[:, :, 0].max(), by_step[:, :, 1:].sum(axis=2).max(initial=0.0)
-        middle = max(near, sent) + far + copy * fetched
-    else:
-        hop = _phase(topology, (neighbour(topology, mesh, widest), kv)) if ring > 1 else 0.0
-        slow = by_step.max(axis=(0, 1))
-        middle, sent = sum(max(step, hop) for step in slow[:-1]) + slow[-1], hop * (ring - 1)
-    total = by_step.sum(axis=2).ravel().tolist()
-    shared = shared_seconds(topology, total, [scatter + back + sent] * ranks)
-    return float(max(scatter + middle + back, shared))
+    steps = step_loads(deal.seconds + (topology.call_seconds + rows) * (deal.seconds > 0))
+    between, sent = middle(kv, steps)
+    total = steps.sum(axis=2).ravel().tolist()
+    shared = shared_seconds(topology, total, [scatter + back + sent] * problem.ranks)
+    return float(max(scatter + between + back, shared))
 
 
-def _torus(
-    topology: Topology, recipe: Recipe, sizes: tuple[float, float], compute: float, widest: float
-) -> tuple[float, float]:
-    """Seconds in all, and of sending; `compute` is that of the slowest rank, `sizes` a rank's q and kv."""
-    machines, parts, (q, kv) = topology.machines, recipe.chunks, sizes
-    torus = most_machines(recipe.ulysses, machines, topology.devices)
-    inside = recipe.ulysses // torus
-    hops, stages = topology.devices // inside, (machines - 1) * parts
-    late = 0 if torus == 1 else stages if recipe.defer is None else min(recipe.defer, stages)
-    byte, latency = widest / topology.intra.bandwidth, topology.intra.latency
-    near, around = Way(latency, byte, inside - 1), Way(latency, byte, hops - 1)
-    share = (inside - 1) / inside
-    # Neighbours on the Ulysses axis are on one machine: where one has more heads, its card has more to do.
-    card = topology.devices / topology.nic_bandwidth if topology.nic_bandwidth else 0.0
-    away = Way(0.0, widest * max(1 / topology.inter.bandwidth, card), 1)
-    pull_q, pull_kv = (_phase(topology, (away, size / torus / parts)) for size in (q, kv))
-    passing = _phase(topology, (around, kv / torus / parts * (hops - 1)))
-    unit, call = compute / (torus * machines), topology.call_seconds * hops
-    wire = sent = _phase(topology, (near, q * share))
-    clock = _phase(topology, (near, (q + kv) * share)) + max(unit + call, passing * parts)
-    rows = (torus - 1) * parts
-    posted = [0.0] * parts  # a pull is posted so many stages before it is used
-    for _ in range(rows):
-        wire = max(wire, posted[-parts]) + pull_q
-        posted.append(clock)
-        clock = max(clock, wire + topology.inter.latency) + unit / parts + call
-    for stage in range(1, stages + 1):
-        wire = max(wire, posted[-parts]) + pull_kv
-        posted.append(clock)
-        own = (stage <= stages - late) * (unit / parts + call)
-        clock = max(clock, wire + topology.inter.latency)
-        if stage < stages:
-            clock += max(passing, (torus - 1) * unit / parts + own + call * (not own))
-            continue
-        for _ in range(rows):
-            clock += unit / parts**2 + call
-            wire = max(wire, clock) + pull_q
-        clock += own
-    clock += late * (unit / parts + call)
-    back = _phase(topology, (near, q * share / torus))
-    sent += 2 * rows * pull_q + stages * (pull_kv + passing) + back
-    return max(clock, wire + topology.inter.latency) + back, sent
+def sizes(problem: Problem) -> tuple[float, float]:
+    """Bytes of a rank's queries, and of its keys and values."""
+    token = problem.batch * problem.head_dim * problem.item_bytes / problem.ranks
+    return token * problem.heads * problem.q.size, 2 * token * problem.kv_heads * problem.kv.size
 
 
-def _phase(topology: Topology, *flows: tuple[Way, float]) -> float:
+def moves(problem: Problem, deal: Deal) -> tuple[float, float]:
+    """Bytes of a rank's rows and columns that leave home for balance."""
+    q, kv = sizes(problem)
+    return q * deal.moved[0], kv * deal.moved[1]
+
+
+def phase(topology: Topology, *flows: tuple[Way, float]) -> float:
     """Messages that start together: one latency, a copy into each, and what each costs to post."""
     real = [(way, size) for way, size in flows if size and way.messages]
     copy = copy_seconds(topology)

@@ -7,6 +7,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from weft.core.errors import InputError
 from weft.core.indices import EMPTY, Indices, IntArray, split_evenly
@@ -44,6 +45,18 @@ class Roster:
         counts = [len(group) for group in self.shares]
         heads = {share.head for group in self.shares for share in group}
         return max(counts) * len(counts) / len(heads)
+
+
+@dataclass(frozen=True, eq=False)
+class Deal:
+    """A roster, the seconds of slice u between row group a and column group b, and what moves."""
+
+    roster: Roster
+    seconds: npt.NDArray[np.float64]
+    moved: tuple[float, float]
+    """Shares of rows and of columns that leave the ring coordinate that holds them."""
+    needed: float
+    """The share of the other ring coordinates' keys that a rank's tiles touch."""
 
 
 @lru_cache(maxsize=64)

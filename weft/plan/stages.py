@@ -65,7 +65,7 @@ class Cost(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Placement:
+class Route:
     """The layout of every stage, what moves before it, and what moves after the last one."""
 
     stages: tuple[Stage, ...]
@@ -95,7 +95,7 @@ def place(
     width: int = 1,
     entry: str | State = WHOLE,
     exit: str | State = WHOLE,
-) -> Placement:
+) -> Route:
     """The cheapest layouts of stages that run one after another.
 
     sizes        the dims that may be sharded, whole.
@@ -131,7 +131,7 @@ def place(
         )
     cost, path = min(best.values(), key=lambda found: found[0])
     moves = tuple(costs.moves(a, b) for a, b in zip(path, path[1:], strict=False))
-    return Placement(chain, path[1:-1], moves, cost)
+    return Route(chain, path[1:-1], moves, cost)
 
 
 class _Costs:

@@ -15,7 +15,7 @@ from weft.core.topology import Topology
 from weft.plan.balance import ratio
 from weft.plan.balanced import Deals
 from weft.plan.choose import build
-from weft.plan.recipe import Recipe
+from weft.plan.strategies import parse
 from weft.report.path import critical_path
 from weft.report.sweep import Point
 from weft.schedule.measure import peak_memory, rank_work
@@ -100,14 +100,14 @@ class Case:
         schedule, topology = self.schedule, self.topology or Topology.local(self.ranks)
         after = rank_work(schedule)
         try:
-            recipe = Recipe.parse(schedule.name, self.ranks)
-            plain = replace(recipe, balance="none")
+            strategy = parse(schedule.name, self.ranks)
+            plain = replace(strategy, balance="none")
             before = rank_work(build(str(plain), schedule.problem, schedule.mask, topology))
-            bound = Deals(schedule.problem, schedule.mask, topology).bound(recipe)
+            bound = Deals(schedule.problem, schedule.mask, topology).bound(strategy)
         except InputError:
             return Loads(after, note=f"{schedule.name!r} is no plan of weft: what it was before is unknown.")
         if before == after:
-            same = "It is not balanced" if recipe == plain else "Balancing changes nothing here"
+            same = "It is not balanced" if strategy == plain else "Balancing changes nothing here"
             return Loads(after, bound=bound, note=f"{same}: before and after are the same.")
         return Loads(after, before, bound)
 

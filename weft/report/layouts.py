@@ -6,23 +6,23 @@ from collections.abc import Mapping
 
 from weft.core.errors import InputError
 from weft.core.indices import split_evenly
-from weft.plan.stages import WHOLE, Placement
+from weft.plan.stages import WHOLE, Route
 from weft.report.draw import Figure, Line, Rect, Shape, Words
 from weft.report.palette import rank_colour
 
 CELL, GAP, LEFT, TOP, BELOW = 132.0, 146.0, 62.0, 44.0, 30.0
 
 
-def layouts(placement: Placement, sizes: Mapping[str, int], ranks: int) -> Figure:
+def layouts(route: Route, sizes: Mapping[str, int], ranks: int) -> Figure:
     """A square for each stage, of one dim downwards and one across, in the colours of the ranks.
 
-    A line runs along what the stage mixes: in a right placement it never leaves a colour.
+    A line runs along what the stage mixes: in a right route it never leaves a colour.
     """
-    if len(sizes) != 2 or any(len(layout) != 1 for layout in placement.layouts):
+    if len(sizes) != 2 or any(len(layout) != 1 for layout in route.layouts):
         raise InputError(f"Layouts of {len(sizes)} dims cannot be drawn.", hint="Give two dims and one axis.")
     down, across = sizes
     shapes: list[Shape] = []
-    for number, (stage, (sharded,)) in enumerate(zip(placement.stages, placement.layouts, strict=True)):
+    for number, (stage, (sharded,)) in enumerate(zip(route.stages, route.layouts, strict=True)):
         x = LEFT + number * (CELL + GAP)
         shapes.append(Words(x + CELL / 2, TOP - 26, stage.name, 13.5, "ink", "middle", bold=True))
         shapes.append(
@@ -33,12 +33,12 @@ def layouts(placement: Placement, sizes: Mapping[str, int], ranks: int) -> Figur
         shapes += _parts(x, sharded, sizes, ranks)
         for dim in stage.mixes:
             shapes.append(Line(_along(x, dim == down, sizes), "ink", 2.5, kind="mixes"))
-        for move in placement.moves[number + 1]:
+        for move in route.moves[number + 1]:
             shapes += _arrow(x + CELL, str(move))
         shapes.append(Words(x + CELL / 2, TOP + CELL + 18, f"{across} →", 12.5, anchor="middle"))
     shapes.append(Words(LEFT - 8, TOP + CELL / 2, f"{down} ↓", 12.5, anchor="end"))
-    end = GAP if placement.moves[-1] else LEFT
-    width = LEFT + len(placement.stages) * (CELL + GAP) - GAP + end
+    end = GAP if route.moves[-1] else LEFT
+    width = LEFT + len(route.stages) * (CELL + GAP) - GAP + end
     title = f"{ranks} ranks, one colour each: what every stage mixes is whole on a rank"
     return Figure("layouts", title, width, TOP + CELL + BELOW, tuple(shapes), wide=True)
 

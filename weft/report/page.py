@@ -22,7 +22,7 @@ MEANINGS = {
     "exposed": ("exposed communication", "of the time, it waits for data: transfers that nothing hides"),
     "idle": ("idle", "of the time, it has nothing left or nothing yet to do"),
     "overlap": ("overlap", "of the sending, the sender computes meanwhile"),
-    "imbalance": ("imbalance", "the busiest rank computes so many times the mean"),
+    "imbalance": ("imbalance in time", "the busiest rank computes so many times as long as the mean"),
     "slowest": ("slowest rank", "is done last"),
 }
 MOST_ROWS = 64
@@ -204,7 +204,7 @@ def _plans(cases: Sequence[Case]) -> str:
         ]
         for point in cases[0].plans
     ]
-    head = ["plan", "attention", "exposed", "imbalance", "inside", "between", "memory"]
+    head = ["plan", "attention", "exposed", "imbalance in time", "inside", "between", "memory"]
     return f"<details open><summary>Plans, the fastest first</summary>{_table(head, rows)}</details>"
 
 

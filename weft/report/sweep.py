@@ -16,7 +16,7 @@ from weft.core.schedule import Schedule
 from weft.core.timeline import Timeline
 from weft.core.topology import Topology
 from weft.plan.choose import build, candidates, choose
-from weft.plan.recipe import Recipe
+from weft.plan.strategies import parse
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def resized(topology: Topology, gpus: int) -> Topology:
     if gpus < 1 or gpus % devices:
         whole = max(1, gpus // topology.devices) * topology.devices
         raise InputError(
-            f"{gpus} GPUs are no whole machines of {topology.name}, which have {topology.devices} each.",
+            f"{gpus} devices are no whole machines of {topology.name}, which have {topology.devices} each.",
             hint=f"Try {whole} or {whole + topology.devices}.",
         )
     links = tuple(link for link in topology.links if max(link[:2]) < gpus)
@@ -120,6 +120,6 @@ def sweep(
 def wanted(problem: Problem, mask: BlockMask, cluster: Topology, names: Sequence[str]) -> list[str]:
     """The names, with `all` replaced by every candidate of this size."""
     for name in set(names) - {"auto", "all"}:
-        Recipe.parse(name, cluster.ranks)  # a name that does not fit is better known before than after
-    every = [str(recipe) for recipe in candidates(problem, mask, cluster)] if "all" in names else []
+        parse(name, cluster.ranks)  # a name that does not fit is better known before than after
+    every = [str(strategy) for strategy in candidates(problem, mask, cluster)] if "all" in names else []
     return list(dict.fromkeys(one for name in names for one in (every if name == "all" else [name])))

@@ -34,7 +34,8 @@ class Trial:
     heads: int
     kv_heads: int
     head_dim: int
-    strategy: str = "auto"
+    asked: str = "auto"
+    """The plan, by name."""
     dtype: str = "float32"
     density: float | None = None
     """Share of active tiles of a random mask; None is dense."""
@@ -138,9 +139,7 @@ def _schedule(trial: Trial, layout: Layout) -> Schedule:
     sizes = {"batch": 1, "heads": trial.heads, "kv_heads": trial.kv_heads, "head_dim": trial.head_dim}
     problem = Problem(**sizes, q=layout, kv=layout, dtype=trial.dtype)
     mask = trial.mask()
-    return (
-        choose(problem, mask).schedule if trial.strategy == "auto" else build(trial.strategy, problem, mask)
-    )
+    return choose(problem, mask).schedule if trial.asked == "auto" else build(trial.asked, problem, mask)
 
 
 @cache

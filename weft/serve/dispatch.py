@@ -16,7 +16,7 @@ from weft.serve.disk import Disk
 from weft.serve.jobs import Failure, Job, Shape
 from weft.serve.latency import Latency
 from weft.serve.store import Store
-from weft.serve.tasks import Policy, Run, Task
+from weft.serve.tasks import Grant, Policy, Task
 
 NO_STEPS = ("encode", "decode", "media")
 PATIENCE = 60.0
@@ -159,7 +159,7 @@ class Dispatch:
                     return batch
         return None
 
-    def _gather(self, run: Run) -> Batch:
+    def _gather(self, run: Grant) -> Batch:
         """Those that the model can make in one call with the first; others come next time."""
         first = self.waiting[run.tasks[0]]
         rest = [self.waiting[id] for id in run.tasks[1:]]

@@ -21,7 +21,6 @@ from weft.masks.grid import TokenGrid
 from weft.masks.spec import PRODUCERS, mask_from_spec
 from weft.plan.balanced import Deals
 from weft.plan.choose import candidates
-from weft.plan.estimate import estimate
 from weft.serve.jobs import Shape
 from weft.serve.tasks import sizes
 from weft.simulate.models import Model
@@ -193,21 +192,18 @@ class _Ways:
         deals = Deals(self.problem, everything, topology)
         # Tori win by a few percent only, and balancing by less: a prediction errs by more.
         found = [each for each in candidates(self.problem, everything, topology) if each.balance == "none"]
-        self.deals = [(each, deals.deal(each)) for each in found if each.exchange != "torus"]
+        self.deals = [(each, deals.deal(each)) for each in found if not each.costly]
 
     def best(self, batch: int, density: float) -> tuple[float, str]:
         """Seconds and the name of the fastest, of a mask whose work is spread evenly."""
         problem = replace(self.problem, batch=batch)
         return min(
             (
-                estimate(
-                    problem, self.topology, recipe, deal.seconds * (batch * density),
-                    moved=deal.moved, needed=deal.needed, widest=deal.roster.widest,
-                ),
-                str(recipe),
+                way.estimate(problem, self.topology, replace(deal, seconds=deal.seconds * (batch * density))),
+                str(way),
             )
-            for recipe, deal in self.deals
-        )  # fmt: skip
+            for way, deal in self.deals
+        )
 
 
 def part(topology: Topology, ranks: int) -> Topology:

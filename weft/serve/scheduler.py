@@ -16,7 +16,7 @@ from math import ceil, inf, isfinite
 from typing import Any, NamedTuple
 
 from weft.serve.jobs import Shape
-from weft.serve.tasks import Policy, Run, Task, Times, groups, sizes
+from weft.serve.tasks import Grant, Policy, Task, Times, groups, sizes
 
 MOST_JOBS = 8
 AGED = 3.0  # times what a task was allowed: who waited so long goes first, whatever its chances
@@ -26,16 +26,16 @@ LEAN = 1.02  # the same where there is more work than time
 PAYS = 0.95  # a batch that takes so much of its jobs one by one, or less, is worth its wait
 
 
-def all_ranks(tasks: Sequence[Task], _now: float, world: int, _latency: Times) -> list[Run]:
+def all_ranks(tasks: Sequence[Task], _now: float, world: int, _latency: Times) -> list[Grant]:
     """First come, first served, by all ranks; nothing is stopped."""
     if running := [task for task in tasks if task.ranks]:
-        return [Run((task.id,), task.ranks) for task in running]
-    return [Run((task.id,), tuple(range(world))) for task in sorted(tasks, key=_came)[:1]]
+        return [Grant((task.id,), task.ranks) for task in running]
+    return [Grant((task.id,), tuple(range(world))) for task in sorted(tasks, key=_came)[:1]]
 
 
-def one_rank(tasks: Sequence[Task], _now: float, world: int, latency: Times) -> list[Run]:
+def one_rank(tasks: Sequence[Task], _now: float, world: int, latency: Times) -> list[Grant]:
     """First come, first served, by one rank each (or as few as it fits on); nothing is stopped."""
-    runs = [Run((task.id,), task.ranks) for task in tasks if task.ranks]
+    runs = [Grant((task.id,), task.ranks) for task in tasks if task.ranks]
     taken = {rank for run in runs for rank in run.ranks}
     for task in sorted((task for task in tasks if not task.ranks), key=_came):
         size = next((n for n in sizes(world) if isfinite(latency.step(task.shape, n, task.jobs))), world)
@@ -43,7 +43,7 @@ def one_rank(tasks: Sequence[Task], _now: float, world: int, latency: Times) -> 
         if spot is None:
             break
         taken.update(spot)
-        runs.append(Run((task.id,), spot))
+        runs.append(Grant((task.id,), spot))
     return runs
 
 
@@ -51,7 +51,7 @@ def _came(task: Task) -> tuple[int, float, str]:
     return -task.priority, task.arrived, task.id
 
 
-def elastic(tasks: Sequence[Task], now: float, world: int, latency: Times) -> list[Run]:
+def elastic(tasks: Sequence[Task], now: float, world: int, latency: Times) -> list[Grant]:
     """As few ranks each as meet its deadline, the earliest first; what is spare goes where it shortens most.
 
     Who is late is given its time once more. Where not all can be in time, the longest of those who are late,
@@ -76,8 +76,11 @@ def elastic(tasks: Sequence[Task], now: float, world: int, latency: Times) -> li
         need = 0 if task.id in given_up else dues[task.id].ranks
         thrifty = clock.thrifty(task, LEAN if given_up else THRIFT)
         wanted = len(task.ranks) if clock.ends(task) else max(need, thrifty)
-        if task.ranks and need <= len(task.ranks) < wanted:
-            wanted = len(task.ranks)
+        here = len(task.ranks)
+        # On fewer it may be late, and then on more again.
+        shrinks = need and wanted < here and not clock.has_time(task, wanted, dues[task.id])
+        if shrinks or (here and need <= here < wanted):
+            wanted = here
         size = clock.size(task, wanted, free, soon)
         if size:
             seats.append(_Seat([task], size))
@@ -161,6 +164,10 @@ class _Clock:
         fewest = next(iter(sure), min(took, key=lambda n: (took[n], n)))
         return _Due(due, fewest, late=times > 1)
 
+    def has_time(self, task: Task, size: int, due: _Due) -> bool:
+        """To move there, and to end."""
+        return self.on(task, size) + self.move <= MARGIN * (due.at - self.now)
+
     def thrifty(self, task: Task, times: float) -> int:
         """The most ranks that spend little more of their time on it than the fewest would.
 
@@ -237,11 +244,11 @@ def _saved(seat: _Seat, free: int, clock: _Clock) -> float:
     return (seconds[at] - seconds[at + 1] - move) / (more - seat.size)
 
 
-def _place(seats: list[_Seat], world: int) -> list[Run]:
+def _place(seats: list[_Seat], world: int) -> list[Grant]:
     """A group for each, the largest first, so that all fit; who runs stays, and others go where none do."""
     busy = {rank for seat in seats for task in seat.tasks for rank in task.ranks}
     taken: set[int] = set()
-    runs: dict[int, Run] = {}
+    runs: dict[int, Grant] = {}
     for size in sorted({seat.size for seat in seats}, reverse=True):
         here = [at for at, seat in enumerate(seats) if seat.size == size]
         stay = [at for at in here if _may_stay(seats[at], taken)]
@@ -264,9 +271,9 @@ def _may_stay(seat: _Seat, taken: set[int]) -> bool:
     return len(ranks) == seat.size and not taken.intersection(ranks)
 
 
-def _run(seat: _Seat, ranks: tuple[int, ...], taken: set[int]) -> Run:
+def _run(seat: _Seat, ranks: tuple[int, ...], taken: set[int]) -> Grant:
     taken.update(ranks)
-    return Run(tuple(task.id for task in seat.tasks), ranks)
+    return Grant(tuple(task.id for task in seat.tasks), ranks)
 
 
 POLICIES: dict[str, Policy] = {"elastic": elastic, "all": all_ranks, "one": one_rank}

@@ -22,7 +22,7 @@ from weft.core.topology import Topology
 from weft.serve.jobs import Shape
 from weft.serve.latency import Latency
 from weft.serve.scheduler import POLICIES
-from weft.serve.tasks import Policy, Run, Task
+from weft.serve.tasks import Grant, Policy, Task
 
 SLO = 3.0  # times what a job takes alone
 
@@ -204,7 +204,7 @@ class _World:
                 taken.update(run.ranks)
                 self._start(run)
 
-    def _start(self, run: Run) -> None:
+    def _start(self, run: Grant) -> None:
         tasks = [self.tasks.pop(name) for name in run.tasks]
         first = tasks[0]
         self.moves += first.began

@@ -28,7 +28,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Run:
+class Grant:
     """A task, or several of equal shape that begin as one batch, and its ranks."""
 
     tasks: tuple[str, ...]
@@ -48,7 +48,7 @@ class Times(Protocol):
     def fixed(self, shape: Shape) -> float: ...
 
 
-Policy = Callable[[Sequence[Task], float, int, Times], list[Run]]
+Policy = Callable[[Sequence[Task], float, int, Times], list[Grant]]
 
 
 def sizes(world: int) -> list[int]:

@@ -1,0 +1,42 @@
+"""Gather: heads over some ranks; of the others, each fetches the keys that its tiles need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.core.mask import BlockMask
+from weft.core.partition import Partition
+from weft.core.problem import Problem
+from weft.core.schedule import Schedule
+from weft.core.topology import Topology
+from weft.plan.estimate import copy_seconds, phase, scattered, spread
+from weft.plan.roster import Deal
+from weft.plan.strategy import Strategy
+from weft.schedule.gather import gather
+
+
+class Gather(Strategy):
+    kind, order = "gather", 2
+
+    @classmethod
+    def ways(cls, ulysses: int, ring: int, topology: Topology) -> Sequence[Strategy]:
+        del topology
+        return (cls(ulysses, ring),) if ring > 1 else ()
+
+    def build(self, problem: Problem, mask: BlockMask, partition: Partition, topology: Topology) -> Schedule:
+        return gather(problem, mask, self.mesh_on(topology), partition, name=str(self))
+
+    def estimate(self, problem: Problem, topology: Topology, deal: Deal) -> float:
+        """scatter + what is fetched, behind the tiles at home + the other tiles + return."""
+        widest = deal.roster.widest
+
+        def fetch(kv: float, steps: npt.NDArray[np.float64]) -> tuple[float, float]:
+            fetched = kv * (self.ring - 1) * deal.needed
+            sent = phase(topology, (spread(topology, self.mesh_on(topology), "ring", widest), fetched))
+            near, far = steps[:, :, 0].max(), steps[:, :, 1:].sum(axis=2).max(initial=0.0)
+            return max(near, sent) + far + copy_seconds(topology) * widest * fetched, sent
+
+        return scattered(self, problem, topology, deal, fetch)

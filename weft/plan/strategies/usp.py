@@ -1,0 +1,51 @@
+"""USP: heads over some ranks, rings over the others; Ulysses and the ring are its two ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.core.mask import BlockMask
+from weft.core.mesh import Mesh
+from weft.core.partition import Partition
+from weft.core.problem import Problem
+from weft.core.schedule import Schedule
+from weft.core.topology import Topology
+from weft.plan.estimate import neighbour, phase, scattered
+from weft.plan.roster import Deal
+from weft.plan.strategy import Strategy
+from weft.schedule.usp import usp
+
+
+class Usp(Strategy):
+    kind, order = "usp", 0
+
+    @classmethod
+    def short(cls, ranks: int) -> dict[str, tuple[int, int]]:
+        return {"ring": (1, ranks), "ulysses": (ranks, 1)}
+
+    @classmethod
+    def ways(cls, ulysses: int, ring: int, topology: Topology) -> Sequence[Strategy]:
+        del topology
+        return (cls(ulysses, ring),)
+
+    def build(self, problem: Problem, mask: BlockMask, partition: Partition, topology: Topology) -> Schedule:
+        mesh = self.mesh_on(topology)
+        if self.ulysses == 1:
+            mesh = Mesh.of(ring=mesh.ranks)
+        elif self.ring == 1:
+            mesh = Mesh.of(ulysses=mesh.ranks)
+        return usp(problem, mask, mesh, partition, name=str(self))
+
+    def estimate(self, problem: Problem, topology: Topology, deal: Deal) -> float:
+        """scatter + Σ over ring steps of max(compute of the slowest rank, one hop) + return."""
+
+        def hops(kv: float, steps: npt.NDArray[np.float64]) -> tuple[float, float]:
+            way = neighbour(topology, self.mesh_on(topology), deal.roster.widest)
+            hop = phase(topology, (way, kv)) if self.ring > 1 else 0.0
+            slow = steps.max(axis=(0, 1))
+            return sum(max(step, hop) for step in slow[:-1]) + slow[-1], hop * (self.ring - 1)
+
+        return scattered(self, problem, topology, deal, hops)
