@@ -35,7 +35,8 @@ class Plans:
             return where.plan
         key = f"{where.layer} of {layout.ranks}"
         if key not in self.known or np.abs(self.known[key][0] - budgets).max() > DRIFT:
-            found = choose(problem_of(layout, q, k), mask, topology_for(None, layout.ranks)).ranked[0].recipe
+            chosen = choose(problem_of(layout, q, k), mask, topology_for(None, layout.ranks))
+            found = chosen.ranked[0].strategy
             if found.balance == "none":  # this mask may have nothing to balance, but later ones will
                 found = replace(found, balance="balanced")
             names = [str(found)]
