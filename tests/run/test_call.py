@@ -79,7 +79,7 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "scale nan": ({"scale": NAN}, r"scale=nan.*1/√head_dim"),
     "scale inf": ({"scale": -INF}, r"scale=-inf.*1/√head_dim"),
     "scale's type": ({"scale": "big"}, r"scale='big'.*1/√head_dim"),
-    "plan": ({"plan": "ulises"}, r"'ulises'.*auto, ulysses, ring, zigzag, gather, usp:UxR"),
+    "plan": ({"plan": "ulises"}, r"'ulises'.*auto, ring, ulysses, gather, zigzag, usp:UxR"),
     "plan's type": ({"plan": None}, r"plan=None.*strategy's name, a Plan or a Schedule"),
     "usp": ({"plan": "usp:2x3"}, r"usp:2x3 needs 6 ranks; there are 1.*Legal here: usp:1x1"),
     "usp of nothing": ({"plan": "usp:0x0"}, r"usp:0x0.*Legal here: usp:1x1"),
