@@ -25,10 +25,13 @@ FACTS: dict[str, Any] = {
 class ThreadRanks(Ranks):
     """Starts threads where `Ranks` starts an agent; `fail(number)` is what SIGKILL is to a process."""
 
+    broken = False
+    """They cannot load the model."""
+
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self.threads: dict[int, _Rank] = {}
-        self.pace, self.poison, self.broken = 0.002, "", False
+        self.pace, self.poison = 0.002, ""
         self.segments: list[tuple[str, tuple[int, ...], int]] = []
         """(batch, ranks, first step) of each that began."""
 

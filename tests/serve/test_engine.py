@@ -178,9 +178,11 @@ def test_a_key_makes_one_job(tmp_path: Path) -> None:
         assert len([s for s in engine.ranks.segments if s[0] == first.id and s[2] == 0]) == 1  # type: ignore[attr-defined]
 
 
-def test_ranks_that_cannot_load_the_model_make_a_server_that_says_why(tmp_path: Path) -> None:
+def test_ranks_that_cannot_load_the_model_make_a_server_that_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ThreadRanks, "broken", True)  # before the first of them has
     with running(tmp_path, ready=False) as engine:
-        engine.ranks.broken = True  # type: ignore[attr-defined]
         until(lambda: engine.status() == "failed")
         assert engine.snapshot()["trouble"] == "The toy is broken."
 
