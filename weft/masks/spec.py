@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import inspect
 import math
-import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from difflib import get_close_matches
-from importlib import import_module
 from typing import Any, cast
 
 import numpy as np
 
-from weft import masks
 from weft.core.errors import InputError
 from weft.core.mask import BlockMask
+from weft.core.modules import modules
 from weft.masks.grid import TokenGrid
 from weft.masks.random import random_mask
 
@@ -46,8 +44,8 @@ def _random(
 def producers() -> dict[str, Callable[..., BlockMask]]:
     """Masks by name: dense, random, and `NAME_mask(heads, grid, …)` of each file `NAME` of this room."""
     found: dict[str, Callable[..., BlockMask]] = {"dense": _dense, "random": _random}
-    for name in sorted(module.name for module in pkgutil.iter_modules(masks.__path__)):
-        make = getattr(import_module(f"weft.masks.{name}"), f"{name}_mask", None)
+    for name, module in modules("weft.masks").items():
+        make = getattr(module, f"{name}_mask", None)
         if make:
             found.setdefault(name, make)
     return found

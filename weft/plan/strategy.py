@@ -60,7 +60,7 @@ class Strategy(ABC):
 
     def estimate(self, problem: Problem, topology: Topology, deal: Deal) -> float:
         """Seconds, by a closed form: what cannot win is left out by it before it is built."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{self} has ways to be chosen, so it needs an estimate.")
 
     def tuned(self, topology: Topology) -> Sequence[Strategy]:
         """Settings among which the closed form chooses; the first and the last of the best are timed too."""

@@ -15,11 +15,13 @@ from weft.run.steps import Calculation, Frame, Post, Wait
 
 
 class Spent(NamedTuple):
-    """Nanoseconds, and bytes that were sent."""
+    """Nanoseconds; bytes that were sent; attentions, and those of which the plan was not there yet."""
 
-    attending: int
-    waiting: int
-    sent: int
+    attending: int = 0
+    waiting: int = 0
+    sent: int = 0
+    runs: int = 0
+    first: int = 0
 
 
 class Meter:
@@ -28,8 +30,7 @@ class Meter:
     _known: ClassVar[WeakSet[Schedule]] = WeakSet()
 
     def __init__(self) -> None:
-        self.runs, self.first = 0, 0
-        """Attentions, and those of which the plan was not there yet."""
+        self._runs = self._first = 0
         self.density: float | None = None
         """What the last mask left."""
         self.plans: dict[tuple[str, int], None] = {}
@@ -44,7 +45,7 @@ class Meter:
         clock, marks = self._clocks[frame.device], []
         if any(isinstance(step, Calculation) for step in program.steps):
             self.plans[schedule.name, frame.comm.size] = None
-            self.runs, self.first = self.runs + 1, self.first + (schedule not in self._known)
+            self._runs, self._first = self._runs + 1, self._first + (schedule not in self._known)
             self._known.add(schedule)
             self.density = schedule.mask.density
         self._marked.append((program, marks, clock))
@@ -65,7 +66,9 @@ class Meter:
                 waiting += (end - start) * (step is None or isinstance(step, Wait))
                 if isinstance(step, Post):
                     sent += sum(program.sizes[program.outgoing[step.op, peer]] for peer in step.sends)
+        runs, first = self._runs, self._first
+        self._runs = self._first = 0
         self._marked.clear()
         for clock in self._clocks.values():
             clock.begin()
-        return Spent(attending, waiting, sent)
+        return Spent(attending, waiting, sent, runs, first)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any
+
+from weft.core.errors import nearest_of
 
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 CODES = {
@@ -60,10 +61,9 @@ def invalid(errors: Sequence[Mapping[str, Any]], known: Sequence[str] = ()) -> R
         reason = first.get("ctx", {}).get("error", first["msg"])
         return Refused(400, "invalid_json", f"The body is not a JSON object: {reason}.")
     if first["type"] == "extra_forbidden":
-        near = get_close_matches(place[-1], known, n=1)
-        hint = f"Did you mean {near[0]!r}?" if near else f"Known are {', '.join(known)}."
         param = shown(".".join(place))
-        return Refused(400, "unknown_field", f"There is no field {param!r}. {hint}", param=param)
+        message = f"There is no field {param!r}. {nearest_of(place[-1], known)}"
+        return Refused(400, "unknown_field", message, param=param)
     # Of a field that may be one of several types, pydantic's place goes on with the type.
     name, param = place[0], ".".join(part for part in place if part in known) or place[0]
     if first["type"] == "missing":

@@ -31,8 +31,12 @@ def ready(engine: Any) -> Mapping[str, Any]:
     return engine.facts
 
 
-def video(asks: VideoAsks, engine: Any, *, image: bool = False) -> Asked:
+def video(asks: VideoAsks, engine: Any, *, image: bool | None = None) -> Asked:
+    """`image` is whether one came with it; None if it is only to be planned."""
     facts = ready(engine)
+    if facts.get("needs_image") and image is False:
+        message = f"{engine.name} begins with an image. Send it as input_reference, a file or a data URL."
+        raise Refused(400, "image_required", message, param="input_reference")
     fps = asks.fps or float(facts["fps"])
     frames = _frames(asks, facts, fps)
     given = asks.model_fields_set | ({"input_reference"} if image else set())

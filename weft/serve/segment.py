@@ -90,11 +90,10 @@ class Segment:
                     "exposed": min(1.0, fmean(row[1] for row in rows) / 1e9 / max(now.seconds, 1e-9)),
                     "plan": ", ".join(self.spans.names(self.comm.size)) or "alone",
                     "sent": [row[2] for row in rows], "density": self.spans.density,
-                    "runs": self.spans.runs, "first": self.spans.first,
+                    "runs": rows[0][3], "first": rows[0][4],
                 },
                 now.state().to_bytes() if due else b"",
             )  # fmt: skip
-            self.spans.runs = self.spans.first = 0
             self._saved = time.monotonic() if due else self._saved
             if work.previews and clock - self._shown > SHOW_SECONDS:
                 self._show(work, now)
@@ -124,7 +123,7 @@ class Segment:
             raise error
         if not isinstance(error, _Failed):
             with suppress(_Failed):
-                self._meet(*Spent(0, 0, 0), code)
+                self._meet(*Spent(), code)
         name, text = FAILURES[code]
         if self.leads:
             message = text if isinstance(error, _Failed) or code == MEMORY else str(error)

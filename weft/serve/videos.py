@@ -21,9 +21,6 @@ def routes(engine: Any, limits: Limits) -> APIRouter:
 
     def submitted(post: Posted[wire.VideoAsks], request: Request) -> Job:
         asked = fit.video(post.asks, engine, image=post.picture is not None)
-        if engine.facts.get("needs_image") and post.picture is None:
-            message = f"{engine.name} begins with an image. Send it as input_reference, a file or a data URL."
-            raise Refused(400, "image_required", message, param="input_reference")
         return engine.submit(
             asked, priority=post.asks.priority or 0, deadline=post.asks.deadline_seconds,
             key=results.idempotency(request), body=post.canonical, image=post.picture,

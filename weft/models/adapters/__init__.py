@@ -6,19 +6,17 @@ that splits what weft splits, its adapter only says the rest.
 
 from __future__ import annotations
 
-import pkgutil
-from importlib import import_module
 from typing import Any
 
 from weft.core.errors import InputError
+from weft.core.modules import modules
 from weft.models import dit
 from weft.models.adapter import Adapter, unwrapped
 
 
 def found() -> dict[str, Adapter]:
     """By the name of the class."""
-    files = sorted(module.name for module in pkgutil.iter_modules(__path__))
-    known = [adapter for name in files for adapter in import_module(f"{__name__}.{name}").ADAPTERS]
+    known = [adapter for module in modules(__name__).values() for adapter in module.ADAPTERS]
     return {adapter.model: adapter for adapter in (*known, dit.ADAPTER)}
 
 

@@ -9,23 +9,20 @@ torus:4x2       as swapped, in stages by machine     torus:4x2c2d1 in halves, 1 
 
 from __future__ import annotations
 
-import pkgutil
 import re
 from functools import cache
-from importlib import import_module
 
 from weft.core.errors import InputError
+from weft.core.modules import modules
 from weft.plan.strategy import BALANCES, Strategy, factors
 
 
 @cache
 def kinds() -> tuple[type[Strategy], ...]:
     """Of all files, the one that is to be preferred first."""
-    files = sorted(module.name for module in pkgutil.iter_modules(__path__))
-    modules = [import_module(f"{__name__}.{name}") for name in files]
     found = [
         each
-        for module in modules
+        for module in modules(__name__).values()
         for each in vars(module).values()
         if isinstance(each, type) and issubclass(each, Strategy) and each.__module__ == module.__name__
     ]
