@@ -12,6 +12,7 @@ from weft.cli.main import main
     ("words", "says"),
     [
         (("-o", "nowhere/at/all.toml"), "no folder nowhere/at for all.toml"),
+        (("-o", "/"), "/ is a folder"),
         (("--ranks", "0"), "ranks=0"),
         (("--dtype", "int8"), "dtype 'int8' is not supported"),
     ],

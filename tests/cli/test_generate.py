@@ -34,6 +34,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     for name in ("ltx", "flux"):
         checkpoints.TINY[name](folder / name)
+    (folder / "klein").mkdir()
+    (folder / "klein" / "model_index.json").write_text('{"_class_name": "Flux2KleinKVPipeline"}')
     return folder
 
 
@@ -96,6 +98,7 @@ def test_mistyped_options_are_refused_at_once(words, says, models, tmp_path, cap
         ("ltx", {"more": {"strength": 1}}, "LTXPipeline takes no strength"),
         ("ltx", {"image": Path("x.png")}, "LTXPipeline takes no --image"),
         ("flux", {"negative": "rust"}, "no negative prompt with true_cfg_scale=1.0"),
+        ("klein", {"guidance": 2.0}, "Flux2KleinKVPipeline takes no --guidance. It takes image"),
     ],
 )
 def test_options_that_a_pipeline_has_not_are_refused_before_it_is_loaded(
@@ -179,6 +182,7 @@ def test_an_image_is_that_of_one_process_and_says_how_it_was_made(models, tmp_pa
     assert about["plans"]
     assert {"weft", "torch", "diffusers", "transformers"} == set(about["versions"])
     assert about["more"] == {"max_sequence_length": 17}
+    assert (about["width"], about["height"], about["steps"]) == (48, 80, 3)
 
 
 @pytest.mark.usefixtures("ranks")
@@ -203,6 +207,11 @@ def test_a_video_has_a_seed_of_its_own_and_its_numbers_as_json(models, tmp_path,
         about = json.loads(container.metadata["comment"])
     assert about["seed"] == made["seed"]
     assert about["plans"] == ["ring"]
+    asked = {"width": 96, "height": 64, "frames": 9, "steps": 3, "fps": 12.0, "cfg": "off"}
+    assert {
+        name: about[name] for name in asked
+    } == asked  # enough to make it again; the file itself is enlarged
+    assert "tiling" not in about
     assert [path.name for path in tmp_path.iterdir()] == ["loom.mp4"]
 
 

@@ -124,7 +124,7 @@ def test_without_a_mask_all_are_listed(capsys: pytest.CaptureFixture[str]) -> No
     ("args", "said"),
     [
         (("stq",), "Did you mean 'sta'?"),
-        (("sta:width=3",), "Options: window, tile, dense"),
+        (("sta:width=3",), "Known: window, tile, dense"),
         (("sta", "--grid", "3x4"), "like 21x30x52"),
         (("sta", "--grid", "0x4x4"), "is not frames x rows x columns"),
         (("sta", "--head", "40"), "no head 40 of 40"),

@@ -89,6 +89,22 @@ def test_mistakes_get_a_sentence_and_exit_2(words, says, capsys):
     assert says in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize(("place", "says"), [("no/plan.json", "There is no folder"), ("", "is a folder")])
+def test_where_no_plan_can_be_saved_is_told_before_the_planning(place, says, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("weft.plan.choose.choose", lambda *_: pytest.fail("planned"))
+    assert call(*SHAPE, "--save", str(tmp_path / place)) == 2
+    said = capsys.readouterr().err
+    assert says in said and "Give another --save." in said
+
+
+def test_what_is_sent_inside_and_between_machines_is_told_apart(capsys):
+    assert call(*SHAPE) == 0
+    assert "between" not in capsys.readouterr().out
+    assert call("plan", "960x6x16", "--topology", "2x2xh100") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "sent: by a rank, inside its machine · between: by a rank, to other machines" in said
+
+
 def test_a_shape_may_be_a_video(capsys):
     assert call("plan", "4x10x24x6x16", *SHAPE[2:4], "--mask", "svg:density=0.1", "--block", "16") == 0
     assert "960 tokens · 6 heads × 16" in capsys.readouterr().out
@@ -116,12 +132,12 @@ def test_a_narrow_terminal_shows_every_figure(capsys, monkeypatch):
     assert call(*SHAPE) == 0
     table = [line for line in capsys.readouterr().out.splitlines() if line[:2] in ("1 ", "2 ", "3 ")]
     assert len(table) == 3
-    assert all("…" not in line and line.rstrip().endswith("MB") for line in table)
+    assert all("…" not in line and line.rstrip().endswith("B") for line in table)
 
 
 def test_what_is_left_out_is_listed_with_the_reason(capsys):
     assert call(*SHAPE, "--all") == 0
-    assert "not built: 6 have lower estimates" in capsys.readouterr().out
+    assert "not built, 6 have less" in capsys.readouterr().out
 
 
 def test_planning_needs_no_torch():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -60,11 +61,21 @@ def ended(*words: str) -> object:
         ((__file__, "--nodes", "2", "--node", "2"), "node=2"),
         ((__file__, "--nodes", "2"), "--master is ''"),
         ((__file__, "--nodes", "2", "--master", "10.0.0.1"), "HOST:PORT"),
+        ((__file__, "--nodes", "2", "--master", "10.0.0.1:70000"), "HOST:PORT"),
     ],
 )
 def test_mistakes_are_told_before_anything_runs(words, says, capsys) -> None:
     assert ended(*words) == 2
     assert says in " ".join(capsys.readouterr().err.split())
+
+
+def test_machines_that_do_not_meet_are_one_sentence(capfd) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        master = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert ended(__file__, "--nodes", "2", "--master", master) == 4
+    said = capfd.readouterr().err.splitlines()[-2:]
+    assert said[0].startswith(f"weft: Machine 0 of 2 has not met the others at {master}: ")
+    assert said[1].startswith("Machine 0 listens there")
 
 
 def test_every_rank_runs_the_script_with_its_arguments(script, tmp_path, capfd) -> None:

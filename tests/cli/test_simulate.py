@@ -68,6 +68,15 @@ def test_an_empty_mask_takes_no_time(capsys):
     assert "0% active" in capsys.readouterr().out
 
 
+def test_where_no_report_can_be_written_is_told_before_the_simulating(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("weft.report.sweep.sweep", lambda *_, **__: pytest.fail("simulated"))
+    (tmp_path / "file").touch()
+    assert call(*SWEEP, "--report", tmp_path / "file") == 2
+    said = capsys.readouterr().err
+    assert "file cannot be written: File exists." in said
+    assert "Give another --report." in said
+
+
 def test_a_report_has_the_curve_of_the_sweep(tmp_path, capsys):
     assert call(*SWEEP, "--devices", "1,2,4", "--report", tmp_path / "out") == 0
     found = json.loads((tmp_path / "out" / "report.json").read_text())

@@ -102,6 +102,17 @@ def test_arrays_keep_dtype_and_shape():
         ('{"kind": "Torus"}', "'Torus' is not a value of weft. Known: .*Mesh"),
         ('{"kind": "Mesh", "axes": [], "colour": 3}', "Mesh has no field 'colour'. It has axes"),
         ('{"kind": "Mesh", "axes": [["ring", 0]]}', "ring=0"),
+        ('{"kind": ["Mesh"]}', r"\['Mesh'\] is not a value of weft"),
+        ('{"kind": "array", "dtype": "int8", "shape": [1]}', "An array cannot be read: .*'data'"),
+        ('{"kind": "array", "data": "AAAA", "dtype": "int8", "shape": [2]}', "An array cannot be read"),
+        ('{"kind": "array", "data": "AAA", "dtype": "int8", "shape": [2]}', "An array cannot be read"),
+        ('{"kind": "array", "data": "AAAA", "dtype": "none", "shape": [3]}', "An array cannot be read"),
+        (
+            '{"kind": "BlockMask", "q_len": 1, "kv_len": 1, "block_q": 1, "block_k": 1, "pattern_of": [0], '
+            '"bits": 3}',
+            "BlockMask cannot be read",
+        ),
+        ("[" * 100_000, "not JSON"),
     ],
 )
 def test_text_that_is_no_value_is_refused(text, words):

@@ -6,13 +6,11 @@ import itertools
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.core.errors import InputError
 from weft.core.voxels import Voxels
-from weft.run.voxels import group, ungroup
 
 sizes = st.tuples(st.integers(1, 6), st.integers(1, 9), st.integers(1, 9))
 sides = st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(1, 5))
@@ -53,28 +51,7 @@ def test_every_cube_is_one_run_whole_ones_first_and_in_raster_order(v: Voxels) -
     assert all(v.bounds[: v.whole + 1] == v.prefix + np.arange(v.whole + 1) * v.block)
 
 
-@given(voxels, st.integers(0, 2))
-def test_group_and_ungroup_are_inverse_on_any_axis(v: Voxels, dim: int) -> None:
-    shape = [2, 3, 2]
-    shape[dim] = v.length
-    x = torch.arange(float(np.prod(shape))).view(shape)
-    assert torch.equal(ungroup(group(x, v, dim), v, dim), x)
-    assert torch.equal(group(ungroup(x, v, dim - 3), v, dim - 3), x)
-    assert torch.equal(group(x, v, dim), x.movedim(dim, 0)[torch.from_numpy(v.order)].movedim(0, dim))
-
-
-def test_gradients_go_home() -> None:
-    v = Voxels((2, 3, 5), (2, 2, 2), prefix=3)
-    x = torch.randn(v.length, 4, requires_grad=True)
-    weight = torch.randn(v.length, 4)
-    (group(x, v) * weight).sum().backward()
-    assert x.grad is not None
-    assert torch.equal(x.grad, ungroup(weight, v))
-
-
-def test_a_wrong_axis_and_wrong_sizes_are_refused() -> None:
-    with pytest.raises(InputError, match="is not the 30 tokens"):
-        group(torch.zeros(2, 31, 4), Voxels((2, 3, 5), (2, 2, 2)))
+def test_wrong_sizes_are_refused() -> None:
     for bad in ({"grid": (0, 1, 1), "cube": (1, 1, 1)}, {"grid": (1, 1, 1), "cube": (1, 1, 0)}):
         with pytest.raises(InputError, match="no box"):
             Voxels(**bad)

@@ -161,6 +161,16 @@ def test_other_ranks_go_on_where_two_were(ranks: int, calm: Path, tmp_path: Path
     assert goes_on(tmp_path / "run", DENSE, ranks) == pytest.approx(losses(calm), rel=1e-5)
 
 
+def test_muon_and_weights_on_every_rank_are_the_same_on_other_ranks(tmp_path: Path) -> None:
+    """Three ranks that have all of the weights go on where two with a half each were."""
+    muon = DENSE | {"train": DENSE["train"] | {"optimiser": "muon"}}
+    train(muon, tmp_path / "alone")
+    world(2).run(train, muon, tmp_path / "ranks")
+    assert losses(tmp_path / "ranks") == pytest.approx(losses(tmp_path / "alone"), rel=1e-4)
+    found = goes_on(tmp_path / "ranks", muon | {"parallel": {"shard": False}}, 3)
+    assert found == pytest.approx(losses(tmp_path / "alone"), rel=1e-4)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("said", [DENSE, SHARED, SPARSE], ids=["dense", "shared", "sparse"])
 def test_two_ranks_go_on_where_one_was(said: dict[str, Any], tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ GRID = TokenGrid(3, 5, 7)  # 105 tokens, 11 blocks of 10
 TILES = np.random.default_rng(0).random((2, 3, 4, 11, 11)) < 0.4
 
 
-def read(path: Path, **options: Any) -> BlockMask:
+def read(path: Path | str, **options: Any) -> BlockMask:
     return trace_mask(**{"heads": 4, "grid": GRID, "block": 10, "file": str(path), **options})
 
 
@@ -57,6 +57,9 @@ def test_counts_become_shares_of_this_grid(tmp_path: Path) -> None:
         ({"counts": np.ones((2, 1, 4))}, {}, "`counts` of .* is float64"),
         ({"counts": np.array([5, 6, 7, 8]), "total": 7}, {}, "from 5 to 8 are no parts of total=7"),
         ({"counts": np.array([-5, 6, 7, 8])}, {}, "from -5 to 8"),
+        ({"counts": np.array([5, 6, 7, 8]), "total": [9, 9]}, {}, r"`total` of .* of shape \(2,\)"),
+        ({"counts": np.array([5, 6, 7, 8]), "total": np.nan}, {}, "`total` of .* is float64"),
+        ({"bits": np.packbits(TILES, axis=-1).astype(np.uint16)}, {}, "`bits` of .* is uint16"),
         ({"counts": np.zeros((0, 1, 4), dtype=int)}, {}, "of shape"),
         ({"sizes": TILES}, {}, "holds sizes"),
         ({}, {}, "holds nothing"),
@@ -70,6 +73,11 @@ def test_a_file_that_does_not_fit_is_refused_with_a_reason(
     np.savez(path, **arrays)
     with pytest.raises(InputError, match=said):
         read(path, **options)
+
+
+def test_no_file_is_not_the_folder_that_one_is_in() -> None:
+    with pytest.raises(InputError, match="There is no file ''"):
+        read("")
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 half a zip", b"words", b"\x80\x04\x95"])

@@ -129,6 +129,7 @@ def test_grid_has_a_cell_for_every_token(name: str) -> None:
         with pytest.raises(InputError, match="90 tokens of images of different sizes"):
             grid(model, given)
         assert grid(model, {"img_shapes": [[(1, 4, 5), (1, 4, 5)]]}) == (2, 4, 5)
+        assert grid(model, {"img_shapes": [(1, 4, 5)] * 2}) == (1, 4, 5)  # with a ControlNet
     else:
         assert grid(model, given) in ((2, 3, 5), (1, 6, 5)), "images have no frames"
 

@@ -35,7 +35,7 @@ def inputs(config: DiTConfig = CONFIG, batch: int = 2) -> tuple[Tensor, Tensor, 
     ("config", "plan", "again"),
     [
         (CONFIG, "auto", False),
-        (replace(CONFIG, length=2, qk_norm=False, video=(2, 2, 26)), "gather", True),
+        (replace(CONFIG, length=2, phrase=2, qk_norm=False, video=(2, 2, 26)), "gather", True),
     ],
     ids=["many", "few"],
 )
@@ -60,6 +60,16 @@ def test_a_sparse_mask_knows_where_patches_are() -> None:
         one, three = on_ranks(1, job)[0], on_ranks(3, job)[0]
     torch.testing.assert_close(three, one, rtol=0, atol=1e-11)
     assert (one - dense).abs().max() > 1e-6
+
+
+def test_a_word_knows_the_others_of_its_phrase_and_no_more() -> None:
+    own, words = model(replace(CONFIG, length=8, phrase=4)).text, torch.arange(1, 9)[None]
+    changed = words.clone()
+    changed[0, 5] = 10
+    before, after = (own(given)[0][0] for given in (words, changed))
+    assert (before != after).any(1).tolist() == [False] * 4 + [True] * 4
+    with pytest.raises(InputError, match="phrase=3"):
+        replace(CONFIG, phrase=3)
 
 
 def test_a_patch_comes_back_to_its_place() -> None:

@@ -55,6 +55,15 @@ def test_a_video_and_its_noise_are_mixed_and_some_prompts_forgotten() -> None:
     assert torch.equal(given.words[~forgotten], words[~forgotten])
 
 
+def test_edges_count_where_an_error_has_them() -> None:
+    flat, video = torch.full((1, 2, 3, 4, 6), 0.2).double(), torch.zeros(1, 2, 3, 4, 6).double()
+    given = flow.Noised(video, torch.ones(1), WORDS[:1], torch.tensor([3.0]))
+    plain, edged = (flow.weighted(lambda *_: flat, given, video, edges) for edges in (0.0, 2.0))
+    assert plain.item() == edged.item() == pytest.approx(3 * 0.04)
+    striped = flat * torch.tensor([1.0, -1.0] * 3)  # neighbours across differ by 0.4, those above do not
+    assert flow.weighted(lambda *_: striped, given, video, 2.0).item() == pytest.approx(3 * (0.04 + 2 * 0.16))
+
+
 def test_the_loss_is_the_weighted_error_of_the_prediction() -> None:
     told, video = Told(), normal(2, 2, 3, 4, 4)
     found = flow.loss(told, video, WORDS, generator=seed(), drop=0.0)
@@ -83,6 +92,27 @@ def test_guidance_goes_away_from_the_empty_or_the_negative_prompt() -> None:
     for negative, wanted in ((None, (0.2, 0.8)), (torch.tensor([[2, 0, 0, 0]] * 2), (0.0, 0.6))):
         made = flow.sample(Told(), WORDS, (1, 1, 1, 1), steps=2, guidance=2.0, negative=negative)
         torch.testing.assert_close(made.flatten(), torch.tensor(wanted).double())
+
+
+def test_a_video_that_is_not_guided_is_the_same_beside_one_that_is() -> None:
+    config = DiTConfig(words=6, length=4, video=(2, 4, 4), patch=(1, 2, 2), width=12, depth=1, heads=2)
+    torch.manual_seed(0)
+    model = VideoDiT(config)
+    nn.init.normal_(model.head.weight)
+
+    def made(samples: int, guidance: Any) -> Tensor:
+        generators = [seed(number) for number in range(samples)]
+        return flow.sample(
+            model, WORDS[:samples], (2, 3, 4, 4), steps=3, guidance=guidance, generator=generators
+        )
+
+    assert torch.equal(made(2, [1.0, 3.0])[:1], made(1, 1.0))
+
+
+@pytest.mark.parametrize("wrong", [{"guidance": [1.0, 2.0, 3.0]}, {"negative": torch.zeros(3, 4).long()}])
+def test_each_prompt_has_its_own_guidance_and_negative(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="3 .* for 2 prompts"):
+        flow.sample(Told(), WORDS, (1, 1, 1, 1), steps=1, **wrong)
 
 
 def test_a_prediction_stays_among_pixels() -> None:

@@ -103,6 +103,8 @@ def add_attention(model: Any) -> None:
 def test_toy_is_sharded() -> None:
     run_toy()
     run_toy(adapter=replace(TOY, inputs=PLACES), places=normal(N, 4, seed=2))
+    last = {"": {"x": Cut("video", -2)}}
+    run_toy(adapter=replace(TOY, inputs=last, gather={"out": Cut("video", -2)}))
 
 
 LATER = torch.ones(N, N).tril().bool()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -20,6 +20,7 @@ from tests.worlds import world
 from weft.core.errors import InputError
 from weft.models.dit import DiTConfig, VideoDiT
 from weft.models.resume import Made, Moment, State, Stopped, remember_prompts, run
+from weft.models.state import copied
 from weft.models.video import VideoPipeline
 from weft.models.words import LENGTH, WORDS
 
@@ -246,6 +247,11 @@ def test_other_arguments_cannot_go_on() -> None:
             run(own(), {**given(), **more}, start=ended.state, on_step=lambda _: False)
 
 
+class Pair(NamedTuple):
+    a: int
+    b: str
+
+
 def test_values_come_back_as_they_were() -> None:
     values = {
         "tensor": torch.arange(6.0).reshape(2, 3).t(),
@@ -254,9 +260,13 @@ def test_values_come_back_as_they_were() -> None:
         "array": np.arange(3),
         "number": np.float64(0.1),
         "rest": [None, True, 2**70, 0.1, "ä", (1, [2]), {"a": {}}],
+        "shape": torch.Size([2, 3]),
+        "pair": Pair(1, "b"),
     }
-    state = State.from_bytes(State(5, values).to_bytes())
+    state = State.from_bytes(State(5, copied(values)).to_bytes())
     assert state.step == 5
+    assert state.values["shape"] == (2, 3)
+    assert state.values["pair"] == (1, "b")
     assert torch.equal(state.values["tensor"], values["tensor"])
     assert state.values["half"].dtype == torch.bfloat16
     assert state.values["empty"].shape == (0, 3)

@@ -27,7 +27,7 @@ from weft.plan.choose import build
 from weft.run.attention import attention
 from weft.run.kernels.budget import Keep
 from weft.run.kernels.proxies import Proxies, pool
-from weft.run.kernels.select import to_mask, top_k
+from weft.run.kernels.select import top_k
 from weft.run.local import run_local
 from weft.run.world import SoloComm, World
 from weft.schedule.measure import measure
@@ -81,7 +81,7 @@ def test_topk_is_that_of_one_process_on_all_ranks(grid: TokenGrid) -> None:
     means = Proxies(pool(q[:, :, order].double(), BLOCK), pool(k[:, :, order].double(), BLOCK))
     keep = Keep.of_tokens([(0, 9), (grid.tokens - grid.suffix, grid.tokens)], block_q=BLOCK)
     blocks = top_k(means, 0.4, keep=keep)
-    expected = to_mask(blocks, q_len=grid.tokens, kv_len=grid.tokens, block_q=BLOCK)
+    expected = grid.mask(blocks.active.numpy(), BLOCK)
     text = grid.text(BLOCK)
     assert expected.tiles[:, text].all()
     assert expected.tiles[:, :, text].all()

@@ -113,6 +113,8 @@ def test_a_broken_file_is_named_ignored_and_replaced(store: Store, content):
         ("plan", {"kind": "Stored", "grouping": [[0], [1]], "loads": [1, -2]}),
         ("plan", {"kind": "Stored", "grouping": 3, "loads": []}),
         ("plan", {"kind": "Stored", "grouping": [["0"]], "loads": [1]}),
+        ("plan", {"kind": "Stored", "grouping": [], "loads": [], "blocks": 3}),
+        ("plan", {"kind": "Placement", "ring": 2, "rows": 3, "cols": 4}),
         ("plan", [[0], [1]]),
         ("key", {"kind": "Key", "model": "m", "layer": 0, "shape": [], "mask": "", "topology": ""}),
         ("format", 2),

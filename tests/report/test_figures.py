@@ -42,6 +42,14 @@ def test_the_timeline_of_a_toy_is_to_scale():
     assert len(rects(figure, "path")) == 3
 
 
+def test_hops_are_numbered_also_after_some_that_are_drawn_together():
+    """Three that are too short to be told apart are one bar, and three hops."""
+    edges = [0.0, 0.0001, 0.0002, 0.0003, 1.0, 2.0]
+    spans = [Span(0, "compute", "attend", "", a, b, op=0) for a, b in zip(edges, edges[1:], strict=False)]
+    figure = gantt([Case("toy", Timeline("toy", 1, tuple(spans)))])
+    assert [s.text for s in figure.shapes if isinstance(s, Words) and s.size == 9] == ["4", "5"]
+
+
 def test_two_timelines_share_one_axis():
     slow = two_ranks(spans=tuple(s._replace(start=2 * s.start, end=2 * s.end) for s in two_ranks().spans))
     figure = gantt([Case("fast", two_ranks()), Case("slow", slow)])

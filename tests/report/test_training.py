@@ -19,7 +19,7 @@ from weft.report.draw import Dot, Figure, Line, Picture, Rect, Words
 from weft.report.frame import TOP
 from weft.report.learning import draw_runs, loss_figure, running
 from weft.report.png import render
-from weft.report.trained import layer_rows, rows, summary, verdict
+from weft.report.trained import about, layer_rows, rows, summary, verdict
 from weft.report.training import read
 
 STEPS = 120
@@ -83,6 +83,27 @@ def test_what_is_read_is_what_was_written(tmp_path):
 def test_a_block_that_turns_back_is_marked_again(tmp_path):
     turned = [layer(100, 2, sparse=False), layer(110, 2, sparse=True), layer(110, 0, sparse=False)]
     assert read(log(tmp_path, [*sparse(), *turned])).changes == [(80, 2), (100, 1)]
+
+
+def test_a_run_is_dense_only_as_far_as_all_its_layers_are_known_to_be(tmp_path):
+    """A layer that turns sparse at 41 is read only at 80; another one, still dense, is read meanwhile."""
+    records = [*(step(n, seconds=0.5 if n <= 40 else 0.25) for n in range(1, STEPS + 1))]
+    records += [layer(40, 0, sparse=False), layer(80, 0, sparse=True)]
+    records += [layer(n, 1, sparse=False) for n in (40, 60, 80, 100)]
+    assert verdict(read(log(tmp_path / "a", records))).endswith("2.00× as fast.")
+    always = [*dense(), layer(80, 0, sparse=True)]
+    assert verdict(read(log(tmp_path / "b", always))) == "1 of 1 layers are sparse.", "when was it dense?"
+
+
+def test_a_run_that_began_anew_was_not_resumed(tmp_path):
+    run = read(log(tmp_path, [{"kind": "run", "step": 0}, *dense(5)]))
+    assert run.resumed == () and "resumed" not in about(run)
+
+
+def test_coverage_of_dense_layers_is_not_called_selected(tmp_path):
+    told = [layer(40, n, sparse=False) for n in (0, 1)]
+    assert "is selected" not in str(rows(read(log(tmp_path / "a", [*dense(), *told]))))
+    assert "is selected" in str(rows(read(log(tmp_path / "b", sparse()))))
 
 
 def test_of_steps_made_twice_the_later_counts(tmp_path):
@@ -194,6 +215,12 @@ def test_several_runs_share_their_figures(tmp_path, capsys, monkeypatch):
     known = json.loads(capsys.readouterr().out)
     assert [run["name"] for run in known["runs"]] == [str(path) for path in runs]
     assert set(known["figures"]) == {"loss", "apart", "computed", "speed", "seconds", "sparsity-0"}
+
+
+def test_who_asks_for_too_many_is_told_how_many_there_may_be(tmp_path, capsys):
+    run = log(tmp_path / "run", dense(3))
+    assert call(*[run] * 9, "-o", tmp_path / "out") == 2
+    assert "up to 8" in capsys.readouterr().err
 
 
 def test_a_run_is_not_compared_with_a_plan(tmp_path, capsys):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from weft.core.errors import InputError, MissingError
-from weft.run.kernels import build, choose
+from weft.run.kernels import choose, cpu
 from weft.run.kernels.cpu import Cpu, isas
 from weft.run.kernels.reference import Reference
 from weft.run.kernels.sdpa import Sdpa
@@ -215,27 +215,24 @@ def test_it_says_what_it_cannot_do():
 def fresh_build(tmp_path, monkeypatch):
     """The kernel as on a machine that has not built it yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    build.library_path.cache_clear()
-    yield tmp_path
-    build.library_path.cache_clear()
+    return tmp_path
 
 
 def test_it_is_built_once_into_a_folder_of_the_users_own(fresh_build: Path):
-    path = build.library_path()
+    path = cpu.library_path()
     assert path.parent == fresh_build / "weft"
     assert path.parent.stat().st_mode & 0o077 == 0
     assert [p.name for p in path.parent.iterdir()] == [path.name]
-    build.library_path.cache_clear()
-    assert build.library_path() == path
+    assert cpu.library_path() == path
 
 
 def test_without_a_compiler_it_says_what_to_install(fresh_build, monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda _: None)
     with pytest.raises(MissingError, match="C compiler.*apt install gcc.*sdpa"):
-        build.library_path()
+        cpu.library_path()
 
 
 def test_a_compiler_that_fails_is_quoted(fresh_build, monkeypatch):
-    monkeypatch.setattr(build, "FLAGS", ["-O3", "--no-such-flag"])
+    monkeypatch.setattr(cpu, "FLAGS", ["-O3", "--no-such-flag"])
     with pytest.raises(MissingError, match="no-such-flag"):
-        build.library_path()
+        cpu.library_path()

@@ -20,12 +20,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from weft.core.errors import InputError
-from weft.core.mask import BlockMask
 from weft.core.voxels import Voxels
 from weft.run.kernels import select
 from weft.run.kernels.budget import Keep
 from weft.run.kernels.proxies import Proxies, pool
-from weft.run.kernels.select import to_mask, top_k, top_p
+from weft.run.kernels.select import top_k, top_p
 from weft.run.kernels.tiles import Blocks
 
 ROOT = Path(__file__).parents[2]
@@ -227,13 +226,6 @@ def test_large_rows_of_the_real_size_agree_with_torch() -> None:
     found = top_k(scores, 0.1)
     order = scores.sort(dim=-1, descending=True, stable=True)[1][..., :51].sort(-1)[0]
     assert torch.equal(found.kv.view(2, 64, 51).long(), order)
-
-
-def test_the_planner_gets_the_same_tiles() -> None:
-    blocks = top_k(torch.randn(3, 4, 7), 2)
-    mask = to_mask(blocks, q_len=250, kv_len=200, block_q=64, block_k=30)
-    assert isinstance(mask, BlockMask)
-    assert (mask.tiles == blocks.active.numpy()).all()
 
 
 def test_what_cannot_be_chosen_from_is_refused() -> None:

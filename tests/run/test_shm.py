@@ -389,7 +389,7 @@ def test_who_insists_on_shared_memory_is_told_why_not(monkeypatch: pytest.Monkey
     monkeypatch.setattr(shm, "missing", lambda: "no compiler")
 
     def job(comm: OneSidedComm) -> None:
-        with pytest.raises(CommError, match="no compiler.*transport='auto'"):
+        with pytest.raises(CommError, match="no compiler.*transport='auto' .WEFT_TRANSPORT=auto"):
             comm.begin(CPU)
 
     run(2, job, strict=True)

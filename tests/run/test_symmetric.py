@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from typing import Any
 
 import pytest
@@ -150,13 +151,14 @@ def test_attention_over_symmetric_memory_is_exact_and_leaves_no_signal(name: str
         assert truth.gradient_error([grads for _, grads in results]) < 1e-10 * truth.size
 
 
-def test_a_signal_goes_before_the_words_and_is_awaited_before_the_data() -> None:
+@pytest.mark.parametrize("timeout", [5.0, inf])
+def test_a_signal_goes_before_the_words_and_is_awaited_before_the_data(timeout: float) -> None:
     def job(found: SymmetricWindow) -> list[str]:
         peer = 1 - found.rank
         place = found.place(found.allocate(1, 100))
         assert place == (found.rank, found._half)
-        found.put(peer, Words(3, *place, 100), 5.0)
-        words = found.wait(peer, 5.0)
+        found.put(peer, Words(3, *place, 100), timeout)
+        words = found.wait(peer, timeout)
         assert words == Words(3, peer, found._half, 100)
         assert found.place(found.get(*words[1:])) == (peer, found._half)
         return handle_of(found).calls

@@ -27,7 +27,6 @@ from weft.run.kernels import gpu
 from weft.run.kernels.gpu import Gpu
 from weft.run.kernels.reference import Reference
 from weft.run.kernels.tiles import Tiles
-from weft.run.merge import merge_
 
 ROOT = Path(__file__).parents[2]
 # Largest difference over the largest number: float32 sums in another order, float16 weights.
@@ -150,18 +149,6 @@ def a_running_sum_over_parts_is_the_whole() -> None:
     expected = Reference().attend(q, k, v, RAGGED.tiles(), 0.2)
     same(out, expected[0])
     same(lse, expected[1])
-
-
-def merge_is_the_merge_of_weft() -> None:
-    q, k, v, _ = RAGGED.operands()
-    one, two = (
-        Reference().attend(q, k[:, :, part], v[:, :, part], tiles, 0.2)
-        for part, tiles in zip(*halves(RAGGED), strict=True)
-    )
-    assert ((one[1] == -torch.inf) & (two[1] == -torch.inf)).any()
-    found = Gpu().merge((one[0].clone(), one[1].clone()), two)
-    for x, y in zip(found, merge_(one, two), strict=True):
-        same(x, y)
 
 
 def gradients_of_parts_add_up() -> None:
@@ -301,7 +288,6 @@ def what_it_cannot_serve_it_refuses() -> None:
 def checks() -> dict[str, Callable[[], None]]:
     plain = [
         a_running_sum_over_parts_is_the_whole,
-        merge_is_the_merge_of_weft,
         gradients_of_parts_add_up,
         a_float32_gradient_serves_16_bit_operands,
         lse_of_empty_rows_may_have_either_sign,

@@ -46,6 +46,8 @@ class Storm:
     server_kills: int = 1
     """At even shares of what is done."""
     ranks: int = 2
+    nodes: int = 1
+    """With so many ranks each; those after the first are ranks for its server."""
     patience: float = 300.0
 
     def body(self, spec: int) -> tuple[str, dict[str, Any]]:
@@ -82,11 +84,27 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = folder / "log.jsonl"
         self.process: subprocess.Popen[bytes] | None = None
+        self.others: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
-        words = ("--data", self.folder / "data", "--port", self.port, "--ranks", self.storm.ranks)
+        if self.storm.nodes == 1:
+            self.process = self._node(0)
+            return
+        with bind("127.0.0.1", 0) as free:
+            master = f"127.0.0.1:{free.getsockname()[1]}"
+        token = self.folder / "token"
+        token.write_text("a-secret-of-all-nodes\n")
+        token.chmod(0o600)
+        words = ("--nodes", self.storm.nodes, "--master", master, "--token-file", token)
+        self.process, *self.others = (
+            self._node(node, *words, "--node", node) for node in range(self.storm.nodes)
+        )
+
+    def _node(self, node: int, *more: object) -> subprocess.Popen[bytes]:
+        data, ranks = self.folder / f"data{node}", self.storm.ranks
+        words = ("--data", data, "--port", self.port, "--ranks", ranks, *more)
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
+            return subprocess.Popen(
                 [sys.executable, "-m", "weft", "serve", *map(str, words), "--max-queue", "100000"], cwd=ROOT,
                 stdout=subprocess.DEVNULL, stderr=log,
             )  # fmt: skip
@@ -121,12 +139,16 @@ class Run:
                 watching.cancel()
                 await self._take_stock()
             assert self.server.signal(signal.SIGTERM) == 0
+            for node in self.server.others:  # they would wait for the server to come back
+                node.send_signal(signal.SIGTERM)
+                assert node.wait(60) == 0
         finally:
             if watching is not None:
                 watching.cancel()
-            if self.server.process is not None and self.server.process.poll() is None:
-                self.server.process.kill()
-                self.server.process.wait()
+            for node in (self.server.process, *self.server.others):
+                if node is not None and node.poll() is None:
+                    node.kill()
+                    node.wait()
         # What torch's C++ says of a peer that was killed is not ours, and not JSON.
         said = self.server.log.read_text().splitlines()
         self.left.log = [json.loads(line) for line in said if line.startswith("{")]
@@ -169,6 +191,8 @@ class Run:
                     kind = answer.headers["content-type"]
                     return answer.json() if kind.startswith("application/json") else answer.content
                 assert answer.status_code in (429, 503), answer.text
+            assert self.server.process is not None
+            assert self.server.process.poll() in (None, -signal.SIGKILL), self.server.log.read_text()
             await asyncio.sleep(AGAIN)
 
     async def _digest(self, id: str) -> str:

@@ -7,6 +7,7 @@ import json
 import logging
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -15,6 +16,16 @@ import pytest
 from tests.serve.fake import Fake, made, serving
 from weft.serve import logs
 from weft.serve.app import Limits, create_app
+from weft.serve.errors import Refused
+from weft.serve.jobs import Asked, Failure, Job, new_id
+from weft.serve.results import with_result
+from weft.serve.watch import Live
+from weft.serve.wire import made as made_of
+
+ASKED = Asked(
+    kind="video", model="shapes", prompt="a", frames=2, height=8, width=8, steps=9, seed=0, format="mp4"
+)
+JOB = Job(id=new_id("video", 0), asked=ASKED, created=0.0, deadline=1.0)
 
 
 def test_every_answer_has_an_id_and_is_for_nobody_elses_page(http: httpx.Client) -> None:
@@ -164,6 +175,30 @@ def test_the_plan_and_the_status_are_the_engines(http: httpx.Client, engine: Fak
     assert http.get("/v1/plan", params={"frames": 1}).status_code == 200
     assert len(http.get("/v1/status").json()["ranks"]) == engine.world
     assert http.get("/v1/models").json()["data"][0]["weft"]["multiple"] == [2, 8, 8]
+
+
+def test_a_model_of_images_has_a_plan_too(http: httpx.Client, engine: Fake) -> None:
+    assert engine.facts is not None
+    facts = engine.facts
+    engine.facts = {**facts, "kinds": ["image"], "frames": 1}
+    assert http.get("/v1/plan").status_code == 200
+    engine.facts = facts
+
+
+@pytest.mark.parametrize(
+    ("code", "status"), [("out_of_memory", 400), ("disk_full", 503), ("rank_lost", 503), ("else", 500)]
+)
+def test_who_waits_is_told_whose_fault_it_was(code: str, status: int) -> None:
+    with pytest.raises(Refused) as refused:
+        with_result(replace(JOB, status="failed", failure=Failure(code=code, message="It failed.")))
+    assert refused.value.status == status
+
+
+def test_a_job_that_ended_is_nowhere_any_more() -> None:
+    live = Live(queue_position=1, eta=2.0, ranks=(0,), preview=b"png", preview_step=3)
+    assert made_of(replace(JOB, status="in_progress"), live).weft.eta_seconds == 2.0
+    ended = made_of(replace(JOB, status="failed"), live).weft
+    assert (ended.eta_seconds, ended.queue_position, ended.ranks) == (None, None, [])
 
 
 def test_the_page_is_served(http: httpx.Client) -> None:

@@ -13,7 +13,7 @@ from tests.serve.ranks import FACTS
 from weft.core.topology import Topology
 from weft.serve.disk import Disk
 from weft.serve.dispatch import Dispatch
-from weft.serve.jobs import Asked, Job
+from weft.serve.jobs import Asked, Failure, Job
 from weft.serve.latency import Latency
 from weft.serve.store import Store
 from weft.serve.tasks import Grant, Task
@@ -36,10 +36,10 @@ class Desk:
     def send(self, number: int, said: dict[str, Any], blob: bytes = b"") -> None:  # noqa: ARG002
         self.sent.append((number, said["do"]))
 
-    def add(self) -> Job:
+    def add(self, image: str | None = None) -> Job:
         asked = Asked(
             kind="video", model="toy", prompt="a loom", seed=0, format="mp4", frames=16, height=64, width=64,
-            steps=10,
+            steps=10, image=image,
         )  # fmt: skip
         job = self.store.create(asked, deadline=time.time() + 60)
         self.dispatch.add(job)
@@ -95,3 +95,31 @@ def test_while_the_leader_writes_the_file_the_others_are_free(desk: Desk) -> Non
     assert made is not None
     assert made.status == "completed"
     assert desk.want((1,)) == []
+
+
+def test_a_job_without_its_picture_fails_and_keeps_no_ranks(desk: Desk) -> None:
+    job, _ = desk.add(image="reference.png"), desk.add()
+    assert desk.want((0,), (1,)) == [(1, "run")]
+    failed = desk.store.get(job.id)
+    assert failed is not None and failed.failure is not None
+    assert "picture" in failed.failure.message
+    assert job.id not in desk.dispatch.batches
+
+
+def test_the_result_of_a_job_that_was_cancelled_takes_no_room(desk: Desk) -> None:
+    job = desk.add()
+    desk.want((0,))
+    desk.store.fail(job.id, Failure(code="cancelled", message=""))
+    desk.hear(job, "made", b"data", job=job.id, name="video.mp4", timings={"denoise": 1.0})
+    assert desk.dispatch.disk.used() == 0
+
+
+def test_a_decoder_has_the_time_that_it_takes(desk: Desk) -> None:
+    job = desk.add()
+    desk.want((0,))
+    assert desk.dispatch.latency is not None
+    batch = desk.dispatch.batches[job.id]
+    batch.sign = time.monotonic() - 100
+    assert desk.dispatch.stuck() is batch
+    desk.dispatch.latency.observe_fixed(batch.shape, 90.0)
+    assert desk.dispatch.stuck() is None

@@ -168,6 +168,17 @@ def test_a_full_queue_is_refused_with_a_time_to_wait(tmp_path: Path) -> None:
         assert refused.value.retry is not None and refused.value.retry >= 1
 
 
+def test_ranks_that_leave_while_a_job_is_admitted_do_not_matter(tmp_path: Path) -> None:
+    with running(tmp_path) as engine:
+
+        class Leaves(dict[str, Any]):
+            def get(self, *_: Any) -> None:
+                engine.ranks.all.pop(1, None)
+
+        engine.ranks.all[0].last = Leaves()
+        assert engine.submit(asked()).status == "queued"
+
+
 def test_a_key_makes_one_job(tmp_path: Path) -> None:
     with running(tmp_path) as engine:
         first, again = (engine.submit(asked(), key="k", body=b"x") for _ in range(2))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import time
+import weakref
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -14,6 +17,7 @@ from weft.core.mask import BlockMask
 from weft.core.problem import Problem
 from weft.core.topology import Topology
 from weft.plan.choose import choose
+from weft.serve import latency as latencies
 from weft.serve.jobs import Shape
 from weft.serve.latency import Latency, density, part
 from weft.serve.simulator import WAN
@@ -153,3 +157,54 @@ def test_a_part_of_a_cluster(ranks: int, expected: tuple[int, int]) -> None:
 def test_facts_that_are_missing_are_named() -> None:
     with pytest.raises(InputError, match="no depth, params"):
         Latency({k: v for k, v in WAN.items() if k not in ("depth", "params")}, Topology.local(2))
+
+
+HUGE = Shape(frames=100_000, height=99_984, width=99_984, steps=50, guided=True)
+
+
+@pytest.mark.parametrize("mask", [None, "sta"])
+def test_a_size_that_nobody_can_make_is_predicted_all_the_same(mask: str | None) -> None:
+    latency = Latency(WAN, cluster("8xh100"), mask=mask)
+    began = time.monotonic()
+    assert latency.explain(HUGE)["seconds"] > 1e9
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_what_is_scaled_takes_as_long(latency: Latency, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    true = latency.predicted(VIDEO, ranks)
+    monkeypatch.setattr(latencies, "TOKENS", 10_000)
+    scaled = Latency(WAN, cluster("8xh100"))
+    assert scaled.predicted(VIDEO, ranks) == pytest.approx(true, rel=0.01)
+
+
+def test_what_is_remembered_of_what_was_asked_is_bounded(
+    latency: Latency, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(latencies, "WAYS", 4)
+    latency = Latency(WAN, cluster("8xh100"))
+    kept: weakref.WeakSet[Any] = weakref.WeakSet()
+    make = latencies._Ways
+
+    def noted(*given: Any) -> Any:
+        kept.add(way := make(*given))
+        return way
+
+    monkeypatch.setattr(latencies, "_Ways", noted)
+    for frames in range(1, 90, 8):
+        latency.step(replace(IMAGE, frames=frames), 1)
+    assert len(kept) <= 4
+
+
+def test_something_new_is_seen_while_another_thread_looks(latency: Latency) -> None:
+    """Another thread may come between any two steps of this one: here it does."""
+    latency.observe(IMAGE, 1, 1, 1.0)
+    grid = latency.grid
+
+    def meanwhile(shape: Shape) -> Any:
+        latency._seen.setdefault((replace(shape, steps=len(latency._seen)), 8, 8), 1.0)
+        return grid(shape)
+
+    latency.predicted(VIDEO, 1), latency.predicted(VIDEO, 8)
+    latency.grid = meanwhile  # type: ignore[method-assign]
+    assert latency.step(VIDEO, 1) > 0

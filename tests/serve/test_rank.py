@@ -16,14 +16,17 @@ from PIL import Image
 from tests.models.toys import seeded
 from tests.worlds import world
 from weft.core.errors import CommError
+from weft.models import checkpoint
 from weft.models.dit import DiTConfig, VideoDiT
 from weft.models.resume import State
 from weft.models.video import VideoPipeline
 from weft.models.words import LENGTH, WORDS
 from weft.serve import segment
 from weft.serve.channel import Channel, Closed, listen
+from weft.serve.facts import facts_of
 from weft.serve.jobs import Asked
-from weft.serve.rank import main
+from weft.serve.rank import Inbox, main
+from weft.serve.work import Model, Work
 
 TOKEN = "secret"
 STEPS = 5
@@ -308,3 +311,23 @@ def test_two_ranks_refuse_together(pair: Server) -> None:
     said, _ = pair.told(0)[-1]
     assert said["code"] == "refused"
     assert pair.made([0, 1], [job(8)])
+
+
+def test_guidance_is_what_was_asked_for_also_if_it_is_none_at_all(folder: Path) -> None:
+    pipe = checkpoint.load_pipeline(folder, dtype=torch.float32)
+    jobs = tuple(Asked.from_json(job(at, guidance=scale)) for at, scale in enumerate((0.0, 2.5)))
+    given = Work("", ("", ""), jobs).given(Model(folder, pipe, facts_of(pipe, "tiny")))
+    assert given["guidance_scale"] == [0.0, 2.5]
+
+
+def test_a_stop_that_came_too_late_is_forgotten_with_the_next_run() -> None:
+    with listen("127.0.0.1") as listener:
+        here = Channel.connect("127.0.0.1", listener.getsockname()[1], TOKEN)
+        there = Channel.accept(listener.accept()[0], TOKEN)
+    inbox = Inbox(here, lambda _: None)
+    for said in ({"do": "stop", "batch": "a"}, {"do": "run", "batch": "b"}):
+        there.send(said)
+    assert inbox.next()[0]["batch"] == "b"
+    assert not inbox.wants_stop("a")
+    there.close()
+    here.close()

@@ -17,3 +17,11 @@ def test_a_small_storm_leaves_every_job_as_it_would_have_been(tmp_path: Path) ->
     assert left.rank_kills == 2
     told = [line for line in left.log if line["message"] == "ranks are started again"]
     assert len(told) >= 2
+
+
+@pytest.mark.timeout(900)
+def test_two_nodes_are_one_server_also_when_a_rank_of_one_is_lost(tmp_path: Path) -> None:
+    storm = Storm(requests=4, specs=2, rank_kills=1, server_kills=0, ranks=1, nodes=2, patience=800.0)
+    left = survive(storm, tmp_path)
+    assert left.rank_kills == 1
+    assert left.restarts >= 1

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.serve.fake import Fake
-from weft.serve.jobs import Job
+from tests.serve.fake import Fake, media
+from weft.serve.jobs import Asked, Job
 
 QUICK = {"prompt": "a cat", "num_inference_steps": 3, "seed": 5}
 
@@ -242,6 +245,24 @@ def test_variants_are_pictures_of_it(http: httpx.Client, video: str) -> None:
     assert (
         http.get(f"/v1/videos/{video}/content", params={"variant": "x"}).json()["error"]["param"] == "variant"
     )
+
+
+def test_a_picture_of_a_long_video_takes_little_memory(tmp_path: Path) -> None:
+    """All of its frames would be 280 MB."""
+    asked = Asked(
+        kind="video", model="shapes", prompt="", frames=240, height=512, width=768, steps=1, seed=0,
+        format="mp4",
+    )  # fmt: skip
+    (tmp_path / "video.mp4").write_bytes(media(asked))
+    code = (
+        "import re, sys; from pathlib import Path; from PIL import Image; import av\n"
+        "from weft.serve.variants import variant_of\n"
+        "most = lambda: int(re.search(r'VmHWM:\\s*(\\d+)', Path('/proc/self/status').read_text())[1])\n"
+        "before = most(); variant_of(Path(sys.argv[1]), 'thumbnail'); print(most() - before)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "video.mp4")]
+    said = subprocess.run(command, check=True, timeout=120, capture_output=True, text=True)
+    assert int(said.stdout) < 150_000  # KiB
 
 
 def test_pages_go_on_behind_a_video_that_is_gone(http: httpx.Client) -> None:

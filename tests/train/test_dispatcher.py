@@ -104,6 +104,22 @@ def test_the_first_observation_counts_whole_and_later_ones_a_tenth() -> None:
     assert budgets(after(AT_ONCE, 0.5, 0.25)) == [31 / 64] * HEADS  # 0.475
 
 
+def test_needs_rise_at_once_where_a_selection_has_lost_the_mass_and_fall_slowly() -> None:
+    """Profiles are rare by then: ten of them would be a thousand steps with too few keys."""
+    dispatcher = after(AT_ONCE, *[0.1] * 5, coverage=0.9)
+    assert budgets(dispatcher) is not None
+    dispatcher.observe(0, [0.05, 0.5, 0.1], 0.9)
+    assert dispatcher.blocks[0].needed == pytest.approx([0.095, 0.14, 0.1]), "nothing is lost"
+    dispatcher.observe(0, [0.05, 0.5, 0.1], 0.8)
+    assert dispatcher.blocks[0].needed == pytest.approx([0.0905, 0.5, 0.1])
+    dispatcher.begin(6)
+    dispatcher.observe(0, [1.0] * HEADS, 0.5)
+    dispatcher.begin(7)
+    assert budgets(dispatcher) is None
+    dispatcher.observe(0, [0.1] * HEADS, 0.5)
+    assert dispatcher.blocks[0].needed == pytest.approx([0.91] * HEADS), "a dense block has lost nothing"
+
+
 def test_a_block_waits_for_its_own_predictor_but_not_for_ever() -> None:
     part = SparsePart(stage1=5)
     dispatcher = made(part, layers=2)

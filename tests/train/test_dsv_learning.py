@@ -134,6 +134,19 @@ def test_the_model_does_not_notice() -> None:
     assert [fact["layer"] for fact in dsv.facts()] == [0, 1]
 
 
+def test_facts_are_of_this_profile_and_tell_of_blocks_that_are_never_sparse() -> None:
+    """Without the latter a log would not know how much of all attention is computed."""
+    dsv = method(replace(PART, dense_blocks=(1,)))
+    dsv.dispatcher.blocks[0].needed, dsv.dispatcher.blocks[0].coverage = np.full(HEADS, 0.5), 0.0
+    sparse(ALONE, dsv)(*inputs())
+    [[profile]] = dsv._profiles.values()
+    dsv.step()
+    first, second = dsv.facts()
+    assert first["coverage"] == pytest.approx(profile.coverage)
+    assert (second["layer"], second["mode"], second["density"]) == (1, "dense", [1.0] * HEADS)
+    assert "coverage" not in second
+
+
 def test_a_model_in_evaluation_teaches_nothing_and_keeps_nothing() -> None:
     dsv, world = method(), World(SoloComm())
     with torch.no_grad():

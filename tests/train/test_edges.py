@@ -31,7 +31,7 @@ def test_it_learns_edges_and_the_same_each_time() -> None:
     for _ in range(2):
         torch.manual_seed(0)
         upscaler = Upscaler(2, 3)
-        learn(upscaler, source, seed=1, steps=40)
+        learn(upscaler, source, clips=None, seed=1, steps=40)
         made.append(upscaler)
     video = to_tensor(source.batch(list(range(HELD_OUT, HELD_OUT + 8)))[0])
     small = shrunk(video, 2).flatten(0, 1)
@@ -54,6 +54,39 @@ def test_a_run_trains_small_and_its_model_shows_large(
     assert pipe.upscaler.layers[-1].weight.abs().max() > 0, "it has learned something"  # type: ignore[union-attr]
     notes = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert any("upscaler" in note.get("text", "") for note in notes)
+
+
+def test_clips_that_are_held_out_teach_it_nothing() -> None:
+    source, asked = Endless(Shapes(4, 24, 1, 0)), set[int]()
+    source.size = 7  # type: ignore[assignment]
+    plain = source.batch
+    source.batch = lambda indices: (asked.update(indices), plain(indices))[1]  # type: ignore[method-assign]
+    learn(Upscaler(2, 3), source, clips=5, seed=1, steps=10)
+    assert asked == {0, 1, 2, 3, 4}
+
+
+def test_a_run_killed_after_its_last_checkpoint_still_makes_its_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the same one: how often it was exported before makes no other upscaler."""
+    monkeypatch.setattr("weft.train.edges.STEPS", 5)
+    recipe = Recipe.of(SAID | {"save": {"every": 1, "validate": 2}})
+    train(recipe, tmp_path / "whole", live=False)
+
+    def killed(*_: object, **__: object) -> float:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("weft.train.results.learn", killed)
+        train(recipe, tmp_path / "cut", live=False)
+    for _ in range(2):
+        assert train(recipe, tmp_path / "cut", live=False) == 2
+    whole, cut = (VideoPipeline.load(tmp_path / name / "model") for name in ("whole", "cut"))
+    for part in ("transformer", "upscaler"):
+        ours, theirs = (getattr(pipe, part).state_dict() for pipe in (cut, whole))
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    log = [json.loads(line) for line in (tmp_path / "cut" / "log.jsonl").read_text().splitlines()]
+    assert [one["step"] for one in log if one["kind"] == "validation"] == [2], "once, not at every start"
 
 
 def test_latents_are_not_enlarged() -> None:

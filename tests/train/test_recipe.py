@@ -11,8 +11,9 @@ from weft.core.errors import InputError
 from weft.train.recipe import Recipe, SparsePart
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown part": ({"modle": {}}, "Is it model"),
-    "unknown name": ({"train": {"step": 3}}, "Is it steps"),
+    "outlines that count less than nothing": ({"train": {"edges": -1.0}}, "0 or more"),
+    "unknown part": ({"modle": {}}, "Did you mean 'model'"),
+    "unknown name": ({"train": {"step": 3}}, "Did you mean 'steps'"),
     "text for a number": ({"train": {"steps": "many"}}, "a whole number"),
     "a truth for a number": ({"train": {"batch": True}}, "a whole number"),
     "a fraction of steps": ({"train": {"steps": 1.5}}, "a whole number"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -89,6 +90,28 @@ def test_checkpointing_and_bfloat16_train_alike(done: Path, tmp_path: Path) -> N
     for again, half, whole in zip(log(tmp_path / "again"), log(tmp_path / "half"), log(done), strict=True):
         assert again["loss"] == pytest.approx(whole["loss"], rel=1e-6)
         assert half["loss"] == pytest.approx(whole["loss"], rel=0.02)
+
+
+def test_a_step_stays_on_the_device_of_its_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meta stands for a GPU: what does not move there meets what did, and torch refuses."""
+    monkeypatch.setattr("weft.train.trainer.device", lambda: torch.device("meta"))
+    trainer = Trainer(TINY, tmp_path, live=False)
+    try:
+        loss = trainer._loss(1, slice(0, 2))
+        loss.backward()
+    finally:
+        trainer.close()
+    met = [loss, *trainer.model.parameters(), *(weight.grad for weight in trainer.model.parameters())]
+    assert {x.device.type for x in (*met, *trainer.average.values()) if x is not None} == {"meta"}
+
+
+def test_a_run_goes_on_that_is_older_than_an_option(done: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "older"
+    shutil.copytree(done, folder)
+    said = json.loads((folder / "recipe.json").read_text())
+    assert said["train"].pop("optimiser") == "adamw"
+    (folder / "recipe.json").write_text(json.dumps(said))
+    assert train(TINY, folder, live=False) == 6
 
 
 def test_another_recipe_does_not_go_on_in_the_same_folder(done: Path) -> None:

@@ -11,8 +11,8 @@ import typer
 
 from weft.core.codec import to_plain
 from weft.core.errors import InputError
-from weft.core.files import writing
-from weft.core.problem import ITEM_BYTES
+from weft.core.files import check_place, writing
+from weft.core.problem import check_dtype
 
 if TYPE_CHECKING:
     from weft.core.topology import Topology
@@ -29,12 +29,10 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
 ) -> None:
     """Measure links and the attention kernel, in under a minute; then: weft plan --topology topology.toml."""
-    if dtype not in ITEM_BYTES:
-        raise InputError(f"dtype {dtype!r} is not supported.", hint=f"Use one of {', '.join(ITEM_BYTES)}.")
+    check_dtype(dtype)
     if ranks < 1 or head_dim < 1:
         raise InputError(f"ranks={ranks}, head_dim={head_dim}.", hint="Both are 1 or more.")
-    if not out.parent.is_dir():  # before the measuring, not after it
-        raise InputError(f"There is no folder {out.parent} for {out.name}.", hint="Give another --out.")
+    check_place(out, hint="Give another --out.")  # before the measuring, not after it
     found = _measure(ranks, head_dim, dtype)
     if found is None:  # another rank writes
         return

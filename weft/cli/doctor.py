@@ -125,8 +125,9 @@ def _backends(torch: ModuleType | None) -> list[Finding]:
 
 
 def _cores() -> list[Finding]:
-    total = os.cpu_count() or 1
-    usable: float = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else total
+    from weft.run.launch import usable_cores
+
+    total, usable = os.cpu_count() or 1, float(usable_cores())
     quota = Path("/sys/fs/cgroup/cpu.max")
     if quota.exists():
         limit, period = quota.read_text().split()

@@ -63,7 +63,7 @@ def run(
         return
     if ranks < 1:
         raise InputError(f"{ranks} ranks share no work.", hint="Give 1 or more.")
-    if not 0 <= head < max(1, heads):
+    if heads > 0 and not 0 <= head < heads:
         raise InputError(f"There is no head {head} of {heads}.", hint=f"Give --head 0 to {heads - 1}.")
     from weft.masks.spec import mask_from_spec
 

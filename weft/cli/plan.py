@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weft.cli.workload import Block, Cluster, Dtype, Frames, Json, Mask, Name, Size, Workload, read_topology
-from weft.core.files import writing
+from weft.core import units
+from weft.core.files import check_place, writing
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -41,6 +42,8 @@ def run(
     work = Workload.read(model, size=size, frames=frames, mask=mask, block=block, dtype=dtype)
     cluster = read_topology(topology)
     problem = work.problem(cluster.ranks)
+    if save:
+        check_place(save, hint="Give another --save.")
     # Drawing a large mask takes seconds: what was understood is said before.
     if not as_json:
         typer.echo(f"{work} · {_links(cluster)}")
@@ -89,13 +92,14 @@ def _show(plan: Plan, model: Model, cluster: Topology, *, show_all: bool) -> Non
     if show_all:
         for name, seconds in plan.left_out:
             console.print(
-                f"  {name:<22} about {_time(seconds)}: not built: {len(plan.ranked)} have lower estimates",
+                f"  {name:<22} about {units.time(seconds)}: not built, {len(plan.ranked)} have less",
                 style="dim",
             )
     console.print(f"Why: {plan.why()}", highlight=False)
+    between = ", inside its machine · between: by a rank, to other machines" if _leaves(plan) else ""
     console.print(
         "attention: one layer · imbal./min: the largest load over the mean, and the least possible · "
-        "sent: by a rank",
+        f"sent: by a rank{between}",
         style="dim",
         highlight=False,
     )
@@ -108,7 +112,7 @@ def _show(plan: Plan, model: Model, cluster: Topology, *, show_all: bool) -> Non
     if model.layers > 1:
         total = best.seconds * model.layers * model.steps
         console.print(
-            f"Attention of {model.layers} layers × {model.steps} steps: {_time(total)} "
+            f"Attention of {model.layers} layers × {model.steps} steps: {units.time(total)} "
             "(linear layers, cross-attention and VAE are not counted).",
             highlight=False,
         )
@@ -120,7 +124,7 @@ def _table(plan: Plan) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1))
     table.add_column("#", justify="right")
     table.add_column("plan", no_wrap=True)
-    between = any(option.inter_bytes for option in plan.ranked)
+    between = _leaves(plan)
     names = ["attention", "", "exposed", "imbal./min", "sent"]
     for name in (*names, *(["between"] if between else []), "memory"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -132,29 +136,22 @@ def _table(plan: Plan) -> Table:
     return table
 
 
+def _leaves(plan: Plan) -> bool:
+    return any(option.inter_bytes for option in plan.ranked)
+
+
 def _cells(place: int, option: Option, best: float, ranks: int, *, between: bool) -> list[str]:
     return [
         str(place),
         option.name,
-        _time(option.seconds),
+        units.time(option.seconds),
         f"{option.seconds / best if best else 1.0:.2f}×",
         f"{option.timing.exposed:.1%}",
         f"{option.imbalance:.3f}/{option.bound:.3f}",
-        _bytes(option.intra_bytes / ranks),
-        *([_bytes(option.inter_bytes / ranks)] if between else []),
-        _bytes(option.memory),
+        units.size(option.intra_bytes / ranks),
+        *([units.size(option.inter_bytes / ranks)] if between else []),
+        units.size(option.memory),
     ]
-
-
-def _time(seconds: float) -> str:
-    for unit, factor in (("s", 1.0), ("ms", 1e3)):
-        if seconds * factor >= 1:
-            return f"{seconds * factor:,.2f} {unit}"
-    return f"{seconds * 1e6:,.0f} µs"
-
-
-def _bytes(size: float) -> str:
-    return f"{size / 1e9:,.2f} GB" if size >= 1e9 else f"{size / 1e6:,.0f} MB"
 
 
 def _plain(plan: Plan) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import typer
@@ -17,9 +18,15 @@ def model_ranks(size: int) -> Pool:
 
 
 def run_once(pool: Pool, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """`pool.run`; what all ranks refuse alike is one sentence, and any other failure has one traceback."""
-    try:
+    with told_once():
         return pool.run(fn, *args)
+
+
+@contextmanager
+def told_once() -> Iterator[None]:
+    """What all ranks of a run refuse alike is one sentence, and any other failure has one traceback."""
+    try:
+        yield
     except RankFailure as failure:
         first = next(iter(failure.failures.values()))
         if isinstance(first.error, WeftError):

@@ -58,8 +58,8 @@ def run(
 
     ask = partial(Workload.read, size=size, frames=frames, mask=mask, block=block, dtype=dtype)
     trained = [_is_training(Path(one)) for one in what]
-    if len(what) > (8 if all(trained) else 2):
-        raise InputError(f"{len(what)} things are too many to compare.", hint="Give one or two.")
+    if len(what) > (most := 8 if all(trained) else 2):
+        raise InputError(f"{len(what)} things are too many to compare.", hint=f"Give up to {most}.")
     if any(trained) and not all(trained):
         odd = what[trained.index(False)]
         raise InputError(

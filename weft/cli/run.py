@@ -35,7 +35,7 @@ def run(
         given = f"ranks={ranks}, nodes={nodes}, node={node}"
         raise InputError(f"{given}: no such world.", hint="Ranks and nodes are 1 or more, node < nodes.")
     host, _, port = master.rpartition(":")
-    if nodes > 1 and not (host and port.isdecimal()):
+    if nodes > 1 and not (host and port.isdecimal() and 0 < int(port) < 65536):
         raise InputError(
             f"{nodes} nodes meet at machine 0, and --master is {master!r}.",
             hint="Give its HOST:PORT, the same on every machine, such as 10.0.0.1:29500.",

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -137,25 +135,17 @@ def _serve(settings: Settings, at: tuple[str, int], key_file: Path | None, *, lo
 
 def _join(settings: Settings, node: int) -> None:
     """Ranks on another machine than the server's: an agent, again and again until somebody ends this."""
-    from weft.serve.agent import Orders
+    from weft.serve.agent import end, start
 
-    orders = Orders(
-        host=settings.host, port=settings.port, token=settings.token, model=str(settings.model), node=node,
-        ranks=settings.ranks, options=settings.options, nodes=settings.nodes, master=settings.master,
-    )  # fmt: skip
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
     print(f"weft: {settings.ranks} ranks for the server at {settings.host}", flush=True)
     while not ended.is_set():
-        command = [sys.executable, "-m", "weft.serve.agent"]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as agent:
-            assert agent.stdin is not None
-            agent.stdin.write(orders.to_line())
-            agent.stdin.flush()
-            while agent.poll() is None and not ended.wait(0.2):
-                pass
-            # Its standard input ends here, and it ends with that.
+        agent = start(settings.orders(settings.port, settings.token, node))
+        while agent.poll() is None and not ended.wait(0.2):
+            pass
+        end(agent)
         ended.wait(AGAIN_SECONDS)
 
 

@@ -12,6 +12,7 @@ import typer
 
 from weft.cli.numbers import counts
 from weft.cli.workload import Block, Cluster, Dtype, Frames, Json, Mask, Name, Size, Workload, read_topology
+from weft.core.files import writing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -60,6 +61,9 @@ def run(
     problems = [work.problem(c.ranks) for c in clusters]
     active, names = work.mask, tuple(name.strip() for name in plan.split(","))
     total = sum(len(wanted(p, active, c, names)) for p, c in zip(problems, clusters, strict=True))
+    if report:  # before the simulating, not after it
+        with writing(report, hint="Give another --report."):
+            report.mkdir(parents=True, exist_ok=True)
     with _progress(total) as step:
         found = list(sweep(work.problem, active, clusters, names, on_plan=step))
     rows = _rows(found, work.model, work.grid)

@@ -12,9 +12,9 @@ import typer
 
 from weft.cli.numbers import counts
 from weft.core.errors import CommError, InputError
-from weft.core.problem import ITEM_BYTES
+from weft.core.problem import check_dtype
 from weft.plan.choose import usp_names
-from weft.plan.strategies import short_names
+from weft.plan.strategies import parse, short_names
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -44,15 +44,17 @@ def run(
 
     With a checkpoint directory: the outputs of its transformers, in float32 on a few tokens of noise.
     """
-    plan = plan or strategy
+    plan, worlds = plan or strategy, counts(ranks, "ranks")
+    for world in worlds:  # before any rank is started
+        if plan not in ("", "auto"):
+            parse(plan, world)
     if model_dir is not None:
-        return _verify_model(model_dir, counts(ranks, "ranks"), plan or "auto", as_json=as_json)
-    if dtype not in ITEM_BYTES:
-        raise InputError(f"dtype {dtype!r} is not supported.", hint=f"Use one of {', '.join(ITEM_BYTES)}.")
+        return _verify_model(model_dir, worlds, plan or "auto", as_json=as_json)
+    check_dtype(dtype)
     sizes = {"tokens": tokens, "heads": heads, "kv_heads": kv_heads or heads, "head_dim": head_dim}
     if bad := [f"{name}={size}" for name, size in sizes.items() if size < 1]:
         raise InputError(f"{bad[0]} is no size.", hint="Sizes are 1 or more.")
-    outcomes = _outcomes(counts(ranks, "ranks"), sizes | {"dtype": dtype}, plan, quiet=as_json)
+    outcomes = _outcomes(worlds, sizes | {"dtype": dtype}, plan, quiet=as_json)
     rows = [
         {"ranks": world, **asdict(trial), **asdict(outcome), "holds": outcome.holds}
         for world, trial, outcome in outcomes
@@ -65,10 +67,11 @@ def _outcomes(
 ) -> Iterator[tuple[int, Trial, Outcome]]:
     from rich.console import Console
 
+    from weft.cli.ranks import told_once
     from weft.run.check import Trial, check
     from weft.run.pool import Pool
 
-    with Console(stderr=True, quiet=quiet).status("starting ranks …") as status:
+    with told_once(), Console(stderr=True, quiet=quiet).status("starting ranks …") as status:
         for world in worlds:
             names = [plan] if plan else ["auto", *short_names(), *usp_names(world)[1:-1], *BALANCED]
             with Pool(world) as pool:

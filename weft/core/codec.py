@@ -51,20 +51,28 @@ def from_plain(plain: Any) -> Any:
     table = cast("dict[str, Any]", plain)
     kind = table.get("kind")
     if kind == "array":
-        raw = np.frombuffer(base64.b64decode(table["data"]), dtype=table["dtype"])
-        return raw.reshape(table["shape"])
+        return _array_from_plain(table)
     fields = {key: from_plain(item) for key, item in table.items() if key != "kind"}
     if kind is None:
         return fields
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise InputError(f"{kind!r} is not a value of weft.", hint=f"Known: {', '.join(sorted(_KINDS))}.")
     known = {f.name for f in dataclasses.fields(_KINDS[kind])}
     if unknown := sorted(set(fields) - known):
         raise InputError(f"{kind} has no field {unknown[0]!r}.", hint=f"It has {', '.join(sorted(known))}.")
     try:
         return _KINDS[kind](**fields)
-    except TypeError as error:
+    except (TypeError, AttributeError) as error:  # a field of another kind than the value looks for
         raise InputError(f"{kind} cannot be read: {error}.") from None
+
+
+def _array_from_plain(table: dict[str, Any]) -> np.ndarray[Any, Any]:
+    try:
+        raw = np.frombuffer(base64.b64decode(table["data"]), dtype=table["dtype"])
+        return raw.reshape(table["shape"])
+    except (KeyError, TypeError, ValueError) as error:
+        hint = "It has data (base64 of its bytes), dtype and shape."
+        raise InputError(f"An array cannot be read: {error!r}.", hint=hint) from None
 
 
 def dumps(thing: Any) -> str:
@@ -74,7 +82,7 @@ def dumps(thing: Any) -> str:
 def loads(text: str) -> Any:
     try:
         return from_plain(json.loads(text))
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise InputError(f"This is not JSON: {error}.") from None
 
 

@@ -47,7 +47,7 @@ def nearest_of(name: str, known: Iterable[str]) -> str:
 
     names = list(known)
     near = get_close_matches(name, names, 1)
-    return f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(names)}."
+    return f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(names) or 'none'}."
 
 
 def _rebuild(kind: type[WeftError], message: str, hint: str) -> WeftError:

@@ -130,11 +130,6 @@ class BlockMask:
         touched = np.bitwise_or.reduce(packed, axis=1)
         return np.unpackbits(touched, axis=1, count=self.kv_blocks).view(np.bool_)
 
-    def any_active(self, heads: Indices, q_tokens: Indices, kv_tokens: Indices) -> bool:
-        """Whether some heads of some query tokens attend to any of some keys."""
-        needed = self.needed(heads, q_tokens)
-        return any(needed[start:stop].any() for start, stop in kv_tokens.blocks(self.block_k).runs)
-
     def columns(self, blocks: BoolArray) -> Indices:
         """The key/value tokens of the blocks that are marked."""
         fenced = np.zeros(blocks.size + 2, dtype=np.bool_)

@@ -12,6 +12,11 @@ from weft.core.layout import Layout
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
+def check_dtype(name: str) -> None:
+    if name not in ITEM_BYTES:
+        raise InputError(f"dtype {name!r} is not supported.", hint=f"Use one of {', '.join(ITEM_BYTES)}.")
+
+
 @value
 @dataclass(frozen=True, kw_only=True)
 class Problem:
@@ -41,10 +46,7 @@ class Problem:
                 f"{self.kv.ranks}.",
                 hint="Give both layouts the same number of ranks.",
             )
-        if self.dtype not in ITEM_BYTES:
-            raise InputError(
-                f"dtype {self.dtype!r} is not supported.", hint=f"Use one of {list(ITEM_BYTES)}."
-            )
+        check_dtype(self.dtype)
 
     @property
     def ranks(self) -> int:

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
+from weft.core import files
 from weft.core.codec import value
 from weft.core.errors import InputError, nearest_of
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 
 @value
@@ -149,12 +144,7 @@ class Topology:
     @staticmethod
     def from_toml(path: str | Path) -> Topology:
         """Read a topology; names that do not exist are errors, so that no typing slip is ignored."""
-        try:
-            table = tomllib.loads(Path(path).read_text())
-        except OSError as error:
-            raise InputError(f"{path} cannot be read: {error.strerror}.") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise InputError(f"{path} is not TOML: {error}.") from None
+        table = files.toml(Path(path))
         _check_names(table, Topology, str(path))
         for name in ("intra", "inter"):
             if name in table:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
-from difflib import get_close_matches
 from typing import Any, cast
 
 import numpy as np
 
-from weft.core.errors import InputError
+from weft.core.errors import InputError, nearest_of
 from weft.core.mask import BlockMask
 from weft.core.modules import modules
 from weft.masks.grid import TokenGrid
@@ -68,15 +67,13 @@ def mask_from_spec(text: str, *, heads: int, grid: TokenGrid, block: int = 64, s
         raise InputError(f"seed={seed} is no seed.", hint="Give 0 or more.")
     name, _, rest = text.partition(":")
     if name not in PRODUCERS:
-        raise InputError(f"There is no mask {name!r}.", hint=_nearest_of(name, PRODUCERS, "Masks"))
+        raise InputError(f"There is no mask {name!r}.", hint=nearest_of(name, PRODUCERS))
     _check_tiles(1 if name == "dense" else heads, grid, block)
     known = options(name)
     given: dict[str, Any] = {"block": block}
     for key, written in _pairs(name, rest):
         if key not in known:
-            raise InputError(
-                f"The mask {name!r} has no option {key!r}.", hint=_nearest_of(key, known, "Options")
-            )
+            raise InputError(f"The mask {name!r} has no option {key!r}.", hint=nearest_of(key, known))
         try:
             given[key] = _read(written, known[key])
         except ValueError:
@@ -123,9 +120,7 @@ def _pairs(name: str, rest: str) -> Iterator[tuple[str, str]]:
         elif equals and written:
             yield key, written
         else:
-            raise InputError(
-                f"{part!r} is no option of {name!r}.", hint=_nearest_of(key, options(name), "Options")
-            )
+            raise InputError(f"{part!r} is no option of {name!r}.", hint=nearest_of(key, options(name)))
 
 
 def _read(written: str, like: Any) -> Any:
@@ -140,9 +135,3 @@ def _read(written: str, like: Any) -> Any:
 
 def _joint(items: tuple[Any, ...]) -> str:
     return "x" if isinstance(items[0], int) else "+"
-
-
-def _nearest_of(word: str, known: dict[str, Any], what: str) -> str:
-    close = get_close_matches(word, known, n=1)
-    guess = f"Did you mean {close[0]!r}? " if close else ""
-    return f"{guess}{what}: {', '.join(known) or 'none'}."

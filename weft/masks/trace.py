@@ -15,8 +15,8 @@ from weft.masks.grid import TokenGrid, nearest
 
 Arrays = dict[str, npt.NDArray[Any]]
 
-KINDS = {"tiles": (3, "b"), "bits": (3, "u"), "counts": (1, "iu")}
-"""What a file may hold: the axes of one mask and the kinds of numbers."""
+KINDS = {"tiles": (3, ("b1",)), "bits": (3, ("u1",)), "counts": (1, ("i", "u"))}
+"""What a file may hold: the axes of one mask and the kinds of numbers, of one byte where it says so."""
 WANTED = (
     "A trace is an .npz file with booleans `tiles` or packed uint8 `bits` [steps, layers, heads, q blocks, "
     "kv blocks], or integers `counts` [steps, layers, heads]; steps and layers may be left out together."
@@ -39,14 +39,14 @@ def trace_mask(
     tiles, at random places, since a count does not say where. `layer` is the model's number if the
     file has `layers`, and a position if not.
     """
-    arrays = _read(Path(file))
+    arrays = _read(file)
     name = next(name for name in KINDS if name in arrays)
     one = _pick(arrays, name, step, layer)
     if len(one) != heads:
         raise InputError(f"The trace {file} has {len(one)} heads, not {heads}.", hint=f"Ask for {len(one)}.")
     blocks = grid.blocks(block)
     if name == "counts":
-        total = int(arrays["total"] if "total" in arrays else arrays[name].max())
+        total = _total(arrays, file) if "total" in arrays else int(arrays[name].max())
         return grid.mask(_scatter(one, total, blocks, seed), block)
     wanted = blocks, -(-blocks // 8) if name == "bits" else blocks
     if one.shape[1:] != wanted:
@@ -60,11 +60,10 @@ def trace_mask(
     )
 
 
-def _read(path: Path) -> Arrays:
+def _read(file: str) -> Arrays:
+    path = Path(file)
     if not path.is_file():
-        raise InputError(
-            f"There is no file {str(path)!r}.", hint="Write trace:FILE, with a file that is there."
-        )
+        raise InputError(f"There is no file {file!r}.", hint="Write trace:FILE, with a file that is there.")
     try:
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as found:
             arrays = {name: np.asarray(found[name]) for name in found.files}
@@ -73,10 +72,19 @@ def _read(path: Path) -> Arrays:
         raise InputError(f"{path} is no .npz file of plain arrays.", hint=WANTED) from None
     for name, (axes, kinds) in KINDS.items():
         if (array := arrays.get(name)) is not None:
-            if array.dtype.kind in kinds and array.ndim in (axes, axes + 2) and array.size:
+            if array.dtype.str[1:].startswith(kinds) and array.ndim in (axes, axes + 2) and array.size:
                 return arrays
             raise InputError(f"`{name}` of {path} is {array.dtype} of shape {array.shape}.", hint=WANTED)
     raise InputError(f"{path} holds {', '.join(arrays) or 'nothing'}.", hint=WANTED)
+
+
+def _total(arrays: Arrays, file: str) -> int:
+    given = arrays["total"]
+    if given.size != 1 or given.dtype.kind not in "iu":
+        raise InputError(
+            f"`total` of {file} is {given.dtype} of shape {given.shape}.", hint="Give one whole number."
+        )
+    return int(given.item())
 
 
 def _pick(arrays: Arrays, name: str, step: int, layer: int) -> npt.NDArray[Any]:

@@ -19,6 +19,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -126,6 +127,14 @@ END = {"proj_out": VIDEO}
 def unwrapped(model: Any) -> Any:
     """The module that torch.compile was given."""
     return getattr(model, "_orig_mod", model)
+
+
+def put(owner: Any, name: str, value: Any) -> Callable[[], Any]:
+    """Give an object an attribute of its own; what is returned takes it off, or puts back what was there."""
+    own = vars(owner)
+    undo = partial(own.__setitem__, name, own[name]) if name in own else partial(own.pop, name, None)
+    own[name] = value
+    return undo
 
 
 def parameters(module: Any) -> list[str]:

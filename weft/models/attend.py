@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from weft.core.errors import InputError
 from weft.core.layout import Layout
+from weft.models.adapter import put
 from weft.models.shards import Counts
 from weft.run.attention import attention
 
@@ -47,9 +48,11 @@ class Site:
         if self.region.sparsity is not None:
             given = (*args, kwargs.get("hidden_states"))
             self.hidden = next((each for each in given if isinstance(each, Tensor)), None)
-        with catch:
-            out = self.region.expected(forward, args, kwargs)
-        self.hidden = None
+        try:
+            with catch:
+                out = self.region.around(forward, args, kwargs)
+        finally:
+            self.hidden = None
         if not catch.caught:
             raise InputError(
                 f"{self.name} computed an attention that weft did not see, on this rank's tokens only.",
@@ -179,26 +182,15 @@ class Site:
         return torch.where(video, keep.sum(1), -1).tolist()
 
 
-class Local:
-    """An attention module that needs nobody else's tokens."""
-
-    def __init__(self, region: Region) -> None:
-        self.region = region
-
-    def around(self, forward: Forward, args: Any, kwargs: Any) -> Any:
-        return self.region.expected(forward, args, kwargs)
-
-
-def put_around(module: nn.Module, site: Site | Local | Dropped) -> Callable[[], Any]:
-    """Let a site run a module's forward; what is returned takes it off.
+def put_around(module: nn.Module, site: Site | Region | Dropped) -> Callable[[], Any]:
+    """Let a site run a module's forward, or a region if it needs nobody else; what is returned takes it off.
 
     A class of its own, not a function of its own: blocks that are alike stay alike for torch.compile.
     """
     plain = type(module)
     if "forward" in vars(module):  # hooks of other libraries: theirs stays inside
         inner = module.forward
-        module.forward = lambda *args, **kwargs: site.around(inner, args, kwargs)
-        return partial(setattr, module, "forward", inner)
+        return put(module, "forward", lambda *args, **kwargs: site.around(inner, args, kwargs))
     vars(module)["_weft_site"] = site
     module.__class__ = _sited(plain)
 

@@ -9,10 +9,10 @@ them, so attention binds a colour to its shape. Any size that patches divide wil
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import partial
-from math import prod
+from math import gcd, lcm, prod
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ TICKS = 1000.0
 """A timestep from 0 to 1 in the units that waves are made for."""
 FEW = 4
 """Of fewer rows than this, BLAS computes a product another way than of more (measured: MKL, float32)."""
+LANES = 32
+"""Numbers that torch takes at once where there is AVX-512; it rounds those that are left in another way."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class DiTConfig:
     mlp: int = 4
     """Times the width."""
     qk_norm: bool = True
+    phrase: int = 0
+    """Words that tell of one thing: each knows the others of its phrase before it meets the video."""
     shift: float = 1.0
     """Of the sampler's timesteps, see `flow.times`: what is large is decided while all is noise."""
     pixels: bool = True
@@ -67,6 +71,11 @@ class DiTConfig:
             raise InputError(
                 f"width={self.width}, heads={self.heads} and patch={self.patch} make no heads to be rotated.",
                 hint="Width over heads is an even number of at least 6; a patch is 1 or more each way.",
+            )
+        if self.phrase < 0 or (self.phrase and self.length % self.phrase):
+            raise InputError(
+                f"phrase={self.phrase} with prompts of {self.length} words.",
+                hint="It divides the words of a prompt; 0 is for words that stand alone.",
             )
         self.grid(self.video)
 
@@ -134,7 +143,7 @@ class VideoDiT(nn.Module):
         x = torch.cat((text, self.embed(patches.flatten(1, 3))), 1)
         time = by_row(self.clock, waves(timestep * TICKS, self.config.width).to(x.dtype))
         condition = time + prompt
-        changes = by_row(self.modulate, F.silu(condition)).unflatten(-1, (6, -1))
+        changes = by_row(lambda row: self.modulate(F.silu(row)), condition).unflatten(-1, (6, -1))
         # Words are not rotated, so that where a patch is, seen from a word, is where it is in the video.
         cos, sin = self.rope(patches)
         cos, sin = (
@@ -176,10 +185,24 @@ class Prompt(nn.Module):
         self.place = nn.Parameter(torch.randn(config.length, config.width) * 0.2)
         self.mix = nn.Parameter(torch.randn(config.length, config.width) / config.length**0.5)
         self.whole = nn.Linear(config.width, config.width)
+        self.phrase, width = config.phrase, config.width
+        if self.phrase:
+            self.norm = nn.LayerNorm(width, elementwise_affine=False)
+            self.mlp = nn.Sequential(
+                nn.Linear(width, 2 * width), nn.GELU("tanh"), nn.Linear(2 * width, width)
+            )
 
     def forward(self, words: Tensor) -> tuple[Tensor, Tensor]:
         x = self.embed(words)
-        return x + self.place, by_row(self.whole, (x * self.mix).sum(1))
+        return self._known(x + self.place), by_row(self.whole, (x * self.mix).sum(1))
+
+    def _known(self, x: Tensor) -> Tensor:
+        """Each word with what its phrase says: a patch that knows its colour need not look for its kind."""
+        if not self.phrase:
+            return x
+        phrases = self.norm(x.unflatten(1, (-1, self.phrase)).sum(2))
+        told = by_row(self.mlp, phrases.flatten(0, 1)).unflatten(0, phrases.shape[:2])
+        return x + told.repeat_interleave(self.phrase, 1)
 
 
 class Rope(nn.Module):
@@ -244,9 +267,10 @@ def waves(times: Tensor, width: int) -> Tensor:
     return torch.cat((angles.sin(), angles.cos()), -1)[:, :width]
 
 
-def by_row(layer: nn.Module, x: Tensor) -> Tensor:
+def by_row(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """A layer of a row for each sample, whose bits are the same however many samples are beside it."""
-    return layer(F.pad(x, (0, 0, 0, max(0, FEW - len(x)))))[: len(x)]
+    rows = lcm(FEW, LANES // gcd(LANES, x.shape[1]))
+    return layer(F.pad(x, (0, 0, 0, -len(x) % rows)))[: len(x)]
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

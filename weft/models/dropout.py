@@ -25,18 +25,18 @@ class Dropped:
         x: Tensor = args[0] if args else kwargs["input"]
         shards = self.region.shards
         if not (self.module.training and self.module.p) or x.dim() < 3:
-            return self.region.expected(forward, args, kwargs)
+            return self.region.around(forward, args, kwargs)
         ways = {(stream,) for stream in shards.sizes} | self.region.orders
         known = [streams for streams in ways if set(streams) <= set(shards.sizes)]
         layouts = {Layout(*shards.runs(streams)) for streams in known}
         rank = shards.world.comm.rank
         fitting = {layout for layout in layouts if layout.rows(rank) == x.shape[-2]}
         if not fitting and all(x.shape[-2] == layout.size or layout.size == 0 for layout in layouts):
-            return self.region.expected(forward, args, kwargs)  # before anything is cut
+            return self.region.around(forward, args, kwargs)  # before anything is cut
         if len(fitting) != 1:
             raise InputError(
                 f"{self.name} drops of {x.shape[-2]} tokens; whose, weft cannot tell.",
                 hint="Set its p to 0 to train without it.",
             )
         whose = {"dim": x.dim() - 2, "layout": fitting.pop(), "rank": rank}
-        return self.region.expected(dropout, (x, self.module.p, True), whose)
+        return self.region.around(dropout, (x, self.module.p, True), whose)

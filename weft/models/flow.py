@@ -54,10 +54,15 @@ def noised(
     return Noised.of(video, normal(video.shape, generator, video), timestep, words)
 
 
-def weighted(model: Model, given: Noised, video: Tensor) -> Tensor:
-    """[B]: the squared error of the clean videos that a model predicts, by what each sample counts."""
-    made = model(given.video, given.timestep, given.words)
-    return given.weight * (made - video).square().flatten(1).mean(1)
+def weighted(model: Model, given: Noised, video: Tensor, edges: float = 0.0) -> Tensor:
+    """[B]: the squared error of the clean videos that a model predicts, by what each sample counts.
+
+    edges   what its differences between neighbours, across and down, count beside it: outlines have few
+            pixels. What is best is the same with and without: the mean of all that is possible.
+    """
+    error = model(given.video, given.timestep, given.words) - video
+    parts = [(1.0, error), *((edges, error.diff(dim=dim)) for dim in (-1, -2) if edges)]
+    return given.weight * sum(share * part.square().flatten(1).mean(1) for share, part in parts)
 
 
 def loss(model: Model, video: Tensor, words: Tensor, **how: Any) -> Tensor:
@@ -90,8 +95,14 @@ def sample(  # noqa: PLR0913 - what a call of a pipeline has
         raise InputError(f"{steps} steps make nothing.", hint="Take 20 to 50.")
     x = normal((len(words), *shape), generator, next(model.parameters()))
     now_and_then = times(steps, shift).to(x)
-    both = torch.cat((torch.zeros_like(words) if negative is None else negative, words))
     scale = torch.as_tensor(guidance, dtype=torch.float64).to(x).reshape(-1, *(1,) * len(shape))
+    negative = torch.zeros_like(words) if negative is None else negative
+    if len(negative) != len(words) or len(scale) not in (1, len(words)):
+        raise InputError(
+            f"{len(negative)} negative prompts and {len(scale)} scales of guidance for {len(words)} prompts.",
+            hint="Give one for all of them, or one for each.",
+        )
+    both = torch.cat((negative, words))
     is_guided = bool((scale != 1).any())
     for index, (now, then) in enumerate(zip(now_and_then, now_and_then[1:], strict=False)):
         if not is_guided:
@@ -99,11 +110,11 @@ def sample(  # noqa: PLR0913 - what a call of a pipeline has
         else:
             # In one call, of which `weft.parallelize` gives a half to each half of the ranks.
             without, clean = model(torch.cat((x, x)), now.expand(2 * len(x)), both).chunk(2)
-            clean = without + scale * (clean - without)
+            # A prompt that is not guided gets the bits that it would get without the others.
+            clean = torch.where(scale == 1, clean, without + scale * (clean - without))
         if pixels:
-            clean = clean.clamp(
-                -1, 1
-            )  # guidance leaves the range of pixels, and would do so more in each step
+            # Guidance leaves the range of pixels, and would do so more in each step.
+            clean = clean.clamp(-1, 1)
         x = clean + then / now * (x - clean)
         x = x if on_step is None else on_step(index, now, x)
     return x

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from contextlib import nullcontext
@@ -23,7 +22,7 @@ from weft.models.progress import Progress, terminal
 from weft.models.request import Request, arguments
 from weft.run import trace
 from weft.run.meter import Meter
-from weft.run.world import world_of
+from weft.run.world import device, world_of
 
 
 def prepare(request: Request) -> None:
@@ -85,10 +84,7 @@ def _load(request: Request) -> Any:
         if not hasattr(getattr(pipe, "vae", None), "enable_tiling"):
             raise InputError(f"The VAE of a {type(pipe).__name__} has no tiles.", hint="Leave out --tiling.")
         pipe.vae.enable_tiling()
-    if not torch.cuda.is_available():
-        return pipe
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    return pipe.to("cuda")  # written for GPUs, not yet run on any
+    return pipe.to(device())
 
 
 def _call(pipe: Any, given: dict[str, Any], progress: Progress) -> np.ndarray:
@@ -112,9 +108,10 @@ def _about(request: Request, ranks: int, plans: list[str]) -> dict[str, Any]:
     """What the file says of itself: enough to make it again."""
     packages = ("torch", "diffusers", "transformers")
     versions = {name: version(name) for name in packages if find_spec(name)}
-    options = {
-        name: getattr(request, name) for name in ("negative", "steps", "guidance", "mask", "dtype", "cfg")
-    }
+    asked = (
+        "negative", "width", "height", "frames", "steps", "guidance", "fps", "mask", "dtype", "cfg",
+    )  # fmt: skip
+    options = {name: getattr(request, name) for name in asked}
     return {
         "prompt": request.prompt,
         "seed": request.seed,
@@ -123,7 +120,9 @@ def _about(request: Request, ranks: int, plans: list[str]) -> dict[str, Any]:
         "plan": request.plan,
         "plans": plans,
         **{name: value for name, value in options.items() if value is not None},
+        **({"image": request.image.name} if request.image else {}),
         **({"more": dict(request.more)} if request.more else {}),
+        **({"tiling": True} if request.tiling else {}),
         "versions": {"weft": __version__, **versions},
     }
 

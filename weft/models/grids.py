@@ -40,8 +40,9 @@ def ids(_: Any, given: Mapping[str, Any]) -> tuple[int, int, int]:
 
 
 def shapes(_: Any, given: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Images one after another are frames."""
-    shapes = given["img_shapes"][0]
+    """Images one after another are frames; of one image, its shape may be by itself."""
+    first = given["img_shapes"][0]
+    shapes = first if isinstance(first, list) else [first]
     if len({tuple(shape[1:]) for shape in shapes}) > 1:
         raise _no_grid(sum(map(prod, shapes)))
     return sum(shape[0] for shape in shapes), *shapes[0][1:]

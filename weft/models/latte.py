@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.core.errors import InputError
+from weft.models.adapter import put
 from weft.models.stages import Mixes, Stages, stages
 from weft.run.world import World, world_of
 
@@ -43,21 +44,19 @@ class Latte:
         # and they are added in the first block through time, which has all frames.
         model.temp_pos_embed = torch.zeros_like(self._frames[:, :1])
         blocks = [*model.transformer_blocks, *model.temporal_transformer_blocks]
-        self._blocks = {block: vars(block).get("forward") for block in blocks}  # others may hook them
+        self._undo: list[Callable[[], Any]] = []
         for block in blocks:
             first = block is model.temporal_transformer_blocks[0]
-            block.forward = self._fitted(block.forward, self._frames if first else None)
+            fitted = self._fitted(block.forward, self._frames if first else None)
+            self._undo.append(put(block, "forward", fitted))
 
     def remove(self) -> None:
         self._hook.remove()
         for handle in self._stages.values():
             handle.remove()
         self._model.temp_pos_embed = self._frames
-        for block, own in self._blocks.items():
-            if own is None:
-                del block.forward
-            else:
-                block.forward = own
+        for undo in self._undo:
+            undo()
 
     def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Declare the stages for a video."""
@@ -102,11 +101,11 @@ class Switching:
         if self._latte is None or self._latte._world is not world:
             self.remove()
             self._latte = Latte(self._model, world)
-        around, self._model.forward = self._model.forward, self._forward
+        undo = put(self._model, "forward", self._forward)
         try:
             return self._model(*args, **kwargs)  # not its forward alone: the stages have hooks
         finally:
-            self._model.forward = around
+            undo()
 
     def remove(self) -> None:
         if self._latte is not None:

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from weft.core.errors import InputError
-from weft.models.adapter import Adapter, unwrapped
+from weft.models.adapter import Adapter, put, unwrapped
 from weft.models.adapters import adapter_of, knows
 from weft.models.clock import Clock
 from weft.models.decode import spread
@@ -106,7 +106,6 @@ class Woven:
 
     def weave(self, name: str, model: nn.Module, region: Region | Switching, guidance: Guidance) -> None:
         """Let a model's forward be that of its region, under guidance."""
-        before = vars(model).get("forward")
         self.regions[name] = region
         self._guidance.append(guidance)
         self._undo.append(region.remove)
@@ -116,14 +115,12 @@ class Woven:
 
         # Blocks are compiled; what goes on around them is not.
         forward._torchdynamo_disable = True  # type: ignore[attr-defined]
-        model.forward = forward
-        self._undo.append(partial(_put_back, model, before))
+        self._undo.append(put(model, "forward", forward))
         self.mark(model)
 
     def mark(self, what: Any) -> None:
         """Nobody else may split it."""
-        vars(what)["_weft"] = self
-        self._undo.append(lambda: vars(what).pop("_weft", None))
+        self._undo.append(put(what, "_weft", self))
 
     def around(self, pipe: Any, world: World) -> None:
         """A pipeline draws rank 0's random numbers, and decodes on all ranks."""
@@ -151,12 +148,13 @@ class Woven:
 
     def begin(self, steps: int | None) -> None:
         """A run of so many steps, if that is known."""
-        self.clock.steps = steps
+        self.clock.reset(steps, told=True)
         for sparsity in self.sparsities:
             sparsity.reset()
 
     def end(self, *, tell: bool) -> None:
         """A run is over: what was learned of its calls is forgotten, what its masks left out is told."""
+        self.clock.reset()
         for guidance in self._guidance:
             guidance.forget()
         for sparsity in self.sparsities if tell else ():
@@ -165,13 +163,6 @@ class Woven:
     def undo(self) -> None:
         while self._undo:
             self._undo.pop()()
-
-
-def _put_back(model: Any, forward: Any) -> None:
-    if forward is None:
-        del model.forward
-    else:
-        model.forward = forward
 
 
 def _world(mesh: Any) -> World:

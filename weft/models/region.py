@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from weft.core.errors import InputError
 from weft.core.layout import Layout
 from weft.masks.grid import TokenGrid
-from weft.models.adapter import Adapter, Cut, Cuts, matching, modules, parameters
-from weft.models.attend import Local, Site, put_around
+from weft.models.adapter import Adapter, Cut, Cuts, matching, modules, parameters, put
+from weft.models.attend import Site, put_around
 from weft.models.clock import Clock
 from weft.models.dropout import Dropped
 from weft.models.guard import Guard, check_processor, refuse_undeclared
@@ -122,13 +122,15 @@ class Region:
         if checkpoint is None:
             yield
             return
-        vars(model)["_gradient_checkpointing_func"] = lambda block, *args: checkpoint(
-            partial(again, block), *args
+        undo = put(
+            model,
+            "_gradient_checkpointing_func",
+            lambda block, *args: checkpoint(partial(again, block), *args),
         )
         try:
             yield
         finally:
-            vars(model)["_gradient_checkpointing_func"] = checkpoint
+            undo()
 
     @property
     def watched(self) -> bool:
@@ -167,7 +169,7 @@ class Region:
             self._use_native(module)
             self._undo.append(put_around(module, Site(self, name, module, streams, layer)))
         for _, module in local:
-            self._undo.append(put_around(module, Local(self)))
+            self._undo.append(put_around(module, self))
         for name, module in modules(model).items():
             if isinstance(module, nn.Dropout) and module.p:
                 self.drops = True
@@ -200,7 +202,7 @@ class Region:
             self._undo.append(partial(setattr, processor, "_attention_backend", processor._attention_backend))
             processor._attention_backend = "native"
 
-    def expected(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def around(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a module that may compute attention."""
         self.quiet += 1
         try:

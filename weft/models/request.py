@@ -68,7 +68,10 @@ def arguments(request: Request, on_step: Any = None) -> tuple[dict[str, Any], fl
         raise _unknown(pipeline, unknown[0], takes)
     given |= request.more
     if request.guidance is not None:
-        given[_guidance(request.model, takes)] = request.guidance
+        name = _guidance(request.model, takes)
+        if name not in takes:
+            raise _unknown(pipeline, "--guidance", takes)
+        given[name] = request.guidance
     _check_negative(given, takes)
     _check_kind(request, pipeline, takes)
     if request.image is not None:

@@ -26,7 +26,7 @@ from torch import Generator, Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from weft.core.errors import InputError
-from weft.models.adapter import parameters, unwrapped
+from weft.models.adapter import parameters, put, unwrapped
 from weft.models.guidance import PLAIN
 from weft.models.randomness import facts
 from weft.models.state import State, copied
@@ -256,15 +256,12 @@ def _attributes(scheduler: Any) -> dict[str, Any]:
 @contextmanager
 def _instead(owner: Any, name: str, does: Callable[..., Any]) -> Iterator[None]:
     """A method of one object by a function of the method and its arguments; pipelines look at signatures."""
-    own, before, plain = vars(owner), vars(owner).get(name), getattr(owner, name)
-    own[name] = wraps(plain)(lambda *args, **kwargs: does(plain, *args, **kwargs))
+    plain = getattr(owner, name)
+    undo = put(owner, name, wraps(plain)(lambda *args, **kwargs: does(plain, *args, **kwargs)))
     try:
         yield
     finally:
-        if before is None:
-            del own[name]
-        else:
-            own[name] = before
+        undo()
 
 
 def remember_prompts(pipe: Any) -> None:

@@ -77,12 +77,13 @@ class Shards:
     def gather(self, x: Tensor, cut: Cut, what: str) -> Tensor:
         """The whole of what each rank has its part of."""
         assert cut.dim is not None
+        dim = cut.dim % x.dim()
         size = self.sizes.get(cut.stream)
         if size is None:
             raise InputError(f"{what} is to be gathered, but no {cut.stream} was cut before it.")
         if self.is_whole(cut.stream):
             return x
-        dims = {("tokens" if at == cut.dim else f"dim {at}"): None for at in range(x.dim())}
+        dims = {("tokens" if at == dim else f"dim {at}"): None for at in range(x.dim())}
         return gather(x, "tokens", dims={**dims, "tokens": size}, mesh=self.world, stage=what)
 
     def runs(self, streams: tuple[str, ...], text: Counts | None = None) -> tuple[int, tuple[Runs, ...]]:

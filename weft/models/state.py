@@ -51,7 +51,8 @@ def copied(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: copied(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(copied(each) for each in value)
+        kind = list if isinstance(value, list) else tuple  # sizes and named tuples come back as tuples
+        return kind(copied(each) for each in value)
     if isinstance(value, Tensor):
         # Contiguous and on their own: torch 2.13 crashes when a generator is given a view.
         return value.detach().clone(memory_format=torch.contiguous_format)

@@ -6,7 +6,6 @@ a file that cannot be used is reported and left out, for a lost plan costs one s
 
 from __future__ import annotations
 
-import os
 import re
 import warnings
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from typing import Any, cast
 
 from weft.core.codec import digest, dumps, loads, value
 from weft.core.errors import InputError
-from weft.core.files import whole
+from weft.core.files import cache, whole
 from weft.plan.blocks import Placement
 from weft.plan.heads import Grouping
 
@@ -117,8 +116,7 @@ class Store:
 
 
 def default_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "weft" / "plans"
+    return cache() / "plans"
 
 
 def _read(path: Path, key: Key) -> Stored:

@@ -12,7 +12,7 @@ from weft.report.curves import decades, log_scale
 from weft.report.draw import Dot, Figure, Line, Shape, Words, rules
 from weft.report.training import FloatArray
 
-LEFT, TOP, HALF, WIDE = 62.0, 24.0, 480.0, 960.0
+LEFT, MARGIN, TOP, HALF, WIDE = 62.0, 22.0, 24.0, 480.0, 960.0
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Frame:
 
     @property
     def right(self) -> float:
-        return self.width - 22
+        return self.width - MARGIN
 
     def x(self, step: float) -> float:
         first, last = self.steps
@@ -46,12 +46,19 @@ class Frame:
         else:
             up = units.ticks(self.high - min(0.0, self.low))
             heights = [t for t in sorted({*up, *(-t for t in up)}) if self.low <= t <= self.high]
-        found = rules((LEFT, self.right), ((self.y(t), show(t)) for t in heights))
+        return [*rules((LEFT, self.right), ((self.y(t), show(t)) for t in heights)), *self.across()]
+
+    def across(self) -> list[Shape]:
+        """The steps, below."""
         first, last = self.steps
-        for tick in units.ticks(last, 8):
-            if tick >= first:
-                found.append(Words(self.x(tick), self.bottom + 15, f"{tick:,.0f}", 12.5, anchor="middle"))
-        return [*found, Words(self.right, self.bottom + 31, "step", 12.5, anchor="end")]
+        return [
+            *(
+                Words(self.x(tick), self.bottom + 15, f"{tick:,.0f}", 12.5, anchor="middle")
+                for tick in units.ticks(last, 8)
+                if tick >= first
+            ),
+            Words(self.right, self.bottom + 31, "step", 12.5, anchor="end"),
+        ]
 
     def curve(
         self, steps: FloatArray, values: FloatArray, colour: str, *, dashed: bool = False, kind: str

@@ -82,6 +82,7 @@ class Bar:
     start: float
     end: float
     spans: int
+    attends: int
 
 
 def bars(spans: Sequence[Span], gap: float) -> list[Bar]:
@@ -101,7 +102,8 @@ def _bar_of(group: list[Span]) -> Bar:
         took[span.kind] = took.get(span.kind, 0.0) + span.seconds
     kind = max(took, key=lambda kind: took[kind])
     shown = next(span for span in group if span.kind == kind)
-    return Bar(shown, group[0].start, max(span.end for span in group), len(group))
+    attends = sum(span.kind == "attend" for span in group)
+    return Bar(shown, group[0].start, max(span.end for span in group), len(group), attends)
 
 
 def _rows(case: Case, lanes: dict[int, float], scale: float, most: int) -> list[Shape]:
@@ -127,7 +129,7 @@ def _rows(case: Case, lanes: dict[int, float], scale: float, most: int) -> list[
         shapes.append(Words(LEFT - 8, y + 12, f"rank {rank}", 11, colour, "end", bold=slowest))
         hops = 0
         for bar in rows[rank]:
-            hops += bar.span.kind == "attend"
+            hops += bar.attends
             shapes += _bar(case, bar, y, scale, hops)
     return shapes + _outline(case, lanes, scale, gap)
 
@@ -203,6 +205,5 @@ def _caption(cases: Sequence[Case]) -> str:
         if many > MOST_RANKS
         else ""
     )
-    kinds = {"measured" if case.timeline.measured else "simulated" for case in cases}
     shown = "; ".join(dict.fromkeys(case.calls for case in cases))
-    return f"{' and '.join(sorted(kinds)).capitalize()}; {shown}.{some}"
+    return f"{' and '.join(sorted({case.source for case in cases})).capitalize()}; {shown}.{some}"

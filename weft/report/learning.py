@@ -166,7 +166,8 @@ def coverage_figure(run: Run) -> Figure:
 
 COVERAGE = (
     "Computed is the share of all attention, layers that are dense in full. Coverage is the share of a "
-    "query's softmax mass on the keys that are selected for it."
+    "query's softmax mass on the keys that are selected for it; while a layer is dense, on as many "
+    "predicted keys as are critical."
 )
 
 

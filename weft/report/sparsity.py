@@ -6,10 +6,11 @@ import numpy as np
 
 from weft.core import units
 from weft.report.draw import Dot, Figure, Line, Picture, Shape, Words
+from weft.report.frame import HALF, LEFT, MARGIN, TOP, WIDE, Frame
 from weft.report.palette import rgb
 from weft.report.training import FloatArray, Run, mean
 
-LEFT, RIGHT, TOP, WIDE, HALF = 62.0, 782.0, 24.0, 960.0, 480.0
+RIGHT = 782.0
 COLUMNS = 360
 """Of the map: a pixel of it is two of the figure."""
 MOST_LABELS = 32
@@ -32,15 +33,11 @@ def sparsity_map(run: Run) -> Figure:
         if i % -(-len(run.layers) // MOST_LABELS) == 0:
             shapes.append(Words(LEFT - 6, y + row / 2 + 4, layer, 12.5, anchor="end"))
             shapes += _numbers(reading.sparsity, y + row / 2 + 4)
-    for tick in units.ticks(last, 8):
-        if tick >= first:
-            x = LEFT + (RIGHT - LEFT) * (tick - first) / ((last - first) or 1.0)
-            shapes.append(Words(x, bottom + 16, f"{tick:,.0f}", 12.5, anchor="middle"))
     shapes += [
+        *Frame(RIGHT + MARGIN, bottom, (first, last), 0.0, 1.0).across(),
         Words(RIGHT + 10, TOP - 8, "now", 12.5),
         Words(RIGHT + 62, TOP - 8, "its heads", 12.5),
         Words(LEFT - 6, TOP - 8, "layer", 12.5, anchor="end"),
-        Words(RIGHT, bottom + 32, "step", 12.5, anchor="end"),
         *_legend(bottom + 37),
     ]
     known = mean(shown[:, -1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
@@ -70,10 +71,10 @@ def resized(topology: Topology, gpus: int) -> Topology:
             hint=f"Try {whole} or {whole + topology.devices}.",
         )
     links = tuple(link for link in topology.links if max(link[:2]) < gpus)
-    kind = topology.name.rpartition("x")[2]
+    kind = re.sub(r"^(\d+x)+", "", topology.name)
     machines = gpus // devices
     shape = f"{machines}x{devices}" if machines > 1 else f"{devices}"
-    name = f"{shape}x{kind}" if "x" in topology.name else topology.name
+    name = f"{shape}x{kind}" if kind != topology.name else kind
     return replace(topology, name=name, machines=machines, devices=devices, links=links)
 
 

@@ -53,7 +53,7 @@ def rows(run: Run) -> list[tuple[str, str, str]]:
         ("steps", f"{run.last:,} of {run.total:,}", True, state),
         ("loss", "{loss:.4f}", known["loss"], f"mean {late}"),
         ("validation", "{validation:.4f}", known["validation"], f"held-out loss{best or ''}"),
-        ("step time", _time(known["step_seconds"]), known["step_seconds"], f"median {late}"),
+        ("step time", units.time(known["step_seconds"] or 0), known["step_seconds"], f"median {late}"),
         ("speed", "{samples_per_second:,.3g} samples/s", known["samples_per_second"], _tokens(known)),
         (
             "time",
@@ -94,7 +94,7 @@ def verdict(run: Run) -> str:
         return f"The loss is not a number from step {known['not_finite_from']:,.0f} on."
     seconds = run.values["seconds"]
     if run.changes and known["sparse_layers"]:
-        dense, sparse = median(seconds[run.step <= run.changes[0][0]]), known["step_seconds"]
+        dense, sparse = median(seconds[run.step <= run.dense_until]), known["step_seconds"]
         if sparse and dense == dense:
             return (
                 f"A step takes {units.time(sparse)}; with all layers dense it took {units.time(dense)}: "
@@ -127,10 +127,6 @@ def _share(value: float) -> str:
     return f"{value:.3f}" if math.isfinite(value) else "–"
 
 
-def _time(seconds: float | None) -> str:
-    return "" if seconds is None else units.time(seconds)
-
-
 def _tokens(known: Mapping[str, Any]) -> str:
     tokens = known["tokens_per_second"]
     return f"{units.count(tokens)} tokens/s" if tokens else "of all ranks"
@@ -138,4 +134,5 @@ def _tokens(known: Mapping[str, Any]) -> str:
 
 def _coverage(known: Mapping[str, Any]) -> str:
     low = known["lowest_coverage"]
-    return f"of the mass is selected; lowest layer {low:.1%}" if low is not None else ""
+    what = "is selected" if known["sparse_layers"] else "would be found"  # by predictors; all is dense
+    return f"of the mass {what}; lowest layer {low:.1%}" if low is not None else ""

@@ -86,6 +86,16 @@ class Run:
             found += [(step, count)] * bool(turns[step])
         return found
 
+    @property
+    def dense_until(self) -> int:
+        """The last step in which all layers are known to be dense; what a layer turned to is read later."""
+        known: list[int] = []
+        for readings in self.layers.values():
+            modes = [one.sparse for one in readings]
+            if True in modes:
+                known.append(readings[modes.index(True) - 1].step if modes.index(True) else 0)
+        return min(known, default=self.last)
+
     def over_time(self, name: str) -> tuple[FloatArray, FloatArray]:
         """(steps, [layers, steps]): a number of each layer as it was known then."""
         steps = np.array(sorted({one.step for some in self.layers.values() for one in some}), float)
@@ -116,7 +126,7 @@ def read(path: Path) -> Run:
         values=values | {name: values[name] / seconds for name in RATES},
         validation=np.array(sorted(held_out.items()), float).reshape(-1, 2),
         layers=_layers(records),
-        resumed=tuple(one["step"] for one in runs[1:]),
+        resumed=tuple(one["step"] for one in runs[1:] if one["step"]),  # else it began anew
         finished=records[-1]["kind"] == "end",
         unreadable=len(lines) - len(records),
     )

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.core.errors import MissingError
+from weft.core.files import cache
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 def _cache_dir() -> Path:
     """A folder of the user's own, since what lies in it is loaded and run."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = base / "weft"
+    folder = cache()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if folder.stat().st_uid == os.getuid() and os.access(folder, os.W_OK):

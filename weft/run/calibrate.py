@@ -6,7 +6,6 @@ Every rank calls `calibrate` at the same time; all return the same Topology, the
 from __future__ import annotations
 
 import itertools
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -20,6 +19,8 @@ from weft.masks.random import random_mask
 from weft.run.attention import attention
 from weft.run.kernels import choose
 from weft.run.kernels.tiles import Tiles
+from weft.run.launch import usable_cores
+from weft.run.world import device as here
 from weft.run.world import world_of
 
 SMALL, LARGE = 64, 8 << 20  # bytes
@@ -34,10 +35,10 @@ def calibrate(*, head_dim: int = 64, dtype: str = "float32", machines: int = 1) 
     """Links inside and between machines, and what attention costs on one device of each."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     devices = ranks // machines
-    device = _device()
+    device = here()
     intra = measure_link(0, 1, device) if devices > 1 else LOOPBACK
     inter = measure_link(0, devices, device) if machines > 1 else intra
-    cores = _cores() if device.type == "cpu" else 0
+    cores = usable_cores() if device.type == "cpu" else 0
     # Cores that are all busy share caches and memory, and a schedule keeps them all busy.
     kernel, memory = Kernel(), 0.0
     if ranks == 1 or dist.get_rank() < min(devices, cores or 1):
@@ -204,18 +205,6 @@ def _seconds(what: Callable[[], object], device: torch.device, repeats: int = 12
     taken = [_once(what, device) for _ in range(repeats + 2)]
     # The first ones pay for fresh pages and connections; the slow ones have met other processes.
     return statistics.quantiles(taken[2:], n=8)[0]
-
-
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _from_first(mine: Any) -> Any:

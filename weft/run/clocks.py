@@ -63,6 +63,10 @@ class CudaClock:
         self.host = time.monotonic_ns()
 
 
+def clock_of(device: torch.device) -> Clock:
+    return CudaClock(device) if device.type == "cuda" else HostClock()
+
+
 @dataclass(frozen=True)
 class Alignment:
     """What takes a rank's clock to the trace's, and by rank what was found, all in nanoseconds."""

@@ -12,7 +12,6 @@ from weft.run.arena import Arena
 from weft.run.comm import Comm
 from weft.run.compile import compile_backward, compile_forward
 from weft.run.kernels import Kernel
-from weft.run.program import Program
 from weft.run.steps import Frame
 from weft.schedule.reverse import reverse
 
@@ -57,7 +56,7 @@ class Executor:
         frame = Frame(self.comm, self.kernel, scale, q.device)
         frame.slots |= {"home q": (q,), "home kv": (k, v)}
         fresh = self._forward.prepare(frame, self.arena, keep=keep, device=q.device)
-        _run(self._forward, self.schedule, frame)
+        trace.run(self._forward, self.schedule, frame)
         (out,) = frame.slots["home o"]
         if not keep:
             return out.contiguous(), []
@@ -87,7 +86,7 @@ class Executor:
         if self._out_is_sum():
             frame.slots[self._forward.sums[0]] = (out,)
         self._backward.prepare(frame, self.arena, keep=False, device=grad.device)
-        _run(self._backward, self.backward_schedule, frame)
+        trace.run(self._backward, self.backward_schedule, frame)
         (dq,), (dk, dv) = frame.slots["home dq"], frame.slots["home dkv"]
         return dq, dk, dv
 
@@ -97,12 +96,3 @@ class Executor:
 
     def _sums(self) -> tuple[str, ...]:
         return self._forward.sums[1:] if self._out_is_sum() else self._forward.sums
-
-
-def _run(program: Program, schedule: Schedule, frame: Frame) -> None:
-    if trace.active is None:
-        program.run(frame)
-    else:
-        trace.active.run(program, schedule, frame)
-    if frame.lender is not None:
-        frame.lender.end()

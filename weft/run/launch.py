@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from weft.core.errors import CommError
+
 GRACE_SECONDS = 10  # a second Ctrl-C is SIGTERM at once
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
@@ -46,6 +48,7 @@ def launch(command: Sequence[str], ranks: int, machines: Machines, *, grace: int
 
     Returns when all have ended, or one has failed and the others are gone too.
     """
+    from torch.distributed import DistError  # pyright: ignore[reportPrivateImportUsage]
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
@@ -59,6 +62,12 @@ def launch(command: Sequence[str], ranks: int, machines: Machines, *, grace: int
             return Ended(code=128 + error.sigval)
         except ChildFailedError as error:
             return _first(error.failures)
+        except DistError as error:
+            raise CommError(
+                f"Machine {machines.this} of {machines.count} has not met the others at "
+                f"{machines.master or 'localhost'}: {str(error).splitlines()[0].rstrip('.')}.",
+                hint="Machine 0 listens there: the others must reach it, and nothing else may have the port.",
+            ) from error
     return Ended()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.core.errors import InputError
-from weft.run.pool import REPLY_SECONDS, Failure, Pool, RankFailure
+from weft.run.pool import REPLY_SECONDS, Pool, RankFailure, failures_in
 from weft.run.rank import call, join_world
 from weft.run.testbed import NAMES, Testbed
 
@@ -35,8 +35,7 @@ class MachinePool(Pool):
             meeting.mkdir()
             ranks.tell([self._move(rank, str(meeting)) for rank in range(self.size)])
             answers = ranks.answers(self.timeout + REPLY_SECONDS, self.timeout + REPLY_SECONDS)
-            failures = {rank: a for rank, a in answers.items() if isinstance(a, Failure)}
-            if failures:
+            if failures := failures_in(answers):
                 raise RankFailure(failures, self.size)
         except BaseException:
             ranks.end(grace=False)

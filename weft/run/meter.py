@@ -8,7 +8,7 @@ from weakref import WeakSet
 import torch
 
 from weft.core.schedule import Schedule
-from weft.run.clocks import Clock, CudaClock, HostClock
+from weft.run.clocks import Clock, clock_of
 from weft.run.program import Program
 from weft.run.recorder import run_marked
 from weft.run.steps import Calculation, Frame, Post, Wait
@@ -40,8 +40,7 @@ class Meter:
 
     def run(self, program: Program, schedule: Schedule, frame: Frame) -> None:
         if frame.device not in self._clocks:
-            is_cuda = frame.device.type == "cuda"
-            self._clocks[frame.device] = CudaClock(frame.device) if is_cuda else HostClock()
+            self._clocks[frame.device] = clock_of(frame.device)
         clock, marks = self._clocks[frame.device], []
         if any(isinstance(step, Calculation) for step in program.steps):
             self.plans[schedule.name, frame.comm.size] = None

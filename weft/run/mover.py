@@ -158,12 +158,7 @@ class Mover:
 
     def run(self, x: Tensor) -> Tensor:
         frame = self._frame(x, self.comm, self.arena)
-        if trace.active is None:
-            self.program.run(frame)
-        else:
-            trace.active.run(self.program, self.schedule, frame)
-        if frame.lender is not None:
-            frame.lender.end()
+        trace.run(self.program, self.schedule, frame)
         return self._end(frame)
 
     def start(self, x: Tensor) -> Flight:

@@ -128,7 +128,7 @@ class Pool:
             raise InputError("nothing to finish: start() a run first.")
         with self._ended_on_error():
             answers = self._ranks.answers(self.timeout + REPLY_SECONDS, self.limit)
-            failures = _failures(answers)
+            failures = failures_in(answers)
             if failures and not self._in_step(self._ranks, failures):
                 self._end_ranks()
         self._busy = False
@@ -171,7 +171,7 @@ class Pool:
         if len(refused) < self.size or not all(refused):
             return False
         ranks.tell([call(meet, MEET_SECONDS)] * self.size)
-        return not _failures(ranks.answers(0.0, MEET_SECONDS))
+        return not failures_in(ranks.answers(0.0, MEET_SECONDS))
 
     @contextmanager
     def _ended_on_error(self) -> Iterator[None]:
@@ -212,12 +212,12 @@ class _Ranks:
             self._pipes.append(pipe)
         # First all get ready: the time-out of one must not run out while another imports torch.
         self.tell([call(get_ready, threads, transport)] * self._size)
-        failures = _failures(self.answers(REPLY_SECONDS, inf))
+        failures = failures_in(self.answers(REPLY_SECONDS, inf))
         if failures:
             return failures
         world = (self._size, timeout, self._directory)
         self.tell([call(join_world, rank, *world) for rank in range(self._size)])
-        return _failures(self.answers(timeout + REPLY_SECONDS, inf))
+        return failures_in(self.answers(timeout + REPLY_SECONDS, inf))
 
     def tell(self, messages: Sequence[bytes]) -> None:
         self._told = time.monotonic()
@@ -287,5 +287,5 @@ class _Ranks:
         end_ranks(self._processes, self._pipes, self._directory, grace=grace)
 
 
-def _failures(answers: dict[int, Answer]) -> dict[int, Failure]:
+def failures_in(answers: dict[int, Answer]) -> dict[int, Failure]:
     return {rank: answer for rank, answer in answers.items() if isinstance(answer, Failure)}

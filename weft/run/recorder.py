@@ -18,7 +18,7 @@ import torch.distributed as dist
 from weft.core.codec import dumps
 from weft.core.schedule import Schedule
 from weft.core.timeline import Span, Timeline
-from weft.run.clocks import Clock, CudaClock, HostClock, align
+from weft.run.clocks import Clock, align, clock_of
 from weft.run.comm import Comm
 from weft.run.comm.group import GroupComm
 from weft.run.comm.onesided import OneSidedComm
@@ -118,7 +118,9 @@ class Recorder:
             if not schedule.backward:
                 self.schedules[schedule.digest] = schedule
         marks: list[Any] = []
-        clock = self._clock(frame.device)
+        if frame.device not in self.clocks:
+            self.clocks[frame.device] = clock_of(frame.device)
+        clock = self.clocks[frame.device]
         self.pending.append((self.calls, texts, marks, clock))
         self.calls += 1
         self.held += len(program.steps)
@@ -165,11 +167,6 @@ class Recorder:
         return Timeline(
             self.name, self.ranks, (), measured=True, machines=machines(), clocks=clocks
         ).to_jsonl()
-
-    def _clock(self, device: torch.device) -> Clock:
-        if device not in self.clocks:
-            self.clocks[device] = CudaClock(device) if device.type == "cuda" else HostClock()
-        return self.clocks[device]
 
 
 class Tracer:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from weft.run.comm import Comm, Lender, Transit
-from weft.run.kernels import Kernel
+from weft.run.kernels import Kernel, guarded
 from weft.run.kernels.tiles import Tiles
 from weft.run.places import Index, Planes, is_slice, move, pick, put
 
@@ -195,7 +195,7 @@ class Gradient(Calculation):
     def run(self, frame: Frame) -> None:
         (grad,) = frame.slots[self.grad]
         (out,), (lse,) = frame.slots[self.out], frame.slots[self.lse]
-        done = self.rows(out), _guarded(self.rows(lse).squeeze(-1))
+        done = self.rows(out), guarded(self.rows(lse).squeeze(-1))
         operands = self.operands(frame)
         dq, dk, dv = frame.kernel.attend_backward(self.rows(grad), *operands, done, self.tiles, frame.scale)
         if self.kv_of is not None:
@@ -219,8 +219,3 @@ class Gradient(Calculation):
             frame.slots[slot] = tuple(x.new_zeros(p.shape) for x, p in zip(given, planes, strict=True))
         for into, x in zip(frame.slots[slot], given, strict=True):
             put(into, index, x, add=True)
-
-
-def _guarded(lse: Tensor) -> Tensor:
-    """Rows with no tile at all have lse = -inf; +inf makes each of their weights exactly 0."""
-    return lse.masked_fill(lse == -torch.inf, torch.inf)

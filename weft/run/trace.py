@@ -35,6 +35,16 @@ class Watch(Protocol):
 active: Watch | None = None
 
 
+def run(program: Program, schedule: Schedule, frame: Frame) -> None:
+    """One run of a program, watched if anybody watches; then what it was lent is given back."""
+    if active is None:
+        program.run(frame)
+    else:
+        active.run(program, schedule, frame)
+    if frame.lender is not None:
+        frame.lender.end()
+
+
 @contextmanager
 def watched_by(watch: Watch) -> Iterator[None]:
     global active

@@ -12,9 +12,11 @@ import logging
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -42,8 +44,34 @@ class Orders:
     node: int = 0
     master: str = ""
 
-    def to_line(self) -> bytes:
-        return json.dumps(asdict(self)).encode() + b"\n"
+
+def start(orders: Orders) -> subprocess.Popen[bytes]:
+    """A process for `end`; if it ends before, who looks after it starts another."""
+    command = [sys.executable, "-m", "weft.serve.agent"]
+    agent = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    assert agent.stdin is not None
+    with suppress(BrokenPipeError):
+        agent.stdin.write(json.dumps(asdict(orders)).encode() + b"\n")
+        agent.stdin.flush()
+    return agent
+
+
+def end(agent: subprocess.Popen[bytes], seconds: float = 5.0) -> None:
+    """With its ranks; those that take longer are killed."""
+    assert agent.stdin is not None
+    with suppress(OSError):
+        agent.stdin.close()
+    try:
+        agent.wait(seconds)
+    except subprocess.TimeoutExpired:
+        kill(agent)
+        agent.wait()
+
+
+def kill(agent: subprocess.Popen[bytes]) -> None:
+    """With its ranks, which it has no time to end."""
+    with suppress(ProcessLookupError):
+        os.killpg(agent.pid, signal.SIGKILL)
 
 
 def main() -> None:
@@ -81,7 +109,8 @@ def _rank(address: tuple[str, int], token: str, model: str, options: dict[str, A
 
 
 def _leave_with_the_server() -> None:
-    sys.stdin.buffer.read()
+    while os.read(0, 4096):  # not sys.stdin: who holds its lock when Python ends makes that end a crash
+        pass
     os.kill(os.getpid(), signal.SIGTERM)
 
 

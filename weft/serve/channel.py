@@ -27,6 +27,8 @@ MOST_TOKEN = 4096
 """Of a peer that has not yet shown its token nothing longer is read."""
 PATIENCE = 10.0
 """Seconds to connect, and to show a token."""
+STUCK = 10.0
+"""Seconds in which a rank takes nothing of what it is sent: it is given up, or the server would wait too."""
 
 
 class Closed(CommError):  # noqa: N818 - the end of a connection is not always an error
@@ -35,7 +37,13 @@ class Closed(CommError):  # noqa: N818 - the end of a connection is not always a
 
 def listen(host: str, port: int = 0) -> socket.socket:
     """Where ranks connect to; port 0 is a free one: `listener.getsockname()[1]`."""
-    return socket.create_server((host, port), backlog=128)
+    try:
+        return socket.create_server((host, port), backlog=128)
+    except OSError as error:
+        raise InputError(
+            f"Ranks cannot be waited for at {host}:{port}: {error.strerror or error}.",
+            hint="--master is an address of machine 0, whose next port must be free too.",
+        ) from error
 
 
 class Channel:
@@ -70,6 +78,8 @@ class Channel:
             channel.close()
             raise
         connection.settimeout(None)
+        wait = struct.pack("ll", int(STUCK), int(STUCK % 1 * 1e6))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, wait)
         return channel
 
     def send(self, said: Mapping[str, Any], blob: bytes = b"") -> None:

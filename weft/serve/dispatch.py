@@ -21,7 +21,7 @@ from weft.serve.tasks import Grant, Policy, Task
 NO_STEPS = ("encode", "decode", "media")
 PATIENCE = 60.0
 SLOW = 20.0
-"""A batch without a step for so many seconds, or so many times what a step should take, is stuck."""
+"""A batch without a word for so many seconds, or so many times what a step or its end take, is stuck."""
 
 
 class Send(Protocol):
@@ -79,8 +79,7 @@ class Dispatch:
         if saved is None:
             self.waiting[job.id] = job
             return
-        first = saved.jobs[0]
-        batch = self.batches.setdefault(first, _batch([job], members=saved.jobs, step=saved.step))
+        batch = self.batches.setdefault(saved.jobs[0], _batch([job], members=saved.jobs, step=saved.step))
         if job.id not in batch.jobs:
             batch.jobs.append(job.id)
 
@@ -154,8 +153,10 @@ class Dispatch:
         """A batch whose ranks run but do not get on."""
         for batch in self.batches.values():
             if batch.ranks and self.latency is not None:
-                step = self.latency.step(batch.shape, len(batch.ranks), max(1, len(batch.jobs)))
-                if time.monotonic() - batch.sign > max(PATIENCE, SLOW * step):
+                jobs = max(1, len(batch.jobs))
+                step = self.latency.step(batch.shape, len(batch.ranks), jobs)
+                longest = max(step, jobs * self.latency.fixed(batch.shape))
+                if time.monotonic() - batch.sign > max(PATIENCE, SLOW * longest):
                     return batch
         return None
 
@@ -181,7 +182,12 @@ class Dispatch:
             return
         saved = self.disk.state(batch.jobs[0]) if batch.step else None
         batch.step = saved.step if saved else 0  # from the start, if nothing was saved: the same result
-        pictures = [self.disk.read(job.id, job.asked.image) if job.asked.image else b"" for job in jobs]
+        try:
+            pictures = [self.disk.read(job.id, job.asked.image) if job.asked.image else b"" for job in jobs]
+        except OSError as error:  # it was deleted a moment ago, or the disk has lost it
+            message = f"Its picture cannot be read: {error.strerror}."
+            self._failed(batch, {"code": "internal_error", "message": message}, b"")
+            return
         said = {
             "do": "run", "batch": batch.id, "ranks": list(ranks), "step": batch.step, "preview": True,
             "jobs": [{**job.asked.to_json(), "id": job.id} for job in jobs],
@@ -223,7 +229,8 @@ class Dispatch:
             self.latency.observe(batch.shape, len(batch.ranks), max(1, len(batch.jobs)), said["seconds"])
         for id in batch.jobs:
             self.store.step(id, batch.step, {})
-        self.tell("step", batch.id, jobs=tuple(batch.jobs), ranks=batch.ranks, **_about(said))
+        about = {name: value for name, value in said.items() if name not in ("told", "batch")}
+        self.tell("step", batch.id, jobs=tuple(batch.jobs), ranks=batch.ranks, **about)
 
     def _preview(self, batch: Batch, said: dict[str, Any], blob: bytes) -> None:
         if said["job"] in batch.jobs:
@@ -254,8 +261,8 @@ class Dispatch:
             job = self.store.fail(id, Failure(code="disk_full", message=str(error)), expires=expires)
         else:
             job = self.store.complete(id, said["name"], len(blob), said["timings"], expires)
-        if job is None and self.store.get(id) is None:
-            self.disk.remove(id)  # it was deleted meanwhile
+        if job is None:
+            self.disk.remove(id)  # it was cancelled or deleted meanwhile
         if self.latency is not None:
             took = said["timings"]
             self.latency.observe_fixed(batch.shape, sum(took.get(name, 0.0) for name in NO_STEPS))
@@ -290,7 +297,3 @@ def _batch(jobs: Sequence[Job], members: Sequence[str] = (), step: int = 0) -> B
         arrived=min(job.created for job in jobs), deadline=min(job.deadline for job in jobs),
         priority=max(job.priority for job in jobs),
     )  # fmt: skip
-
-
-def _about(said: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in said.items() if name not in ("told", "batch")}

@@ -65,6 +65,13 @@ class Settings:
     token: str = ""
     """That ranks of other machines show; one is made up where there are none."""
 
+    def orders(self, port: int, token: str, node: int = 0) -> Orders:
+        """For the agent of a machine."""
+        return Orders(
+            host=self.host, port=port, token=token, model=str(self.model), ranks=self.ranks,
+            options=self.options, nodes=self.nodes, node=node, master=self.master,
+        )  # fmt: skip
+
 
 class Engine:
     def __init__(self, settings: Settings) -> None:
@@ -77,7 +84,7 @@ class Engine:
         self.disk.sweep(self.store.get)
         self.events: queue.Queue[Any] = queue.Queue()
         world = settings.ranks * settings.nodes
-        self.ranks = Ranks(world, self._orders, self.events, settings.token)
+        self.ranks = Ranks(world, settings.orders, self.events, settings.token)
         self.watch = Watch()
         self.dispatch = Dispatch(
             world, POLICIES[settings.policy], self.store, self.disk, self.ranks.send, self._told,
@@ -202,7 +209,7 @@ class Engine:
         if self.disk.used() >= self.settings.quota:
             raise self._full()
         needs = latency.memory(asked.shape, self.dispatch.world)
-        limits = [rank.last["limit"] for rank in self.ranks.all.values() if rank.last.get("limit")]
+        limits = [rank.last["limit"] for rank in list(self.ranks.all.values()) if rank.last.get("limit")]
         if limits and needs > min(limits):
             message = (
                 f"{asked.frames} frames of {asked.width}x{asked.height} need {needs / 2**30:.1f} GiB per "
@@ -218,14 +225,6 @@ class Engine:
     def _full() -> Refused:
         message = "The disk space for results is used up. Delete some, or try again when they expire."
         return Refused(503, "disk_full", message, retry=60)
-
-    def _orders(self, port: int, token: str) -> Orders:
-        said = self.settings
-        host = "127.0.0.1" if said.host in ("", "0.0.0.0") else said.host
-        return Orders(
-            host=host, port=port, token=token, model=str(said.model), ranks=said.ranks,
-            options=said.options, nodes=said.nodes, master=said.master,
-        )  # fmt: skip
 
     def _loop(self) -> None:
         looked = 0.0

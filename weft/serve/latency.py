@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from weft.core.errors import InputError
@@ -31,6 +32,10 @@ NEWS = 0.25  # the weight of the last step seen, in logarithms: one that was ten
 PIXEL_SECONDS = 1.5e-8  # to decode a pixel (on several ranks) and write it to a file, until it was seen
 SWITCH = 0.1  # seconds to stop a task and have it run elsewhere
 BLOCK = 64
+TOKENS = 2**17
+"""Dealing takes time and memory by the token, and clients may ask of any size: larger ones are scaled."""
+WAYS, PREDICTIONS = 32, 4096
+"""That are remembered."""
 RULES = ("dense_steps", "dense_layers", "dense_last", "refresh", "recall", "block")
 """Options of a mask that say when it is used; see `weft.models.methods`."""
 
@@ -57,9 +62,9 @@ class Latency:
         self.limit, self.switch = limit, switch
         self.model = _model(facts)
         self._dtype = str(facts.get("dtype", "float32"))
-        self._predicted: dict[tuple[Shape, int, int], tuple[float, str]] = {}
-        self._ways: dict[tuple[int, int], _Ways] = {}
-        self._densities: dict[Grid, float] = {}
+        self._predict = lru_cache(PREDICTIONS)(self._predict)
+        self._ways = lru_cache(WAYS)(self._ways)
+        self._density = lru_cache(PREDICTIONS)(self._density)
         self._seen: dict[tuple[Shape, int, int], float] = {}
         self._fixed: dict[Shape, float] = {}
 
@@ -74,7 +79,8 @@ class Latency:
         guess = self.predicted_fixed(shape)
         if not self._fixed:
             return guess
-        near = min(self._fixed, key=lambda seen: abs(math.log(_pixels(seen) / _pixels(shape))))
+        # A list: meanwhile another thread may see something new.
+        near = min(list(self._fixed), key=lambda seen: abs(math.log(_pixels(seen) / _pixels(shape))))
         return guess * self._fixed[near]
 
     def predicted_fixed(self, shape: Shape) -> float:
@@ -130,7 +136,7 @@ class Latency:
             "tokens": math.prod(self.grid(shape)),
             "density": density,
             "memory": self.memory(shape, best),
-            "observed": any(seen == shape for seen, *_ in self._seen),
+            "observed": any(seen == shape for seen, *_ in list(self._seen)),
             "reason": _reason(by_ranks, best, cheapest),
         }
 
@@ -140,17 +146,14 @@ class Latency:
         return -(-shape.frames // t), -(-shape.height // h), -(-shape.width // w)
 
     def _predict(self, shape: Shape, ranks: int, jobs: int) -> tuple[float, str]:
-        key = shape, ranks, jobs
-        if key not in self._predicted:
-            grid, batch = self.grid(shape), jobs * (1 + shape.guided)
-            topology = part(self.topology, ranks)
-            layout = (math.prod(grid), ranks)
-            if layout not in self._ways:
-                self._ways[layout] = _Ways(self.model, layout[0], topology, self._dtype)
-            attention, name = self._ways[layout].best(batch, self._density(grid))
-            rest = around(self.model, grid, 0.0, topology).seconds
-            self._predicted[key] = self.model.layers * attention + batch * rest, name
-        return self._predicted[key]
+        """Seconds of a step, and the name of its plan."""
+        grid, batch = self.grid(shape), jobs * (1 + shape.guided)
+        attention, name = self._ways(math.prod(grid), ranks).best(batch, self._density(grid))
+        rest = around(self.model, grid, 0.0, part(self.topology, ranks)).seconds
+        return self.model.layers * attention + batch * rest, name
+
+    def _ways(self, tokens: int, ranks: int) -> _Ways:
+        return _Ways(self.model, tokens, part(self.topology, ranks), self._dtype)
 
     def _ratio(self, shape: Shape, ranks: int, jobs: int) -> float:
         """Seen over predicted, of what is nearest to it."""
@@ -166,13 +169,11 @@ class Latency:
                 math.log(jobs / k)
             ), m
 
-        return self._seen[min(self._seen, key=far)]
+        return self._seen[min(list(self._seen), key=far)]
 
     def _density(self, grid: Grid) -> float:
         """The share of attention that the mask leaves, over all steps and layers."""
-        if grid not in self._densities:
-            self._densities[grid] = density(self.mask, grid, self.model) if self.mask else 1.0
-        return self._densities[grid]
+        return density(self.mask, grid, self.model) if self.mask else 1.0
 
 
 Grid = tuple[int, int, int]
@@ -183,6 +184,8 @@ class _Ways:
 
     def __init__(self, model: Model, tokens: int, topology: Topology, dtype: str) -> None:
         self.topology = topology
+        self.scale = -(-tokens // TOKENS)  # tokens that one stands for
+        tokens = -(-tokens // self.scale)
         layout = Layout.even(tokens + model.text, topology.ranks, prefix=model.text)
         heads = model.heads
         self.problem = Problem(
@@ -196,12 +199,10 @@ class _Ways:
 
     def best(self, batch: int, density: float) -> tuple[float, str]:
         """Seconds and the name of the fastest, of a mask whose work is spread evenly."""
-        problem = replace(self.problem, batch=batch)
+        problem = replace(self.problem, batch=batch * self.scale)
+        work = batch * density * self.scale**2
         return min(
-            (
-                way.estimate(problem, self.topology, replace(deal, seconds=deal.seconds * (batch * density))),
-                str(way),
-            )
+            (way.estimate(problem, self.topology, replace(deal, seconds=deal.seconds * work)), str(way))
             for way, deal in self.deals
         )
 
@@ -226,6 +227,9 @@ def density(mask: str, grid: Grid, model: Model) -> float:
         share = float(own[0]) if own else 1.0
     elif name in PRODUCERS and name != "trace":
         spec = f"{name}:{','.join(own)}" if own else name
+        # Of one that is too large, as of a smaller: there a share is rather too great.
+        while math.prod(grid) > TOKENS:
+            grid = (-(-grid[0] // 2), -(-grid[1] // 2), -(-grid[2] // 2))
         video = TokenGrid(*grid, prefix=model.text)
         block = max(int(rules.get("block", BLOCK)), -(-video.tokens // 1024))
         share = mask_from_spec(spec, heads=min(model.heads, 8), grid=video, block=block).density

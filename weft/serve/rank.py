@@ -28,7 +28,7 @@ from weft.models import checkpoint
 from weft.models.guidance import Halves
 from weft.models.parallelize import parallelize, restore
 from weft.models.resume import remember_prompts
-from weft.run.world import meet, place, world_of
+from weft.run.world import device, meet, place, world_of
 from weft.serve.channel import Channel
 from weft.serve.facts import facts_of
 from weft.serve.segment import Segment
@@ -72,20 +72,20 @@ def main(
 
 
 class Inbox:
-    """What the server says, in its order, and which batches it wants to be stopped."""
+    """What the server says, in its order, and which batch it wants to be stopped."""
 
     def __init__(self, channel: Channel, leave: Leave) -> None:
         self.is_over = False
         self._channel, self._leave = channel, leave
         self._messages: SimpleQueue[tuple[dict[str, Any], bytes]] = SimpleQueue()
-        self._stops: set[str] = set()
+        self._stops: str | None = None
         threading.Thread(target=self._read, name="weft-inbox", daemon=True).start()
 
     def next(self) -> tuple[dict[str, Any], bytes]:
         return self._messages.get()
 
     def wants_stop(self, batch: str) -> bool:
-        return batch in self._stops
+        return batch == self._stops
 
     def _read(self) -> None:
         """Beside the main thread, which may wait for a rank that is gone: then only this one can end it."""
@@ -95,9 +95,9 @@ class Inbox:
                 if said["do"] == "exit":
                     break
                 if said["do"] == "stop":
-                    self._stops.add(said["batch"])
+                    self._stops = said["batch"]
                     continue
-                self._stops.discard(said.get("batch", ""))  # or of an earlier segment, which ended by itself
+                self._stops = None  # or of an earlier segment, which ended by itself
                 if said["do"] != "go":
                     self._messages.put((said, blob))
         if not self.is_over:
@@ -171,9 +171,7 @@ class Worker:
         dtype = getattr(torch, self.options.get("dtype") or "float32")
         pipe = checkpoint.load_pipeline(folder, dtype=dtype)
         pipe.set_progress_bar_config(disable=True)
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-            pipe = pipe.to("cuda")  # written for GPUs, not yet run on any
+        pipe = pipe.to(device())
         remember_prompts(pipe)
         self.model = Model(folder, pipe, facts_of(pipe, name))
         if dist.is_initialized():

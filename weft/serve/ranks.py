@@ -10,17 +10,16 @@ import queue
 import secrets
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from socket import gethostname, socket
+from socket import SHUT_RDWR, gethostname, socket
 from typing import Any
 
 from weft.core.errors import CommError
-from weft.serve.agent import Orders
+from weft.serve.agent import Orders, end, kill, start
 from weft.serve.channel import Channel, Closed, listen
 
 SILENCE_SECONDS = 10.0
@@ -77,11 +76,12 @@ class Ranks:
         self._start_agent()
 
     def send(self, number: int, said: dict[str, Any], blob: bytes = b"") -> None:
-        """To one rank; one that is gone is noticed by who reads from it."""
-        rank = self.all.get(number)
-        if rank is not None:
-            with suppress(Closed):
+        """To one rank; one that takes it no more is lost."""
+        if (rank := self.all.get(number)) is not None:
+            try:
                 rank.channel.send(said, blob)
+            except Closed:
+                self._end(rank, f"rank {number} takes no messages")
 
     def look(self) -> None:
         """Called often: starts an agent that ended, ends ranks that are silent."""
@@ -98,13 +98,14 @@ class Ranks:
         for rank in silent:
             self.kill(rank.number, f"rank {rank.number} was silent for {SILENCE_SECONDS:.0f} s")
         if late and self._agent is not None:
-            self._agent.kill()  # begin anew
+            kill(self._agent)  # begin anew
 
     def kill(self, number: int, reason: str) -> None:
         """End a rank that does not answer; its agent starts all again."""
-        rank = self.all.get(number)
-        if rank is None:
-            return
+        if (rank := self.all.get(number)) is not None:
+            self._end(rank, reason)
+
+    def _end(self, rank: Rank, reason: str) -> None:
         self._lose(rank, reason)
         if rank.host == gethostname():
             with suppress(ProcessLookupError):
@@ -116,29 +117,18 @@ class Ranks:
         for number in list(self.all):
             self.send(number, {"do": "end"})
         if self._listener is not None:
+            with suppress(OSError):  # wakes who waits in `_accept`, which closing does not
+                self._listener.shutdown(SHUT_RDWR)
             self._listener.close()
-        if self._agent is not None and self._agent.stdin is not None:
-            with suppress(OSError):
-                self._agent.stdin.close()
-            try:
-                self._agent.wait(seconds)
-            except subprocess.TimeoutExpired:
-                with suppress(ProcessLookupError):
-                    os.killpg(self._agent.pid, signal.SIGKILL)
-                self._agent.wait()
+        if self._agent is not None:
+            end(self._agent, seconds)
         for rank in list(self.all.values()):
             rank.channel.close()
 
     def _start_agent(self) -> None:
         assert self._listener is not None
         self._started = time.monotonic()
-        self._agent = subprocess.Popen(
-            [sys.executable, "-m", "weft.serve.agent"], stdin=subprocess.PIPE, start_new_session=True
-        )
-        assert self._agent.stdin is not None
-        with suppress(BrokenPipeError):  # it ended already; `look` starts another
-            self._agent.stdin.write(self._orders(self._listener.getsockname()[1], self._token).to_line())
-            self._agent.stdin.flush()
+        self._agent = start(self._orders(self._listener.getsockname()[1], self._token))
 
     def _accept(self) -> None:
         assert self._listener is not None
@@ -177,7 +167,7 @@ class Ranks:
                 return
             self.generation += 1
             self.starts += 1
-            for each in self.all.values():
+            for each in list(self.all.values()):
                 each.joined, each.beat = self.generation, time.monotonic()
                 self.send(each.number, {"do": "join", "generation": self.generation})
 

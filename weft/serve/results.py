@@ -20,6 +20,8 @@ from weft.serve.errors import Refused
 from weft.serve.jobs import Job, Kind
 from weft.serve.variants import VARIANTS, variant_of
 
+STATUSES = {"refused": 400, "out_of_memory": 400, "cancelled": 409, "rank_lost": 503, "disk_full": 503}
+"""Of failures, for who waits for a result; others are faults of ours."""
 POLL = {"openai-poll-after-ms": "500"}
 Id = Annotated[str, InPath(description="As the answer that made it has it.")]
 T = TypeVar("T")
@@ -163,8 +165,7 @@ def with_result(job: Job | None) -> Job:
         raise Refused(409, "cancelled", "It was deleted before it was made.")
     if job.failure is None:
         return job
-    status = {"refused": 400, "cancelled": 409, "rank_lost": 503}.get(job.failure.code, 500)
-    raise Refused(status, job.failure.code, job.failure.message)
+    raise Refused(STATUSES.get(job.failure.code, 500), job.failure.code, job.failure.message)
 
 
 async def while_there(request: Request, work: Awaitable[T]) -> T:

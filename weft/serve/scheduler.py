@@ -64,12 +64,16 @@ def elastic(tasks: Sequence[Task], now: float, world: int, latency: Times) -> li
     dues = {task.id: clock.due(task) for task in tasks}
     given_up = _given_up(tasks, dues, clock)
 
+    longest = max((task.deadline - task.arrived for task in tasks), default=0.0)
+
     def turn(task: Task) -> tuple[Any, ...]:
-        aged = now - task.arrived > AGED * (task.deadline - task.arrived)
-        # Among the aged none may pass, or an endless stream of them would for ever.
-        rank = (0, False, task.deadline) if aged else (-task.priority, task.id in given_up, dues[task.id].at)
+        aged = clock.aged(task)
+        # Among the aged none may pass, or an endless stream of them would for ever; but who runs may end.
+        first = task.deadline - longest * bool(task.ranks)
+        rank = (0, False, first) if aged else (-task.priority, task.id in given_up, dues[task.id].at)
         return not clock.ends(task), not aged, *rank, task.arrived, task.id
 
+    crowded = any(not due.late for due in dues.values())
     seats: list[_Seat] = []
     free, soon = world, inf
     for task in sorted(tasks, key=turn):
@@ -77,6 +81,8 @@ def elastic(tasks: Sequence[Task], now: float, world: int, latency: Times) -> li
         thrifty = clock.thrifty(task, LEAN if given_up else THRIFT)
         wanted = len(task.ranks) if clock.ends(task) else max(need, thrifty)
         here = len(task.ranks)
+        if crowded and clock.aged(task) and not clock.ends(task):
+            wanted = min(wanted, clock.half(task))  # the rest is for those who can be in time
         # On fewer it may be late, and then on more again.
         shrinks = need and wanted < here and not clock.has_time(task, wanted, dues[task.id])
         if shrinks or (here and need <= here < wanted):
@@ -149,6 +155,14 @@ class _Clock:
         """Whether it is decoded now."""
         return not task.left and bool(task.ranks)
 
+    def aged(self, task: Task) -> bool:
+        return self.now - task.arrived > AGED * (task.deadline - task.arrived)
+
+    def half(self, task: Task) -> int:
+        """The largest group that leaves ranks to others, if the task fits on it."""
+        size = self.sizes[-2:][0]
+        return size if isfinite(self.step(task, size)) else self.world
+
     def due(self, task: Task) -> _Due:
         """Its deadline, or the first multiple of what it was allowed that it can still meet."""
         if self.ends(task):
@@ -195,11 +209,11 @@ def _given_up(tasks: Iterable[Task], dues: dict[str, _Due], clock: _Clock) -> se
     The work of a task is what ranks spend on it, as many as it needs.
     """
     work = {task.id: dues[task.id].ranks * clock.on(task, dues[task.id].ranks) for task in tasks}
-    kept: list[tuple[int, bool, float, str]] = []
+    kept: list[tuple[int, bool, float, float, str]] = []
     total, late = 0.0, set[str]()
     for task in sorted(tasks, key=lambda task: (dues[task.id].at, task.id)):
         due = dues[task.id]
-        heappush(kept, (task.priority, not due.late, -work[task.id] / task.jobs, task.id))
+        heappush(kept, (task.priority, not due.late, -work[task.id] / task.jobs, -task.arrived, task.id))
         total += work[task.id]
         while kept and total > clock.world * (due.at - clock.now):
             name = heappop(kept)[-1]

@@ -54,7 +54,7 @@ class Segment:
     def run(self, work: Work) -> bool:
         """False if it failed on all ranks alike, who live on; a process dies of other errors."""
         try:
-            given, _ = work.given(self.model)
+            given = work.given(self.model)
             start = State.from_bytes(work.state) if work.state else None
             torch.manual_seed(work.jobs[0].seed)  # for what draws without a generator
             with trace.watched_by(self.spans):

@@ -40,11 +40,10 @@ def routes(engine: Any, metrics: Metrics) -> APIRouter:
         steps: Annotated[int | None, Query(ge=1, le=1000)] = None,
     ) -> Any:
         """How a request would be split over the ranks, how long it would take, and why."""
-        asks = wire.VideoAsks(prompt="plan", size=size, num_frames=frames, num_inference_steps=steps)
-        if frames == 1 and "image" in fit.ready(engine)["kinds"]:
-            still = wire.ImageAsks(prompt="plan", size=size, num_inference_steps=steps)
-            return engine.explain(fit.image(still, engine))
-        return engine.explain(fit.video(asks, engine))
+        facts, asks = fit.ready(engine), {"prompt": "plan", "size": size, "num_inference_steps": steps}
+        if (frames or facts["frames"]) == 1 and "image" in facts["kinds"]:
+            return engine.explain(fit.image(wire.ImageAsks(**asks), engine))
+        return engine.explain(fit.video(wire.VideoAsks(**asks, num_frames=frames), engine))
 
     @router.get("/v1/status", response_model=dict[str, Any])
     def status() -> Any:

@@ -33,20 +33,21 @@ def _pictures(path: Path, most: int) -> list[Any]:
     from PIL import Image
 
     if path.suffix != ".mp4":
-        frames = [Image.open(path).convert("RGB")]
+        chosen = [Image.open(path).convert("RGB")]
     else:
         import av
 
         with av.open(str(path)) as file:
-            frames = [frame.to_image() for frame in file.decode(video=0)]
-    chosen = (
-        [frames[(2 * i + 1) * len(frames) // (2 * most)] for i in range(most)]
-        if len(frames) > most
-        else frames
-    )
+            # Only these become pictures: all of a long video would be gigabytes.
+            wanted = _spread(file.streams.video[0].frames, most)
+            chosen = [frame.to_image() for at, frame in enumerate(file.decode(video=0)) if at in wanted]
     for picture in chosen:
         picture.thumbnail((SIDE, SIDE))
     return chosen
+
+
+def _spread(count: int, most: int) -> set[int]:
+    return {(2 * i + 1) * count // (2 * most) for i in range(most)} if count > most else set(range(count))
 
 
 def _sheet(pictures: list[Any]) -> Any:

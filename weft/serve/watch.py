@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from weft.serve.dispatch import Batch, Dispatch
@@ -88,12 +88,7 @@ class Watch:
     def live(self, id: str) -> Live | None:
         found = self._live.get(id)
         step, preview = self._previews.get(id, (0, None))
-        if found is None:
-            return None
-        return Live(
-            queue_position=found.queue_position, eta=found.eta, ranks=found.ranks, plan=found.plan,
-            preview=preview, preview_step=step,
-        )  # fmt: skip
+        return found and replace(found, preview=preview, preview_step=step)
 
     def behind(self) -> float:
         """Seconds of work that wait, on all ranks."""

@@ -7,13 +7,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from weft.serve.jobs import Job
+from weft.serve.jobs import Job, Status
 
 PROMPT = 4000
 IMAGES = 8
-STATUSES = Literal["queued", "in_progress", "completed", "failed"]
 STAGES = Literal["queued", "encode", "denoise", "decode", "done", "failed"]
-ID = r"^(video|image)_[0-9A-Za-z]{10,40}$"
 
 Text = Annotated[str, Field(max_length=PROMPT)]
 Size = Annotated[str, Field(pattern=r"^[1-9]\d{0,4}x[1-9]\d{0,4}$", examples=["64x64"])]
@@ -121,7 +119,7 @@ class Progress(Answer):
 class Made(Answer):
     id: str
     model: str
-    status: STATUSES
+    status: Status
     progress: Annotated[int, Field(ge=0, le=100)]
     created_at: int
     completed_at: int | None
@@ -216,9 +214,9 @@ def stage(job: Job) -> Any:
 
 
 def made(job: Job, live: Any) -> Video | Image:
-    """A job as clients see it; `live` is what the engine knows of it now, None once it has ended."""
+    """A job as clients see it; `live` is what the engine knows of it now."""
     asked, known = job.asked, {}
-    if live is not None:
+    if live is not None and job.active:  # one that has just ended may still be known as it was
         known = {
             "queue_position": live.queue_position, "eta_seconds": live.eta, "ranks": list(live.ranks),
             "plan": live.plan, "preview_step": live.preview_step if live.preview else None,

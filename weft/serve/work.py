@@ -77,8 +77,8 @@ class Work:
             found.append(Work("", ("",), (asked,)))
         return found
 
-    def given(self, model: Model) -> tuple[dict[str, Any], float]:
-        """What the pipeline is called with, each job with a generator of its own; and frames per second."""
+    def given(self, model: Model) -> dict[str, Any]:
+        """What the pipeline is called with, each job with a generator of its own."""
         first = self.jobs[0]
         negative = [job.negative or "" for job in self.jobs]
         request = Request(
@@ -88,15 +88,15 @@ class Work:
             frames=self._frames(model.facts) if model.makes_videos else None,
             image=BytesIO(self.images[0]) if any(self.images) else None,  # pyright: ignore[reportArgumentType]
         )  # fmt: skip
-        given, fps = arguments(request)
+        given, _ = arguments(request)
         given["prompt"] = [job.prompt for job in self.jobs]
         if any(negative):
             given["negative_prompt"] = negative
         if model.is_own and first.guidance is not None:
-            given["guidance_scale"] = [float(job.guidance or 1) for job in self.jobs]
+            given["guidance_scale"] = [job.guidance for job in self.jobs]
         given["generator"] = [torch.Generator().manual_seed(job.seed) for job in self.jobs]
         given.pop("callback_on_step_end", None)
-        return given, fps
+        return given
 
     def _frames(self, facts: dict[str, Any]) -> int:
         """The least that a model can make is what an image is the first frame of."""

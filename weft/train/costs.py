@@ -5,7 +5,8 @@
 
 One head of at most LENGTH tokens is timed: pairs of tokens cost by the square of the length, the rest by the
 length. Contenders take turns, and their ratios count: the speed of a machine changes by the second. The clock
-is that of the thread at work: what others take of the cores is not the contender's. All ranks measure at the
+is that of the thread at work: what others take of the cores is not the contender's; of a GPU, that of the
+wall. All ranks measure at the
 same time, as they will compute, and take what the first has found.
 """
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 LENGTH, ROUNDS = 1536, 5
 MUCH, LITTLE = 2, 8  # of the keys a half, an eighth
 PICO = 1e12
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class Costs:
         heads: int,
         dim: int,
         dtype: torch.dtype = torch.float32,
+        device: torch.device = CPU,
         *,
         part: SparsePart,
         world: World | None = None,
@@ -83,12 +86,12 @@ class Costs:
         """All ranks at the same time, also inside a forward; once for a size, in a second or two."""
         world = world or world_of(None, 60.0)
         tokens = part.cost_tokens or tokens
-        key = tokens, heads, dim, dtype, part.cube, part.block_k, part.method, part.rank, part.rows
+        key = tokens, heads, dim, dtype, device, part.cube, part.block_k, part.method, part.rank, part.rows
         known = _known.setdefault(world, {})
         if key not in known:
             with _apart():
-                found = [*_kernels(tokens, dim, dtype, part), _selection(tokens, dim, part)]
-                found.append(_planning(tokens, heads, part, world))
+                found = [*_kernels(tokens, dim, dtype, device, part), _selection(tokens, dim, device, part)]
+                found.append(_planning(tokens, heads, device, part, world))
             agreed = world.comm.gather_numbers([round(seconds * PICO) for seconds in found])[0]
             known[key] = Costs(tokens, heads, world.comm.size, *(number / PICO for number in agreed))
         return known[key]
@@ -114,15 +117,17 @@ def blocks_of(part: SparsePart) -> tuple[int, int]:
     return cube, part.block_k or cube
 
 
-def _kernels(tokens: int, dim: int, dtype: torch.dtype, part: SparsePart) -> tuple[float, float, float]:
+def _kernels(
+    tokens: int, dim: int, dtype: torch.dtype, device: torch.device, part: SparsePart
+) -> tuple[float, float, float]:
     """(full, head, share)"""
     length = min(tokens, LENGTH)
-    q, k, v = (_draw(1, 1, length, dim).to(dtype).requires_grad_() for _ in range(3))
+    q, k, v = (_draw(1, 1, length, dim).to(device, dtype).requires_grad_() for _ in range(3))
     block_q, block_k = blocks_of(part)
     how: Any = {"scale": dim**-0.5, "block_q": block_q, "block_k": block_k}
     rows, cols = -(-length // block_q), -(-length // block_k)
     much, little = max(2, round(cols / MUCH)), max(1, round(cols / LITTLE))
-    some, fewer = (Blocks.of(_tiles(1, rows, cols, count)) for count in (much, little))
+    some, fewer = (Blocks.of(_tiles(1, rows, cols, count).to(device)) for count in (much, little))
 
     def back(out: Tensor) -> None:
         torch.autograd.grad(out.sum(), (q, k, v))
@@ -132,6 +137,7 @@ def _kernels(tokens: int, dim: int, dtype: torch.dtype, part: SparsePart) -> tup
         lambda: back(F.scaled_dot_product_attention(q, k, v)),
         lambda: back(attend(q, k, v, some, **how)[0]),
         lambda: back(attend(q, k, v, fewer, **how)[0]),
+        device=device,
     )
     share = max(0.0, more - less) / (much - little) * cols
     head, longer = max(0.0, less - share * little / cols), tokens / length
@@ -148,13 +154,13 @@ def _draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _selection(tokens: int, dim: int, part: SparsePart) -> float:
+def _selection(tokens: int, dim: int, device: torch.device, part: SparsePart) -> float:
     """Of a head; without what ranks tell each other, which is little."""
     if part.method == "window":
         return 0.0
     heads, alone = 2, World(SoloComm())
-    q, k = (_draw(1, heads, tokens, dim) for _ in range(2))
-    predictor = Predictor(replace(part, source="qk"), heads=heads, width=heads * dim, seed=0)
+    q, k = (_draw(1, heads, tokens, dim).to(device) for _ in range(2))
+    predictor = Predictor(replace(part, source="qk"), heads=heads, width=heads * dim, seed=0).to(device)
     block_q, block_k = blocks_of(part)
     groups = torch.arange(-(-tokens // block_q))
 
@@ -169,10 +175,10 @@ def _selection(tokens: int, dim: int, part: SparsePart) -> float:
         for head in range(heads):
             top_k(scores.of(head, groups)[None], 1 / LITTLE)
 
-    return _turns(select)[0] / heads
+    return _turns(select, device=device)[0] / heads
 
 
-def _planning(tokens: int, heads: int, part: SparsePart, world: World) -> float:
+def _planning(tokens: int, heads: int, device: torch.device, part: SparsePart, world: World) -> float:
     """Of a mask that is new, which every step of every block has: a first call takes longer than a second."""
     block_q, block_k = blocks_of(part)
     rank, ranks = world.comm.rank, world.comm.size
@@ -181,7 +187,7 @@ def _planning(tokens: int, heads: int, part: SparsePart, world: World) -> float:
     def once(length: int, seed: int) -> float:
         rows, cols = -(-length // block_q), -(-length // block_k)
         tiles = _tiles(heads, rows, cols, max(1, cols // 64), seed).numpy()
-        q = torch.zeros(1, heads, Layout.even(length, ranks).rows(rank), 8)
+        q = torch.zeros(1, heads, Layout.even(length, ranks).rows(rank), 8, device=device)
         began = time.thread_time()
         sizes = {"q_len": length, "kv_len": length, "block_q": block_q, "block_k": block_k}
         mask = BlockMask.from_tiles(tiles, **sizes)
@@ -197,14 +203,21 @@ def _planning(tokens: int, heads: int, part: SparsePart, world: World) -> float:
     return max(0.0, min(once(tokens, seed) for seed in (1, 2)))
 
 
-def _turns(*contenders: Callable[[], object]) -> list[float]:
+def _turns(*contenders: Callable[[], object], device: torch.device) -> list[float]:
     """Seconds of each: those of the first at its best, of the others by their ratios to it."""
-    rounds = [[_seconds(contender) for contender in contenders] for _ in range(1 + ROUNDS)][1:]
+    rounds = [[_seconds(contender, device) for contender in contenders] for _ in range(1 + ROUNDS)][1:]
     best = min(took[0] for took in rounds)
     return [best * median(took[i] / took[0] for took in rounds) for i in range(len(contenders))]
 
 
-def _seconds(contender: Callable[[], object]) -> float:
-    began = time.thread_time()
+def _seconds(contender: Callable[[], object], device: torch.device) -> float:
+    began = _now(device)
     contender()
-    return time.thread_time() - began
+    return _now(device) - began
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cpu":
+        return time.thread_time()
+    torch.cuda.synchronize(device)
+    return time.perf_counter()

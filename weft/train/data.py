@@ -16,7 +16,7 @@ from weft.core.errors import InputError
 from weft.models import words
 from weft.models.upscale import shrunk
 from weft.train.pan import Pan
-from weft.train.recipe import DataPart, Recipe
+from weft.train.recipe import Recipe
 from weft.train.shapes import Shapes
 
 Encode = Callable[[str], list[int]]
@@ -49,7 +49,8 @@ class Endless:
         return self.clips.batch(indices)
 
 
-def source_of(part: DataPart, recipe: Recipe) -> Source:
+def source_of(recipe: Recipe) -> Source:
+    part = recipe.data
     if part.set == "weft-shapes":
         return Endless(Shapes(part.frames, part.size, part.most, recipe.train.seed))
     if part.set == "weft-pan":
@@ -83,6 +84,8 @@ class Clips:
         if hasattr(source, "border"):
             source.border = first  # type: ignore[attr-defined]
         self.held_out = range(first, first + held_out)
+        self._order: tuple[int, list[int]] = -1, []
+        """Of an epoch."""
         self._ahead: dict[tuple[int, ...], Future[tuple[Tensor, Tensor]]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weft-data")
 
@@ -110,7 +113,7 @@ class Clips:
         self._thread.shutdown(cancel_futures=True)
 
     def _shuffled(self, epoch: int) -> list[int]:
-        if getattr(self, "_order", (None,))[0] != epoch:
+        if self._order[0] != epoch:
             rng = np.random.default_rng((self.seed, epoch))
             self._order = epoch, rng.permutation(self.trained or 0).tolist()
         return self._order[1]

@@ -31,7 +31,7 @@ BAND = 0.02
 GRID = 64
 """Budgets are multiples of one part in so many."""
 GOOD = 0.95
-"""Of the mass that is asked for, what a predictor has to find."""
+"""Of the mass that is asked for, what a predictor has to find, and a selection to hold."""
 
 
 @dataclass
@@ -61,7 +61,10 @@ class Dispatcher:
         self.blocks = [Block() for _ in range(layers)]
 
     def observe(self, layer: int, needed: npt.ArrayLike, coverage: float) -> None:
-        """What the profiler found, the same on all ranks. It counts from the next `begin` on."""
+        """What the profiler found, the same on all ranks. It counts from the next `begin` on.
+
+        Needs fall slowly, and rise at once where a selection has lost the mass: profiles are rare by then.
+        """
         block, new = self.blocks[layer], np.asarray(needed, dtype=np.float64)
         if new.shape != (self.heads,) or not (np.isfinite(new).all() and np.isfinite(coverage)):
             raise InputError(f"Block {layer} was observed to need {new}.", hint=f"Give {self.heads} shares.")
@@ -69,6 +72,8 @@ class Dispatcher:
             block.needed, block.coverage = new.copy(), float(coverage)
         else:
             block.needed = EMA * block.needed + (1 - EMA) * new
+            if block.sparse and coverage < GOOD * self.part.mass:
+                block.needed = np.maximum(block.needed, new)
             block.coverage = EMA * block.coverage + (1 - EMA) * float(coverage)
 
     def begin(self, step: int) -> None:
@@ -146,7 +151,6 @@ class Dispatcher:
             "mode": "sparse" if block.sparse else "dense",
             "stage": self.stage(layer),
             "density": (whole if block.budgets is None else block.budgets).tolist(),
-            "coverage": block.coverage,
         }
 
     def state_dict(self) -> dict[str, Any]:

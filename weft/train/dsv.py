@@ -51,18 +51,28 @@ class Size(NamedTuple):
     heads: int
     dim: int
     dtype: torch.dtype
+    device: torch.device
 
 
 class DSV:
     """A method for `weft.parallelize`, of one model."""
 
-    def __init__(self, part: SparsePart, *, heads: int, width: int, depth: int, seed: int = 0) -> None:
+    def __init__(
+        self,
+        part: SparsePart,
+        *,
+        heads: int,
+        width: int,
+        depth: int,
+        seed: int = 0,
+        device: torch.device | None = None,
+    ) -> None:
         self.part, self.width = part, width
         self.dispatcher, self.plans = Dispatcher(part, layers=depth, heads=heads), Plans()
         self.predictors = nn.ModuleList(
             Predictor(part, heads=heads, width=width, seed=seed * depth + layer)
             for layer in range(depth if part.method == "dsv" else 0)
-        )
+        ).to(device)
         self.optimiser = _adam(self.predictors, part.rate)
         self._cubes: dict[TokenGrid, Cubes] = {}
         self._kept: dict[Any, BlockMask | None] = {}
@@ -106,7 +116,7 @@ class DSV:
             mask = self._looked_at(where, cubes, q, k, training=training)
         if training:
             self._kept[where.layer, where.run, where.layout] = mask
-            self._seen = where.world, Size(where.layout.size, where.heads, q.shape[3], q.dtype)
+            self._seen = where.world, Size(where.layout.size, where.heads, q.shape[3], q.dtype, q.device)
         return mask
 
     def _is_kept(self, where: Where) -> bool:
@@ -121,7 +131,7 @@ class DSV:
         profiles = training and layer not in now.never and now.profiles(layer)
         if not learns and not profiles and budgets is None:
             return None
-        predictor: Any = self.predictors[layer].to(q.device) if self.predictors else None
+        predictor: Any = self.predictors[layer] if self.predictors else None
         places = sample(0, cubes.video, self.part.rows, layer + 31 * now.step)
         look = Look(self.part, predictor, where, cubes, places, q=q, k=k)
         if learns:
@@ -183,8 +193,10 @@ class DSV:
                 del means["keys"]
             told = _over_all(means)
             self.dispatcher.observe(layer, told["needed"], float(told["coverage"]))
-            plain = {name: value.tolist() for name, value in told.items() if name != "coverage"}
+            plain = {name: value.tolist() for name, value in told.items()}
             self._facts.append({**self.dispatcher.facts(layer), **plain})
+        if self._facts:  # else a log would not know how much of all attention is computed
+            self._facts += [self.dispatcher.facts(layer) for layer in sorted(self.dispatcher.never)]
 
     def facts(self) -> list[dict[str, Any]]:
         """What the last step found out, by layer, for a journal."""

@@ -14,15 +14,17 @@ NOISE = 0.1
 """At most, in what is to be enlarged: a model's frames are not as clean as means of pixels."""
 
 
-def learn(upscaler: Upscaler, source: Source, *, seed: int, steps: int | None = None) -> float:
-    """Minutes of one core; the squared error at the end."""
+def learn(
+    upscaler: Upscaler, source: Source, *, clips: int | None, seed: int, steps: int | None = None
+) -> float:
+    """Minutes of one core, on the first `clips` of a source (None: no end); the last squared error."""
     steps = STEPS if steps is None else steps
     optimiser = torch.optim.AdamW(upscaler.parameters(), RATE, weight_decay=0.0)
     slower = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
-    clips, error = source.size or 1 << 20, 0.0
+    error = 0.0
     for step in range(steps):
         chance = generator(seed, step)
-        indices = torch.randint(clips, (CLIPS,), generator=chance).tolist()
+        indices = torch.randint(clips or 1 << 20, (CLIPS,), generator=chance).tolist()
         video = to_tensor(source.batch(indices)[0])
         some = torch.randint(video.shape[1], (FRAMES,), generator=chance)
         frames = video[:, some]

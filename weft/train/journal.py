@@ -64,6 +64,11 @@ class Journal:
         self._purge = step + 1
         return sum(late)
 
+    def has(self, kind: str, step: int) -> bool:
+        """Whether there is such a record."""
+        lines = self.path.read_bytes().splitlines()
+        return any(json.loads(line)["kind"] == kind for line in lines if _step(line) == step)
+
     def close(self) -> None:
         """Leave the terminal in order and TensorBoard's file complete."""
         if self.live:

@@ -1,4 +1,4 @@
-"""Optimise: AdamW, a rate that rises and falls as a cosine, and an average of the weights."""
+"""Optimise: AdamW and Muon, a rate that rises and falls as a cosine, and an average of the weights."""
 
 from __future__ import annotations
 
@@ -8,12 +8,24 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from weft.train.muon import Muon
 from weft.train.recipe import TrainPart
 
 
-def adamw(model: nn.Module, part: TrainPart) -> torch.optim.AdamW:
+def optimisers(model: nn.Module, part: TrainPart) -> list[torch.optim.Optimizer]:
+    """Each for some of the weights. Muon has the matrices inside blocks; those at the ends, as vectors have,
+    learn better by AdamW.
+    """
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    inner = [name for name in trained if name.startswith("blocks.") and name.endswith(".weight")]
+    matrices = [trained.pop(name) for name in inner if trained[name].dim() == 2 and part.optimiser == "muon"]
+    muon = [Muon(matrices, part.rate, decay=part.decay)] if matrices else []
+    return [adamw(trained.values(), part), *muon]
+
+
+def adamw(weights: Iterable[nn.Parameter], part: TrainPart) -> torch.optim.AdamW:
     """Matrices decay; biases, norms and tables do not."""
-    trained = [p for p in model.parameters() if p.requires_grad]
+    trained = list(weights)
     groups = (
         {"params": [p for p in trained if p.dim() > 1], "weight_decay": part.decay},
         {"params": [p for p in trained if p.dim() <= 1], "weight_decay": 0.0},

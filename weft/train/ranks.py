@@ -1,7 +1,8 @@
 """Ranks: who shares a sequence with whom in training, and whose parameters are where.
 
-Parameters are sharded over all ranks (FSDP2): a gradient is the mean over those that share a sequence, as
-`weft.parallelize` leaves it, and over those that have other clips. So one mean over all ranks is both.
+Parameters are sharded over all ranks (FSDP2), or each has all of them. A gradient is the mean over those
+that share a sequence, as `weft.parallelize` leaves it, and over those that have other clips. So one mean over
+all ranks is both.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from weft.core.errors import InputError
-from weft.run.world import world_of
+from weft.run.world import device, world_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,8 +42,8 @@ class Ranks:
             )
         if comm.size == 1:
             return Ranks(None, 0, 1, 1)
-        shape = comm.size // sequence, sequence  # clips and noise are made on the CPU, and stay there so far
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "sequence"))
+        shape = comm.size // sequence, sequence
+        mesh = init_device_mesh(device().type, shape, mesh_dim_names=("data", "sequence"))
         return Ranks(mesh, comm.rank, comm.size, sequence)
 
     @property
@@ -61,12 +62,24 @@ class Ranks:
         return slice(group * each, (group + 1) * each)
 
     def shard(self, model: nn.Module, blocks: nn.ModuleList) -> None:
+        """From now on gradients are means by themselves."""
         if self.mesh is None:
             return
         everyone = self.mesh._flatten("everyone")
         for block in blocks:
             fully_shard(block, mesh=everyone)
         fully_shard(model, mesh=everyone)
+
+    def average(self, model: nn.Module) -> None:
+        """The gradients of a model that is not sharded, over all ranks."""
+        if self.mesh is None or isinstance(model, FSDPModule):
+            return
+        found = [weight.grad for weight in model.parameters() if weight.grad is not None]
+        flat = torch.cat([gradient.flatten() for gradient in found])
+        dist.all_reduce(flat)
+        parts = flat.div_(self.size).split([gradient.numel() for gradient in found])
+        for gradient, part in zip(found, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))
 
     @property
     def sharing(self) -> Any:
@@ -85,3 +98,8 @@ class Ranks:
 def local(x: Tensor) -> Tensor:
     """What a rank has of a tensor."""
     return x.to_local() if isinstance(x, DTensor) else x
+
+
+def full(x: Tensor) -> Tensor:
+    """All of a tensor; every rank that has a part of it asks."""
+    return x.full_tensor() if isinstance(x, DTensor) else x

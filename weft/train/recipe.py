@@ -18,16 +18,11 @@ import runpy
 import types
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from weft.core.errors import InputError
-
-try:
-    import tomllib
-except ImportError:  # Python 3.10
-    import tomli as tomllib
+from weft.core import files
+from weft.core.errors import InputError, nearest_of
 
 Extent = tuple[int, int, int]
 
@@ -42,6 +37,8 @@ class ModelPart:
     heads: int = 6
     mlp: int = 4
     qk_norm: bool = True
+    phrase: int = 0
+    """Words that tell of one thing; 4 in weft's own captions, 0 if they stand alone."""
     upscale: int = 1
     """Train on clips of a fraction of their height and width, and an upscaler for the rest."""
     start: str = ""
@@ -69,17 +66,21 @@ class TrainPart:
     """Clips in a step, over all ranks."""
     accumulate: int = 1
     """Parts that a step's clips are computed in, one after the other."""
+    optimiser: Literal["adamw", "muon"] = "adamw"
+    """muon: matrices of blocks by Muon, which takes fewer steps, the rest by AdamW."""
     rate: float = 1e-3
     warmup: int = 100
     floor: float = 0.0
     """Of the rate, that the cosine ends at, as a share of it."""
     decay: float = 0.01
-    """Weight decay of AdamW, on matrices only."""
+    """Weight decay, on matrices only."""
     clip: float = 1.0
     """Largest norm of the gradient."""
     ema: float = 0.999
     drop: float = 0.1
     """How often a prompt is forgotten, for guidance."""
+    edges: float = 0.0
+    """What errors between neighbouring pixels count, beside those of pixels: outlines are few pixels."""
     mean: float = 0.0
     """Of the logit-normal timesteps: above 0 trains more on noise."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -95,6 +96,8 @@ class ParallelPart:
 
     sequence: int = 1
     plan: str = "auto"
+    shard: bool = True
+    """Parameters over the ranks (FSDP2); if not, each rank has them all, which is faster where they fit."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +182,7 @@ class Recipe:
         train, data = self.train, self.data
         for name, value, least in (
             ("train.steps", train.steps, 1), ("train.batch", train.batch, 1),
-            ("model.upscale", self.model.upscale, 1),
+            ("model.upscale", self.model.upscale, 1), ("train.edges", train.edges, 0),
             ("train.accumulate", train.accumulate, 1), ("train.warmup", train.warmup, 0),
             ("save.every", self.save.every, 1), ("save.keep", self.save.keep, 1),
             ("data.frames", data.frames, 1), ("data.size", data.size, 1),
@@ -228,10 +231,7 @@ class Recipe:
             if not isinstance(said, Mapping):
                 raise InputError(f"{file} has no `recipe`.", hint="Let it be a dict, as of a TOML file.")
         elif file.suffix == ".toml":
-            try:
-                said = tomllib.loads(file.read_text(encoding="utf-8"))
-            except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-                raise InputError(f"{file} is no TOML: {error}") from error
+            said = files.toml(file)
         else:
             raise InputError(f"{file} is no recipe.", hint="Recipes end in .toml or .py.")
         return Recipe.of(said)
@@ -249,9 +249,7 @@ def _read(kind: Any, said: Any, where: str) -> Any:
     names = [each.name for each in fields(kind)]
     for name in said:
         if name not in names:
-            near = get_close_matches(str(name), names, n=1)
-            hint = f"Is it {near[0]}?" if near else f"There are {', '.join(names)}."
-            raise InputError(f"{where}{name} in the recipe means nothing.", hint=hint)
+            raise InputError(f"{where}{name} in the recipe means nothing.", hint=nearest_of(str(name), names))
     hints = get_type_hints(kind)
     return kind(**{name: _value(hints[name], value, f"{where}{name}") for name, value in said.items()})
 

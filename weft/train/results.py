@@ -34,54 +34,50 @@ VALIDATED = 16
 """Clips, of those that are held out, that a validation takes, at eight timesteps each."""
 
 
-class Results:
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
+def export(trainer: Trainer) -> None:
+    """The model as `weft generate` takes it."""
+    with exchanged(trainer.model, trainer.average):
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights = get_model_state_dict(trainer.model, options=options)
+    if trainer.ranks.rank:
+        return
+    seed, clips, target = trainer.recipe.train.seed, trainer.clips, trainer.folder / "model"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # an upscaler begins alike however often a run was exported before
+        model = VideoDiT(trainer.config)
+        model.load_state_dict({name: weights[name] for name in model.state_dict()})
+        pipe = VideoPipeline(model, trainer.captions.own)
+    if pipe.upscaler is not None and trainer.done == trainer.recipe.train.steps:
+        error = learn(pipe.upscaler, clips.source, clips=clips.trained, seed=seed)
+        trainer.note(f"the upscaler has learned its edges, to a squared error of {error:.4f}")
+    with writing(target, hint=HINT):
+        pipe.save(target)
 
-    def export(self) -> Path:
-        """The model as `weft generate` takes it."""
-        trainer, target = self.trainer, self.trainer.folder / "model"
-        with exchanged(trainer.model, trainer.average):
-            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-            weights = get_model_state_dict(trainer.model, options=options)
-        if trainer.ranks.rank == 0:
-            model = VideoDiT(trainer.config)
-            if trainer.recipe.sparse is not None and trainer.recipe.sparse.coarse:
-                trainer.note("model/ is without the coarse branch that it was trained with")
-            own = {name: weights[name] for name in model.state_dict()}
-            model.load_state_dict(own)
-            pipe = VideoPipeline(model, trainer.captions.own)
-            if pipe.upscaler is not None and trainer.done == trainer.recipe.train.steps:
-                error = learn(pipe.upscaler, trainer.clips.source, seed=trainer.recipe.train.seed)
-                trainer.note(f"the upscaler has learned its edges, to a squared error of {error:.4f}")
-            with writing(target, hint=HINT):
-                pipe.save(target)
-        return target
 
-    def held_out(self) -> float:
-        """The mean flow loss over clips that are never trained on, at fixed timesteps with fixed noise."""
-        trainer, clips = self.trainer, min(VALIDATED, len(self.trainer.clips.held_out))
-        with exchanged(trainer.model, trainer.average):
-            losses = held_out_loss(
-                trainer.model, trainer.clips.source, clips=clips, shrink=trainer.clips.shrink
-            )
-            return float(losses.mean())
+def held_out(trainer: Trainer) -> float:
+    """The mean flow loss over clips that are never trained on, at fixed timesteps with fixed noise."""
+    clips = trainer.clips
+    with exchanged(trainer.model, trainer.average):
+        losses = held_out_loss(
+            trainer.model, clips.source, clips=min(VALIDATED, len(clips.held_out)), shrink=clips.shrink
+        )
+    return float(losses.mean())
 
-    def samples(self) -> str:
-        """The recipe's prompts, a row of frames each; the name of the sheet."""
-        trainer = self.trainer
-        pipe = VideoPipeline(trainer.model, trainer.captions.own)
-        with exchanged(trainer.model, trainer.average):
-            made = pipe(
-                trainer.recipe.save.prompts, num_inference_steps=STEPS, guidance_scale=GUIDANCE,
-                generator=torch.Generator().manual_seed(0), output_type="latent",
-            ).frames  # fmt: skip
-        file = trainer.folder / "samples" / f"{trainer.done:06d}.png"
-        if trainer.ranks.rank == 0:
-            with writing(file, hint=HINT):
-                file.parent.mkdir(exist_ok=True)
-                write_sheet(file, made)
-        return str(file.relative_to(trainer.folder))
+
+def samples(trainer: Trainer) -> str:
+    """The recipe's prompts, a row of frames each; the name of the sheet."""
+    pipe = VideoPipeline(trainer.model, trainer.captions.own)
+    with exchanged(trainer.model, trainer.average):
+        made = pipe(
+            trainer.recipe.save.prompts, num_inference_steps=STEPS, guidance_scale=GUIDANCE,
+            generator=torch.Generator().manual_seed(0), output_type="latent",
+        ).frames  # fmt: skip
+    file = trainer.folder / "samples" / f"{trainer.done:06d}.png"
+    if trainer.ranks.rank == 0:
+        with writing(file, hint=HINT):
+            file.parent.mkdir(exist_ok=True)
+            write_sheet(file, made)
+    return str(file.relative_to(trainer.folder))
 
 
 def write_sheet(file: Path, clips: Tensor) -> None:
@@ -91,7 +87,7 @@ def write_sheet(file: Path, clips: Tensor) -> None:
     shown = clips if clips.shape[2] == 3 else clips[:, :, :1].expand(-1, -1, 3, -1, -1)  # a latent's first
     some = shown[:, media.spread(clips.shape[1], COLUMNS)]
     pixels = some.add(1).mul(127.5).clamp(0, 255).round().byte().permute(0, 1, 3, 4, 2).flatten(0, 1)
-    Image.fromarray(media.sheet(pixels.numpy(), columns=some.shape[1])).save(file)
+    Image.fromarray(media.sheet(pixels.cpu().numpy(), columns=some.shape[1])).save(file)
 
 
 @contextmanager

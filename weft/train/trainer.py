@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,15 @@ from weft.models import checkpoint, flow
 from weft.models.dit import DiTConfig, VideoDiT
 from weft.models.parallelize import parallelize
 from weft.models.video import VideoPipeline
+from weft.run.world import device
+from weft.train import results
 from weft.train.checkpoints import Checkpoints
 from weft.train.data import Captions, Clips, generator, source_of
 from weft.train.folder import told
 from weft.train.journal import Journal
-from weft.train.optimise import adamw, follow, rate
-from weft.train.ranks import Ranks, local
+from weft.train.optimise import follow, optimisers, rate
+from weft.train.ranks import Ranks, full, local
 from weft.train.recipe import Recipe
-from weft.train.results import Results
 from weft.train.stop import Stop
 
 LOOSE = {"steps": 0, "accumulate": 0, "checkpointing": False}
@@ -62,14 +64,15 @@ class Trainer:
         self.ranks = ranks = Ranks.of(recipe.parallel.sequence)
         self.mine = ranks.part(part.batch // part.accumulate)
         self.stop = Stop()
-        source = source_of(recipe.data, recipe)
+        source = source_of(recipe)
         self.captions = Captions.of(source)
         self.clips = Clips(
             source, batch=part.batch, held_out=recipe.data.held_out, seed=part.seed,
             encode=self.captions.encode, shrink=recipe.model.upscale,
         )  # fmt: skip
+        self.device = device()
         self.config = self._config()
-        self.model = self._model()
+        self.model = self._model().to(self.device)
         self.sparse = self._sparse()
         if part.checkpointing:
             self.model.enable_gradient_checkpointing()
@@ -77,11 +80,11 @@ class Trainer:
             parallelize(
                 self.model, mesh=ranks.sharing, plan=recipe.parallel.plan, mask=self.sparse, cfg="off"
             )
-        ranks.shard(self.model, self.model.blocks)
-        self.optimiser = adamw(self.model, part)
+        if recipe.parallel.shard:
+            ranks.shard(self.model, self.model.blocks)
+        self.optimisers = optimisers(self.model, part)
         self.average = {name: weight.detach().clone() for name, weight in self.model.named_parameters()}
         self.checkpoints = Checkpoints(folder / "checkpoints", keep=recipe.save.keep, tell=self.note)
-        self.results = Results(self)
         self.journal = Journal(folder, total=part.steps, live=live) if ranks.rank == 0 else None
         self.done = self._told = 0
 
@@ -89,23 +92,32 @@ class Trainer:
         self._begin()
         last, save = self.recipe.train.steps, self.recipe.save
         with self.stop:
+            ended = self.journal is not None and self.journal.has("end", self.done)
+            if self.done == last and not any(self.ranks.mean([ended])):  # killed after its last checkpoint
+                results.export(self)
+                self._judge()
             while self.done < last:
                 stopping = self._step(self.done + 1)
                 final = stopping or self.done == last
                 if final or self.done % save.every == 0:
                     self.checkpoints.save(self.done, self.state())
-                    self.results.export()
+                    results.export(self)
                 if stopping and self.done < last:
                     self.note(f"stopped after step {self.done}; the same command goes on from there")
                     break
-                if save.validate and (self.done == last or self.done % save.validate == 0):
-                    self.write("validation", loss=self.results.held_out())
-                if save.samples and (self.done == last or self.done % save.samples == 0):
-                    self.write("sample", file=self.results.samples())
+                self._judge()
             self.checkpoints.finish()
         if self.done == last:
             self.write("end")
         return self.done
+
+    def _judge(self) -> None:
+        """What the model has come to, in the steps in which that is asked for, and in the last one."""
+        save, last = self.recipe.save, self.done == self.recipe.train.steps
+        if save.validate and (last or self.done % save.validate == 0):
+            self.write("validation", loss=results.held_out(self))
+        if save.samples and (last or self.done % save.samples == 0):
+            self.write("sample", file=results.samples(self))
 
     def _step(self, step: int) -> bool:
         """One step of the optimiser; whether to stop after it."""
@@ -113,9 +125,7 @@ class Trainer:
         if self.sparse is not None:
             self.sparse.begin(step)
         loss = self._gradients(step)
-        norm = float(_full(clip_grad_norm_(self.model.parameters(), part.clip)))
-        for group in self.optimiser.param_groups:
-            group["lr"] = rate(part, step)
+        norm = float(full(clip_grad_norm_(self.model.parameters(), part.clip)))
         # Agreed on before anything changes, so that no rank goes on alone.
         loss, stopping = self.ranks.mean([loss, float(self.stop.asked)])
         if not math.isfinite(loss) or not math.isfinite(norm):
@@ -123,8 +133,11 @@ class Trainer:
                 f"Step {step}: the loss is {loss:g} and its gradient's norm {norm:g}.",
                 hint="Lower train.rate or use float32, in another --out with model.start = …/model.",
             )
-        self.optimiser.step()
-        self.optimiser.zero_grad()
+        for optimiser in self.optimisers:
+            for group in optimiser.param_groups:
+                group["lr"] = rate(part, step)
+            optimiser.step()
+            optimiser.zero_grad()
         if self.sparse is not None:
             self.sparse.step()
         weights = [local(weight) for weight in self.model.parameters()]
@@ -145,14 +158,20 @@ class Trainer:
         each = part.batch // part.accumulate
         for at in range(0, part.batch, each):
             mine = slice(at + self.mine.start, at + self.mine.stop)
-            video, words = self.clips.of_step(step, mine)
-            numbers = range((step - 1) * part.batch + mine.start, (step - 1) * part.batch + mine.stop)
-            given = self._noised(video, words, numbers)
-            with torch.autocast("cpu", torch.bfloat16, enabled=part.dtype == "bfloat16"):
-                loss = flow.weighted(self.model, given, video).mean() / part.accumulate
+            loss = self._loss(step, mine) / part.accumulate
             loss.backward()
             total += loss.item()
+        self.ranks.average(self.model)
         return total
+
+    def _loss(self, step: int, mine: slice) -> Tensor:
+        """Of some of a step's clips. Noise is drawn on the CPU, so that a seed means the same anywhere."""
+        part, first = self.recipe.train, (step - 1) * self.recipe.train.batch
+        video, words = (x.to(self.device) for x in self.clips.of_step(step, mine))
+        given = self._noised(video, words, range(first + mine.start, first + mine.stop))
+        lower = part.dtype == "bfloat16"
+        with torch.autocast(self.device.type, torch.bfloat16) if lower else nullcontext():
+            return flow.weighted(self.model, given, video, part.edges).mean()
 
     def _noised(self, video: Tensor, words: Tensor, numbers: range) -> flow.Noised:
         part = self.recipe.train
@@ -203,7 +222,7 @@ class Trainer:
         config = self.config
         sparse = DSV(
             self.recipe.sparse, heads=config.heads, width=config.width, depth=config.depth,
-            seed=self.recipe.train.seed,
+            seed=self.recipe.train.seed, device=self.device,
         )  # fmt: skip
         sparse.prepare(self.model)
         return sparse
@@ -214,7 +233,7 @@ class Trainer:
             "step": self.done,
             "model": dict(self.model.named_parameters()),
             "average": self.average,
-            "optimiser": get_optimizer_state_dict(self.model, self.optimiser),
+            "optimiser": get_optimizer_state_dict(self.model, self.optimisers),
             "sparse": {} if self.sparse is None else self.sparse.state_dict(),
         }
 
@@ -226,7 +245,7 @@ class Trainer:
             state = self.state()
             self.checkpoints.load(found, state)
             set_model_state_dict(self.model, state["model"])
-            set_optimizer_state_dict(self.model, self.optimiser, state["optimiser"])
+            set_optimizer_state_dict(self.model, self.optimisers, state["optimiser"])
             if self.sparse is not None:
                 self.sparse.load_state_dict(state["sparse"])
             self.done = found
@@ -239,6 +258,8 @@ class Trainer:
             resumed=found,
         )  # fmt: skip
         self._tell_skipped()
+        if self.recipe.sparse is not None and self.recipe.sparse.coarse:
+            self.note("model/ will be without the coarse branch, which validation and samples have")
 
     def _keep_recipe(self) -> None:
         """What is asked for again must be the same, but for what is LOOSE."""
@@ -246,13 +267,13 @@ class Trainer:
         if clips := getattr(self.clips.source, "digest", None):
             said["clips"] = {"digest": clips}
         if file.exists():
-            old = json.loads(file.read_text(encoding="utf-8"))
+            old, usual = json.loads(file.read_text(encoding="utf-8")), Recipe().to_json()
             for name in ("model", "data", "train", "sparse", "clips"):
-                before, now = ({**(each.get(name) or {}), **LOOSE} for each in (old, said))
+                new = usual.get(name) or {}  # an option that a run is older than is as it was without it
+                before, now = ({**new, **(each.get(name) or {}), **LOOSE} for each in (old, said))
                 if before != now:
                     raise InputError(
-                        f"{self.folder} has a run whose [{name}] is another one.",
-                        hint="Give another --out, or remove that folder.",
+                        f"{self.folder} has a run with another [{name}].", hint="Give another --out."
                     )
         if self.ranks.rank:
             return  # all have looked, so that all refuse
@@ -277,7 +298,3 @@ class Trainer:
         self.clips.close()
         if self.journal is not None:
             self.journal.close()
-
-
-def _full(x: Any) -> Tensor:
-    return x.full_tensor() if hasattr(x, "full_tensor") else x

@@ -58,7 +58,8 @@ class OneSidedComm:
             self.window, self.reason = self._meet(self.base)
             self._met = True
         if self._strict and self.reason:
-            raise CommError(f"Not all ranks share memory: {self.reason}.", hint="Use transport='auto'.")
+            hint = "Use transport='auto' (WEFT_TRANSPORT=auto)."
+            raise CommError(f"Not all ranks share memory: {self.reason}.", hint=hint)
         window = self.window
         if window is None or device.type != window.device_type:
             return None

@@ -18,7 +18,7 @@ _LIBRARY = Library(
     Path(__file__).parent / "csrc",
     (("signals.c", ("-O2", "-std=gnu11", "-Wall", "-Werror")),),
     "Shared memory between ranks",
-    "transport='group'",
+    "transport='group' (WEFT_TRANSPORT=group)",
 )
 
 

@@ -120,4 +120,5 @@ def meet(group: dist.ProcessGroup, base: Comm) -> tuple[Window | None, str]:
 
 
 def _ms(seconds: float) -> int:
-    return max(1, round(seconds * 1000))
+    """A time-out as torch takes it; endless ones become long ones, as with a process group."""
+    return max(1, round(min(seconds, 1e6) * 1000))

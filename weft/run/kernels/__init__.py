@@ -5,6 +5,7 @@ One signature, several implementations; `choose` gives the one asked for or says
 
 from __future__ import annotations
 
+from math import inf
 from typing import Protocol
 
 from torch import Tensor
@@ -36,6 +37,11 @@ class Kernel(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) of these tiles; `done` is the final result over *all* tiles of the rows."""
         ...
+
+
+def guarded(lse: Tensor) -> Tensor:
+    """Rows with no tile at all have lse = -inf; +inf makes each of their weights exactly 0."""
+    return lse.masked_fill(lse == -inf, inf)
 
 
 IMPLEMENTATIONS = ("auto", "cpu", "triton", "sdpa", "reference")

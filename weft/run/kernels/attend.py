@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from weft.core.errors import InputError
-from weft.run.kernels import Kernel, Sums, choose
+from weft.run.kernels import Kernel, Sums, choose, guarded
 from weft.run.kernels.tiles import Blocks, Tiles
 
 
@@ -52,7 +52,5 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
         tiles, scale, kernel = ctx.given
-        # Rows with no tile have lse = -inf; +inf makes each of their weights exactly 0.
-        done = out, lse.masked_fill(lse == -torch.inf, torch.inf)
-        grads = kernel.attend_backward(grad, q, k, v, done, tiles, scale)
+        grads = kernel.attend_backward(grad, q, k, v, (out, guarded(lse)), tiles, scale)
         return *(g.to(x.dtype) for g, x in zip(grads, (q, k, v), strict=True)), None, None, None

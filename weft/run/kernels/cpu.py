@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import ctypes
+import platform
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from weft.core.errors import InputError, MissingError
+from weft.run.build import Library
 from weft.run.kernels import Sums
-from weft.run.kernels.build import library_path
 from weft.run.kernels.tiles import Tiles
+
+SOURCES = Path(__file__).parent / "csrc"
+# Strict IEEE order except for contraction: -ffast-math would undo the rounding trick of 2^x.
+FLAGS = ["-O3", "-ffp-contract=fast", "-fno-math-errno", "-std=gnu11"]
+# Lanes of one vector, and the flags that allow them, by instruction set.
+ISAS = {
+    "avx512": ["-DW=16", "-mavx512f", "-mavx2", "-mfma"],
+    "avx2": ["-DW=8", "-mavx2", "-mfma"],
+    "base": ["-DW=4"],
+}
 
 
 class _Tensor(ctypes.Structure):
@@ -117,6 +129,17 @@ def _library() -> Any:
     library.weft_isa.restype = ctypes.c_char_p
     library.weft_attend.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_int]
     return library
+
+
+def library_path() -> Path:
+    """The shared library: each direction once for every instruction set of this kind of machine."""
+    isas = ISAS if platform.machine() in ("x86_64", "AMD64") else {"base": ISAS["base"]}
+    units: list[tuple[str, tuple[str, ...]]] = [("dispatch.c", ("-O2",))]
+    for isa, flags in isas.items():
+        for name in ("forward", "backward"):
+            units.append((f"{name}.c", (*FLAGS, *flags, f"-DISA={isa}")))
+    what, instead = "The compiled CPU kernel", "impl='sdpa'"
+    return Library("attend", SOURCES, tuple(units), what, instead).path()
 
 
 def _ready(x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from weft.run.kernels import Sums
 from weft.run.kernels.tiles import Blocks, Tiles
 from weft.run.kernels.triton_configs import BLOCKS, HEAD_DIMS, TARGETS, Config, configs
 
-# The small kernels only stream; one shape serves all.
+# What prepares the gradient only streams; one shape serves all.
 _ROWS = 32
 _DENSE_BLOCK = max(BLOCKS)
 
@@ -97,19 +97,6 @@ class Gpu:
         arguments = (*given, dk, dv, turned.starts, turned.kv, *strides, *_strides(dk, dv), *sizes)
         self._launch(self._backward.grad_keys, arguments, constants, k, over="k")
         return dq, dk, dv
-
-    def merge(self, into: Sums, new: Sums) -> Sums:
-        """`into` becomes the attention over the keys of both parts."""
-        (out, lse), (new_out, new_lse) = into, new
-        _check_sums(out, lse)
-        new_out = _packed(new_out)
-        batch, heads, rows, head_dim = out.shape
-        if out.numel():
-            arguments = (out, lse, new_out, new_lse, *_strides(out, lse, new_out, new_lse), heads, rows)
-            grid = -(-rows // _ROWS), batch * heads
-            with _on(out.device):
-                self._forward.merge[grid](*arguments, D=head_dim, ROWS=_ROWS)
-        return into
 
     def _prepare(self, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(grad in the dtype of q, rowsum(grad · out), lse in units of log 2)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.run.kernels import Sums
+from weft.run.kernels import Sums, guarded
 from weft.run.kernels.tiles import Tiles
 from weft.run.merge import merge_
 
@@ -47,8 +47,7 @@ class Reference:
         return scores
 
     def _weights(self, scores: Tensor, lse: Tensor) -> Tensor:
-        # A row with no active tile has lse = -inf; +inf in its place makes every weight exactly 0.
-        return torch.exp(scores - lse.masked_fill(lse == -torch.inf, torch.inf).unsqueeze(-1))
+        return torch.exp(scores - guarded(lse).unsqueeze(-1))
 
 
 def widen(x: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from weft.run.kernels import Sums
+from weft.run.kernels.reference import widen
 from weft.run.kernels.tiles import Tiles
 from weft.run.merge import merge_
 
@@ -24,7 +25,7 @@ class Sdpa:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, into: Sums | None = None
     ) -> Sums:
-        q, k, v = (_widen(x) for x in (q, k, v))
+        q, k, v = (_ready(x) for x in (q, k, v))
         done = _forward(q, k, v, scale) if tiles.active is None else self._by_rows(q, k, v, tiles, scale)
         return done if into is None else merge_(into, done)
 
@@ -47,7 +48,7 @@ class Sdpa:
         tiles: Tiles,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        grad, q, k, v = (_widen(x) for x in (grad, q, k, v))
+        grad, q, k, v = (_ready(x) for x in (grad, q, k, v))
         out, lse = done
         if tiles.active is None:
             return _backward(grad, q, k, v, out, lse, scale)
@@ -63,8 +64,9 @@ class Sdpa:
         return dq, dk, dv
 
 
-def _widen(x: Tensor) -> Tensor:
-    wide = x if x.dtype in (torch.float64, torch.float32) else x.float()
+def _ready(x: Tensor) -> Tensor:
+    """What torch's kernels take: wide, with the numbers of a row side by side."""
+    wide = widen(x)
     return wide if wide.stride(-1) == 1 else wide.contiguous()
 
 

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from weft.core.errors import InputError, MissingError
-from weft.core.mask import BlockMask
 from weft.run.kernels.budget import Budget, Keep
 from weft.run.kernels.proxies import Proxies, Source, at_a_time, source_of
 from weft.run.kernels.tiles import Blocks
@@ -64,14 +63,6 @@ def top_p(
     found = source_of(source)
     shares = Budget.shares(p, *found.shape[1:])
     return _select(found, shares, keep or Keep(), impl, last)
-
-
-def to_mask(
-    blocks: Blocks, *, q_len: int, kv_len: int, block_q: int, block_k: int | None = None
-) -> BlockMask:
-    """The list as a mask for the planner."""
-    tiles = blocks.active.numpy()
-    return BlockMask.from_tiles(tiles, q_len=q_len, kv_len=kv_len, block_q=block_q, block_k=block_k)
 
 
 def _choose(impl: str, device: torch.device) -> str:

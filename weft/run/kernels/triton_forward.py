@@ -1,4 +1,4 @@
-"""Triton: block-sparse flash attention over an index list, and the merge of two partial results.
+"""Triton: block-sparse flash attention over an index list.
 
 One program computes BQ query rows of one head. Names of the rows and columns of the mask's blocks are
 BLOCK_Q and BLOCK_K; a program's tiles BQ and BK divide them, so that a tile never meets two blocks.
@@ -114,32 +114,3 @@ def forward(
     # No active tile: 0 / 1 and -inf.
     tl.store(out_at, sums / tl.where(total == 0.0, 1.0, total)[:, None], mask=inside[:, None])
     tl.store(lse_at, (peak + tl.log2(total)) / LOG2E, mask=inside)
-
-
-@triton.jit
-def merge(
-    out, lse, new_out, new_lse,
-    out_strides, lse_strides, new_out_strides, new_lse_strides,
-    heads, q_len,
-    D: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """(out, lse) becomes the attention over the keys of both parts."""
-    top = tl.program_id(0) * ROWS
-    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
-    rows, dims = tl.arange(0, ROWS), tl.arange(0, D)
-    inside = top + rows < q_len
-    out_at = corner(out, out_strides, batch, head, top) + rows[:, None] * out_strides[2] + dims[None, :]
-    lse_at = corner(lse, lse_strides, batch, head, top) + rows * lse_strides[2]
-    new_at = corner(new_out, new_out_strides, batch, head, top) + rows[:, None] * new_out_strides[2]
-    old = tl.load(lse_at, mask=inside, other=-INFINITY)
-    new = tl.load(corner(new_lse, new_lse_strides, batch, head, top) + rows * new_lse_strides[2], inside, 0.0)
-    # An empty part weighs nothing, also where both are empty and the difference would be inf - inf.
-    higher = tl.maximum(old, new)
-    higher = tl.where(higher == -INFINITY, 0.0, higher)
-    old_weight, new_weight = tl.exp(old - higher), tl.exp(new - higher)
-    total = old_weight + new_weight
-    share = tl.where(total == 0.0, 0.0, new_weight / total)[:, None]
-    before = tl.load(out_at, mask=inside[:, None], other=0.0)
-    after = tl.load(new_at + dims[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
-    tl.store(out_at, before + share * (after - before), mask=inside[:, None])
-    tl.store(lse_at, higher + tl.log(total), mask=inside)

@@ -76,11 +76,10 @@ def cases(targets: Iterable[str] = TARGETS) -> Iterator[Case]:
 
 
 def small_cases(targets: Iterable[str] = TARGETS) -> Iterator[Case]:
-    """The kernels that only stream: they have no tiles to choose and no matrix product."""
+    """The kernel that only streams: it has no tiles to choose and no matrix product."""
     for target in targets:
-        for kernel in ("merge", "prepare"):
-            for head_dim in HEAD_DIMS:
-                yield Case(target, kernel, head_dim, 0, Config(0, 0, 4, 3))
+        for head_dim in HEAD_DIMS:
+            yield Case(target, "prepare", head_dim, 0, Config(0, 0, 4, 3))
 
 
 def compile_all(wanted: Iterable[Case], processes: int = 2) -> list[Resources]:
@@ -121,7 +120,7 @@ def _source(case: Case) -> Any:
     """What a launch would hand to the compiler: aligned pointers, strides that are multiples of 16."""
     from triton.compiler import ASTSource
 
-    room = "forward" if case.kernel in ("forward", "merge") else "backward"
+    room = "forward" if case.kernel == "forward" else "backward"
     kernel = getattr(import_module(f"weft.run.kernels.triton_{room}"), case.kernel)
     constants: dict[Any, int] = {
         "D": case.head_dim, "BLOCK_Q": case.block, "BLOCK_K": case.block, "DENSE": case.dense,

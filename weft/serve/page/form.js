@@ -27,7 +27,6 @@ export function describe(model) {
     field[name].value ||= facts[name] ?? "";
     field[name].defaultValue = facts[name] ?? "";
   }
-  field.prompt.placeholder = facts.example ?? "";
   changed();
 }
 

@@ -1,0 +1,43 @@
+"""`weft verify`: mistakes are one sentence, whoever finds them."""
+
+from __future__ import annotations
+
+import pytest
+
+from weft.cli.main import main
+from weft.core.errors import InputError
+from weft.run.pool import Failure, Pool, RankFailure
+
+
+def call(*words: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", *words])
+    return int(ended.value.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--plan", "nosuch"), "There is no strategy 'nosuch'."),
+        (("--plan", "usp:1x2", "--ranks", "2,3"), "usp:1x2 needs 2 ranks; there are 3."),
+        (("--dtype", "int8"), "dtype 'int8' is not supported."),
+        (("--tokens", "0"), "tokens=0 is no size."),
+        (("--ranks", "two"), "ranks='two' is not a list of counts."),
+    ],
+)
+def test_mistakes_are_told_before_ranks_are_started(words, says, capsys, monkeypatch):
+    monkeypatch.setattr(Pool, "__init__", lambda *_: pytest.fail("started ranks"))
+    assert call(*words) == 2
+    assert capsys.readouterr().err.startswith(f"weft: {says}")
+
+
+def test_what_all_ranks_refuse_is_told_once(capsys, monkeypatch):
+    refused = Failure.of(InputError("6 heads cannot share 4.", hint="Use 3."))
+
+    def run(*_: object) -> None:
+        raise RankFailure({0: refused, 1: refused}, 2)
+
+    monkeypatch.setattr(Pool, "_fresh_ranks", lambda _: None)
+    monkeypatch.setattr(Pool, "run", run)
+    assert call("--ranks", "2") == 2
+    assert capsys.readouterr().err.endswith("weft: 6 heads cannot share 4.\nUse 3.\n")

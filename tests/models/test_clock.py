@@ -1,0 +1,61 @@
+"""The clock: which step a call belongs to, whatever timesteps a model is given."""
+
+from __future__ import annotations
+
+from contextlib import redirect_stderr
+from io import StringIO
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import weft
+from weft.models.clock import Clock
+
+
+def ticks(clock: Clock, times: list[Any], prompt: Tensor) -> list[tuple[int, int]]:
+    seen = []
+    for time in times:
+        clock.tick({"timestep": time, "encoder_hidden_states": prompt})
+        seen.append(clock.now)
+    return seen
+
+
+def test_a_step_begins_when_the_timestep_changes_and_a_run_when_it_rises() -> None:
+    clock, prompt = Clock(), torch.zeros(2)
+    times = [torch.tensor([900.0]), torch.tensor([900.0]), 500, torch.tensor([100]), torch.tensor([900.0])]
+    assert ticks(clock, times, prompt) == [(0, 0), (0, 0), (1, 0), (2, 0), (0, 0)]
+
+
+def test_tokens_that_are_given_do_not_hold_the_clock() -> None:
+    """Of a video that begins with an image, the first frame's timestep is 0 in every step."""
+    times = [torch.tensor([[0.0, 0.0, t, t]]) for t in (900, 500, 100)]
+    assert ticks(Clock(), times, torch.zeros(2)) == [(0, 0), (1, 0), (2, 0)]
+
+
+def test_a_run_that_is_announced_may_have_rising_timesteps() -> None:
+    clock, prompt = Clock(), torch.zeros(2)
+    clock.reset(3, told=True)
+    assert ticks(clock, [0, 300, 600], prompt) == [(0, 0), (1, 0), (2, 0)]
+    clock.reset()
+    assert (clock.steps, ticks(clock, [300, 600], prompt)) == (None, [(0, 0), (0, 0)])
+
+
+def test_a_new_run_of_one_step_has_prompts_of_its_own() -> None:
+    clock, prompts = Clock(), [torch.zeros(2), torch.ones(2)]
+    for prompt in prompts:
+        clock.reset(1, told=True)
+        assert ticks(clock, [1000], prompt) == [(0, 0)]
+
+
+@pytest.mark.filterwarnings("ignore:CPU Autocast", "ignore:In CPU autocast")
+def test_masks_of_mochi_whose_timesteps_rise() -> None:
+    """One step of three is dense."""
+    checkpoints = pytest.importorskip("tests.models.checkpoints")
+    pipe = weft.parallelize(checkpoints.TINY["mochi"](), mask="random:density=0.3,block=4,dense_steps=1")
+    given = {**checkpoints.arguments("mochi", branches=1), "num_inference_steps": 3}
+    with redirect_stderr(StringIO()) as said:
+        pipe(**given)
+    sparse, dense = [int(word) for word in said.getvalue().split() if word.isdecimal()][:2]
+    assert sparse == 2 * dense

@@ -1,0 +1,72 @@
+"""The server's end of its ranks: one that does not listen, and the end of all."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from weft.core.errors import InputError
+from weft.serve import channel as channels
+from weft.serve.channel import Channel, listen
+from weft.serve.ranks import Ranks
+
+TOKEN = "secret"
+
+
+class _Ranks(Ranks):
+    def _start_agent(self) -> None:
+        """The test is what it would start."""
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+    monkeypatch.setattr(channels, "STUCK", 0.3)
+    ranks = _Ranks(1, lambda *_: None, queue.Queue(), TOKEN)  # type: ignore[arg-type,return-value]
+    ranks.start()
+    yield ranks
+    ranks.close()
+
+
+def joined(ranks: Ranks) -> Channel:
+    assert ranks._listener is not None
+    rank = Channel.connect("127.0.0.1", ranks._listener.getsockname()[1], TOKEN)
+    rank.send({"told": "hello", "rank": 0, "world": 1, "pid": 0, "host": "a thread"})
+    assert rank.receive()[0]["do"] == "join"
+    return rank
+
+
+def test_a_rank_that_takes_no_messages_is_lost_and_nobody_waits_for_it(ranks: Ranks) -> None:
+    """As one that was stopped by SIGSTOP: its connection lasts, and what it is sent fills all buffers."""
+    rank = joined(ranks)
+    sending = threading.Thread(target=ranks.send, args=(0, {"do": "run"}, bytes(2**26)), daemon=True)
+    sending.start()
+    sending.join(10)
+    assert not sending.is_alive()
+    rank.close()
+    assert ranks.events.get(timeout=1)[0] == "lost"  # why, is told by who notices first: sender or reader
+    assert not ranks.all
+
+
+def test_nobody_waits_for_connections_after_the_end(ranks: Ranks) -> None:
+    def waits() -> bool:
+        return any(each.name == "weft-accept" for each in threading.enumerate())
+
+    joined(ranks).close()
+    ranks.close()
+    until = time.monotonic() + 5
+    while waits() and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not waits()
+
+
+def test_a_place_that_cannot_be_is_told(ranks: Ranks) -> None:
+    assert ranks._listener is not None
+    taken: Any = ranks._listener.getsockname()
+    for host, port in (taken, ("192.0.2.1", 0)):
+        with pytest.raises(InputError, match="cannot be waited for at"):
+            listen(host, port)
