@@ -60,7 +60,8 @@ def _orthogonal(matrices: list[Tensor]) -> list[Tensor]:
         matrix.copy_(orthogonal(matrix))
     sent = [dist.broadcast(each, number % ranks, async_op=True) for number, each in enumerate(matrices)]
     for message in sent:
-        message.wait()
+        if message is not None:  # it is None only where this rank is not of the group
+            message.wait()
     return matrices
 
 

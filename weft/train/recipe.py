@@ -237,7 +237,7 @@ class Recipe:
         return Recipe.of(said)
 
 
-def _at_least(name: str, value: int, least: int) -> None:
+def _at_least(name: str, value: float, least: int) -> None:
     if value < least:
         raise InputError(f"{name} = {value} in the recipe.", hint=f"It is {least} or more.")
 
