@@ -9,10 +9,10 @@ them, so attention binds a colour to its shape. Any size that patches divide wil
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import partial
-from math import gcd, lcm, prod
+from math import prod
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from weft.core.errors import InputError
 from weft.models.adapter import Adapter, Cut
+from weft.models.prompt import Prompt, Read, by_row
 
 Size = tuple[int, int, int]
 """Frames, rows, columns."""
@@ -29,10 +30,6 @@ THETA = 100.0
 """Rotations are from one radian a patch to a hundredth: grids have tens of patches a side, not thousands."""
 TICKS = 1000.0
 """A timestep from 0 to 1 in the units that waves are made for."""
-FEW = 4
-"""Of fewer rows than this, BLAS computes a product another way than of more (measured: MKL, float32)."""
-LANES = 32
-"""Numbers that torch takes at once where there is AVX-512; it rounds those that are left in another way."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +51,8 @@ class DiTConfig:
     qk_norm: bool = True
     phrase: int = 0
     """Words that tell of one thing: each knows the others of its phrase before it meets the video."""
+    read: int = 0
+    """Channels by which a token finds, in every block, the phrase that tells of it; 0: by attention alone."""
     shift: float = 1.0
     """Of the sampler's timesteps, see `flow.times`: what is large is decided while all is noise."""
     pixels: bool = True
@@ -76,6 +75,11 @@ class DiTConfig:
             raise InputError(
                 f"phrase={self.phrase} with prompts of {self.length} words.",
                 hint="It divides the words of a prompt; 0 is for words that stand alone.",
+            )
+        if self.read < 0 or (self.read and not self.phrase):
+            raise InputError(
+                f"read={self.read} with phrase={self.phrase}.",
+                hint="There are phrases to be read where phrase is not 0; 32 to 64 channels will do.",
             )
         self.grid(self.video)
 
@@ -121,7 +125,11 @@ class VideoDiT(nn.Module):
         super().__init__()
         self.config, width = config, config.width
         pixels = config.channels * prod(config.made)
-        self.embed, self.text, self.rope = nn.Linear(pixels, width), Prompt(config), Rope(config.head)
+        self.embed, self.text, self.rope = (
+            nn.Linear(pixels, width),
+            Prompt(config.words, config.length, width, config.phrase),
+            Rope(config.head),
+        )
         self.clock = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
         self.modulate = nn.Linear(width, 6 * width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
@@ -139,7 +147,7 @@ class VideoDiT(nn.Module):
     def forward(self, video: Tensor, timestep: Tensor, words: Tensor) -> Tensor:
         """timestep: the share of noise in each video, from 1 to 0."""
         patches = self._patches(video)
-        text, prompt = self.text(words)
+        text, prompt, phrases = self.text(words)
         x = torch.cat((text, self.embed(patches.flatten(1, 3))), 1)
         time = by_row(self.clock, waves(timestep * TICKS, self.config.width).to(x.dtype))
         condition = time + prompt
@@ -151,7 +159,7 @@ class VideoDiT(nn.Module):
         )
         again = self._gradient_checkpointing_func
         for block in self.blocks:
-            given = x, changes, cos, sin
+            given = x, changes, cos, sin, phrases
             x = again(block, *given) if again and torch.is_grad_enabled() else block(*given)
         shift, scale = (condition[:, None] + self.table).unsqueeze(2).unbind(1)
         x = self.head(self.norm(x[:, text.shape[1] :]) * (1 + scale) + shift)
@@ -174,35 +182,6 @@ class VideoDiT(nn.Module):
         x = x.permute(0, 1, 4, 5, 2, 6, 3, 7)  # [B, t, frames of a patch, C, h, rows, w, columns]
         B, t, pt, C, h, ph, w, pw = x.shape
         return x.reshape(B, t * pt, C, h * ph, w * pw)
-
-
-class Prompt(nn.Module):
-    """Words [B, length] as tokens in their places, and as one vector that knows the places too."""
-
-    def __init__(self, config: DiTConfig) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(config.words, config.width)
-        self.place = nn.Parameter(torch.randn(config.length, config.width) * 0.2)
-        self.mix = nn.Parameter(torch.randn(config.length, config.width) / config.length**0.5)
-        self.whole = nn.Linear(config.width, config.width)
-        self.phrase, width = config.phrase, config.width
-        if self.phrase:
-            self.norm = nn.LayerNorm(width, elementwise_affine=False)
-            self.mlp = nn.Sequential(
-                nn.Linear(width, 2 * width), nn.GELU("tanh"), nn.Linear(2 * width, width)
-            )
-
-    def forward(self, words: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.embed(words)
-        return self._known(x + self.place), by_row(self.whole, (x * self.mix).sum(1))
-
-    def _known(self, x: Tensor) -> Tensor:
-        """Each word with what its phrase says: a patch that knows its colour need not look for its kind."""
-        if not self.phrase:
-            return x
-        phrases = self.norm(x.unflatten(1, (-1, self.phrase)).sum(2))
-        told = by_row(self.mlp, phrases.flatten(0, 1)).unflatten(0, phrases.shape[:2])
-        return x + told.repeat_interleave(self.phrase, 1)
 
 
 class Rope(nn.Module):
@@ -232,8 +211,11 @@ class Block(nn.Module):
         self.norm, self.attn = nn.LayerNorm(width, elementwise_affine=False), Attention(config)
         self.mlp = nn.Sequential(nn.Linear(width, wide), nn.GELU("tanh"), nn.Linear(wide, width))
         self.table = nn.Parameter(torch.zeros(6, width))
+        self.read = Read(width, config.read) if config.read else None
 
-    def forward(self, x: Tensor, changes: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, changes: Tensor, cos: Tensor, sin: Tensor, phrases: Tensor) -> Tensor:
+        if self.read is not None:
+            x = x + self.read(self.norm(x), phrases)
         shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = (changes + self.table).unsqueeze(2).unbind(1)
         x = x + gate * self.attn(self.norm(x) * (1 + scale) + shift, cos, sin)
         return x + gate_mlp * self.mlp(self.norm(x) * (1 + scale_mlp) + shift_mlp)
@@ -267,12 +249,6 @@ def waves(times: Tensor, width: int) -> Tensor:
     return torch.cat((angles.sin(), angles.cos()), -1)[:, :width]
 
 
-def by_row(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """A layer of a row for each sample, whose bits are the same however many samples are beside it."""
-    rows = lcm(FEW, LANES // gcd(LANES, x.shape[1]))
-    return layer(F.pad(x, (0, 0, 0, -len(x) % rows)))[: len(x)]
-
-
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Each pair of channels, one of either half, by its angle."""
     a, b = x.chunk(2, -1)
@@ -282,8 +258,9 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 ADAPTER = Adapter(
     "VideoDiT",
     inputs={"embed": {"input": Cut("video", 1)}},
-    outputs={"text": (Cut("text", 1), None), "rope": Cut("video", 0)},
+    outputs={"text": (Cut("text", 1), None, None), "rope": Cut("video", 0)},
     attention={"blocks.*.attn": "text video"},
+    local=("blocks.*.read",),
     gather={"head": Cut("video", 1)},
     grid=lambda model, given: model.grid(given["video"]),
     note="weft's own",
