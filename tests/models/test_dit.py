@@ -14,7 +14,6 @@ import weft
 from tests.models.toys import check, normal, on_ranks, seeded, step
 from weft.core.errors import InputError
 from weft.models.dit import DiTConfig, Rope, VideoDiT, rotated
-from weft.models.prompt import Read
 
 CONFIG = DiTConfig(words=11, length=7, video=(4, 6, 10), patch=(2, 2, 2), width=36, depth=2, heads=3)
 """2 × 3 × 5 patches, 7 words, heads of 12."""
@@ -36,7 +35,7 @@ def inputs(config: DiTConfig = CONFIG, batch: int = 2) -> tuple[Tensor, Tensor, 
     ("config", "plan", "again"),
     [
         (CONFIG, "auto", False),
-        (replace(CONFIG, length=2, phrase=2, read=5, qk_norm=False, video=(2, 2, 26)), "gather", True),
+        (replace(CONFIG, length=2, phrase=2, qk_norm=False, video=(2, 2, 26)), "gather", True),
     ],
     ids=["many", "few"],
 )
@@ -73,28 +72,6 @@ def test_a_word_knows_the_others_of_its_phrase_and_no_more() -> None:
         replace(CONFIG, phrase=3)
 
 
-def test_a_token_reads_the_phrase_that_fits_it_or_none() -> None:
-    own, phrases = Read(8, 8).double(), torch.eye(8).double()[None, :2]
-    for layer in (own.ask, own.name, own.tell):
-        layer.weight.data = torch.eye(8).double()
-    x = 100 * torch.eye(8).double()[None, :3] - 50  # fits the first, the second, neither
-    torch.testing.assert_close(own(x, phrases)[0, :2], phrases[0], rtol=0, atol=1e-6)
-    assert own(x, phrases)[0, 2].abs().max() < 1e-6
-    assert not Read(8, 4)(torch.randn(1, 3, 8), torch.randn(1, 2, 8)).any()  # a new one changes nothing
-    with pytest.raises(InputError, match="read=4 with phrase=0"):
-        replace(CONFIG, read=4)
-
-
-def test_what_is_read_has_the_same_bits_in_any_company() -> None:
-    """Of samples and of tokens: on other ranks there are others."""
-    own, x, phrases = Read(256, 64), normal(5, 264, 256).float(), normal(5, 2, 256, seed=2).float()
-    torch.nn.init.normal_(own.tell.weight)
-    for samples in (1, 2, 3, 5):
-        for first, last in ((0, 264), (0, 132), (88, 176), (7, 20), (260, 264)):
-            part = own(x[:samples, first:last], phrases[:samples])
-            assert torch.equal(part, own(x, phrases)[:samples, first:last]), (samples, first, last)
-
-
 def test_a_patch_comes_back_to_its_place() -> None:
     """A model that is but its patches gives a video back, whatever its size."""
     own = VideoDiT(CONFIG).double()
@@ -126,7 +103,7 @@ def test_a_new_model_predicts_grey_and_its_blocks_are_the_identity() -> None:
     own = VideoDiT(CONFIG).double()
     assert not own(*inputs()).any()
     x = normal(1, 4, 36)
-    assert torch.equal(own.blocks[0](x, torch.zeros(1, 6, 36).double(), normal(4, 6), normal(4, 6), x[:, :0]), x)
+    assert torch.equal(own.blocks[0](x, torch.zeros(1, 6, 36).double(), normal(4, 6), normal(4, 6)), x)
 
 
 def test_a_block_shifts_scales_and_gates_its_two_halves_each_by_its_own() -> None:
@@ -143,14 +120,14 @@ def test_a_block_shifts_scales_and_gates_its_two_halves_each_by_its_own() -> Non
 
     wanted = x + by[:, 2] * block.attn(changed(x, 0), cos, sin)
     wanted = wanted + by[:, 5] * block.mlp(changed(wanted, 3))
-    torch.testing.assert_close(block(x, changes, cos, sin, x[:, :0]), wanted)
+    torch.testing.assert_close(block(x, changes, cos, sin), wanted)
 
 
 def test_words_are_not_rotated_and_patches_by_their_place() -> None:
     own, seen = model(), list[tuple[Tensor, ...]]()
     own.blocks[1].register_forward_pre_hook(lambda _, given: seen.append(given))
     own(*inputs())
-    _, _, cos, sin, _ = seen[0]
+    _, _, cos, sin = seen[0]
     assert (cos[:7] == 1).all() and not sin[:7].any() and len(cos) == len(sin) == 7 + 30
     t, h, w = (int(part) for part in Rope(12).parts)
     angle = 3 * 100.0 ** -(torch.arange(w).double() / w)  # of the patch in frame 1, row 2, column 3

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from weft.core.errors import InputError
 from weft.models.adapter import Adapter, Cut
-from weft.models.prompt import Prompt, Read, by_row
+from weft.models.prompt import Prompt, by_row
 
 Size = tuple[int, int, int]
 """Frames, rows, columns."""
@@ -51,8 +51,6 @@ class DiTConfig:
     qk_norm: bool = True
     phrase: int = 0
     """Words that tell of one thing: each knows the others of its phrase before it meets the video."""
-    read: int = 0
-    """Channels by which a token finds, in every block, the phrase that tells of it; 0: by attention alone."""
     shift: float = 1.0
     """Of the sampler's timesteps, see `flow.times`: what is large is decided while all is noise."""
     pixels: bool = True
@@ -75,11 +73,6 @@ class DiTConfig:
             raise InputError(
                 f"phrase={self.phrase} with prompts of {self.length} words.",
                 hint="It divides the words of a prompt; 0 is for words that stand alone.",
-            )
-        if self.read < 0 or (self.read and not self.phrase):
-            raise InputError(
-                f"read={self.read} with phrase={self.phrase}.",
-                hint="There are phrases to be read where phrase is not 0; 32 to 64 channels will do.",
             )
         self.grid(self.video)
 
@@ -147,7 +140,7 @@ class VideoDiT(nn.Module):
     def forward(self, video: Tensor, timestep: Tensor, words: Tensor) -> Tensor:
         """timestep: the share of noise in each video, from 1 to 0."""
         patches = self._patches(video)
-        text, prompt, phrases = self.text(words)
+        text, prompt = self.text(words)
         x = torch.cat((text, self.embed(patches.flatten(1, 3))), 1)
         time = by_row(self.clock, waves(timestep * TICKS, self.config.width).to(x.dtype))
         condition = time + prompt
@@ -159,7 +152,7 @@ class VideoDiT(nn.Module):
         )
         again = self._gradient_checkpointing_func
         for block in self.blocks:
-            given = x, changes, cos, sin, phrases
+            given = x, changes, cos, sin
             x = again(block, *given) if again and torch.is_grad_enabled() else block(*given)
         shift, scale = (condition[:, None] + self.table).unsqueeze(2).unbind(1)
         x = self.head(self.norm(x[:, text.shape[1] :]) * (1 + scale) + shift)
@@ -211,11 +204,8 @@ class Block(nn.Module):
         self.norm, self.attn = nn.LayerNorm(width, elementwise_affine=False), Attention(config)
         self.mlp = nn.Sequential(nn.Linear(width, wide), nn.GELU("tanh"), nn.Linear(wide, width))
         self.table = nn.Parameter(torch.zeros(6, width))
-        self.read = Read(width, config.read) if config.read else None
 
-    def forward(self, x: Tensor, changes: Tensor, cos: Tensor, sin: Tensor, phrases: Tensor) -> Tensor:
-        if self.read is not None:
-            x = x + self.read(self.norm(x), phrases)
+    def forward(self, x: Tensor, changes: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = (changes + self.table).unsqueeze(2).unbind(1)
         x = x + gate * self.attn(self.norm(x) * (1 + scale) + shift, cos, sin)
         return x + gate_mlp * self.mlp(self.norm(x) * (1 + scale_mlp) + shift_mlp)
@@ -258,9 +248,8 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 ADAPTER = Adapter(
     "VideoDiT",
     inputs={"embed": {"input": Cut("video", 1)}},
-    outputs={"text": (Cut("text", 1), None, None), "rope": Cut("video", 0)},
+    outputs={"text": (Cut("text", 1), None), "rope": Cut("video", 0)},
     attention={"blocks.*.attn": "text video"},
-    local=("blocks.*.read",),
     gather={"head": Cut("video", 1)},
     grid=lambda model, given: model.grid(given["video"]),
     note="weft's own",

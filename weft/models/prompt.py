@@ -1,4 +1,4 @@
-"""Prompt: the words of a VideoDiT, and how tokens read the phrase that tells of them."""
+"""Prompt: the words of a VideoDiT, as its tokens and as one vector."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LANES = 32
 
 
 class Prompt(nn.Module):
-    """Words [B, length] as tokens in their places, as one vector that knows the places too, and by phrase."""
+    """Words [B, length] as tokens in their places, and as one vector that knows the places too."""
 
     def __init__(self, words: int, length: int, width: int, phrase: int) -> None:
         super().__init__()
@@ -31,35 +31,14 @@ class Prompt(nn.Module):
                 nn.Linear(width, 2 * width), nn.GELU("tanh"), nn.Linear(2 * width, width)
             )
 
-    def forward(self, words: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, words: Tensor) -> tuple[Tensor, Tensor]:
         x = self.embed(words)
         whole, x = by_row(self.whole, (x * self.mix).sum(1)), x + self.place
         if not self.phrase:
-            return x, whole, x[:, :0]
+            return x, whole
         # Each word with what its phrase says: a patch that knows its colour need not look for its kind.
         told = by_row(self.mlp, self.norm(x.unflatten(1, (-1, self.phrase)).sum(2)))
-        return x + told.repeat_interleave(self.phrase, 1), whole, told
-
-
-class Read(nn.Module):
-    """What a token takes from the phrases [B, P, width], each by how well it fits, or from none of them.
-
-    Words are few among the keys of an attention, so it learns late which of two phrases a patch is about;
-    here there is nothing else to look at. A row's bits do not depend on the rows beside it.
-    """
-
-    def __init__(self, width: int, channels: int) -> None:
-        super().__init__()
-        self.ask, self.name = (nn.Linear(width, channels, bias=False) for _ in range(2))
-        self.tell = nn.Linear(width, width, bias=False)
-        nn.init.zeros_(self.tell.weight)
-
-    def forward(self, x: Tensor, phrases: Tensor) -> Tensor:
-        asked, names, told = self.ask(x), by_row(self.name, phrases), by_row(self.tell, phrases)
-        fits = [(asked * names[:, p : p + 1]).sum(-1) for p in range(phrases.shape[1])]
-        none = torch.zeros_like(fits[0])
-        shares = (torch.stack([*fits, none], -1) * asked.shape[-1] ** -0.5).softmax(-1)
-        return sum(shares[..., p : p + 1] * told[:, p : p + 1] for p in range(len(fits)))  # type: ignore[return-value]
+        return x + told.repeat_interleave(self.phrase, 1), whole
 
 
 def by_row(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

@@ -39,8 +39,6 @@ class ModelPart:
     qk_norm: bool = True
     phrase: int = 0
     """Words that tell of one thing; 4 in weft's own captions, 0 if they stand alone."""
-    read: int = 0
-    """Channels by which a patch finds the phrase that tells of it."""
     upscale: int = 1
     """Train on clips of a fraction of their height and width, and an upscaler for the rest."""
     start: str = ""
