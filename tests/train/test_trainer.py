@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from weft.core.errors import InputError, WeftError
+from weft.models import checkpoint
 from weft.models.video import VideoPipeline
 from weft.train.data import Clips, Endless
 from weft.train.optimise import rate
@@ -112,6 +113,22 @@ def test_a_run_goes_on_that_is_older_than_an_option(done: Path, tmp_path: Path) 
     assert said["train"].pop("optimiser") == "adamw"
     (folder / "recipe.json").write_text(json.dumps(said))
     assert train(TINY, folder, live=False) == 6
+
+
+def test_a_model_without_the_coarse_branch_of_its_training_is_only_to_begin_with(tmp_path: Path) -> None:
+    sparse = {"cube": (2, 2, 2), "rows": 8, "coarse": True}
+    coarse = replace(changed(steps=1), sparse=Recipe.of({"sparse": sparse}).sparse)
+    train(coarse, tmp_path / "coarse", live=False)
+    model = tmp_path / "coarse" / "model"
+    for refuses in (checkpoint.check, checkpoint.load_pipeline, VideoPipeline.load):
+        with pytest.raises(InputError, match="trained with a coarse branch .* without"):
+            refuses(model)
+    (note,) = log(tmp_path / "coarse", "note")
+    assert "model/ will be without a coarse branch" in note["text"]
+    begun = replace(changed(steps=1), model=replace(TINY.model, start=str(model)))
+    train(begun, tmp_path / "plain", live=False)
+    checkpoint.check(tmp_path / "plain" / "model")
+    VideoPipeline.load(tmp_path / "plain" / "model")
 
 
 def test_another_recipe_does_not_go_on_in_the_same_folder(done: Path) -> None:
