@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 import weft
 from tests.models.toys import check, normal, on_ranks, seeded, step
@@ -104,6 +106,27 @@ def test_a_new_model_predicts_grey_and_its_blocks_are_the_identity() -> None:
     assert not own(*inputs()).any()
     x = normal(1, 4, 36)
     assert torch.equal(own.blocks[0](x, torch.zeros(1, 6, 36).double(), normal(4, 6), normal(4, 6)), x)
+
+
+def test_autocast_leaves_attention_on_a_cpu_in_the_dtype_of_the_weights() -> None:
+    """Where nobody asks for autocast, a model of 16 bits is computed in them."""
+    seen: list[torch.dtype] = []
+
+    class Seen(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if func is F.scaled_dot_product_attention:
+                seen.extend(x.dtype for x in (*args, out))
+            return out
+
+    given = [x.float() if x.is_floating_point() else x for x in inputs()]
+    with Seen(), torch.autocast("cpu", torch.bfloat16):
+        assert model().float()(*given).dtype == torch.bfloat16
+    assert seen == [torch.float32] * 4 * CONFIG.depth
+    seen.clear()
+    with Seen():
+        model().bfloat16()(*(x.bfloat16() if x.is_floating_point() else x for x in given))
+    assert seen == [torch.bfloat16] * 4 * CONFIG.depth
 
 
 def test_a_block_shifts_scales_and_gates_its_two_halves_each_by_its_own() -> None:

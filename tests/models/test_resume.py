@@ -81,6 +81,24 @@ def test_own_model_goes_on_exactly_alone_and_in_a_batch(guidance: float) -> None
         assert np.array_equal(alone[0], batch[job])
 
 
+TOPK = "topk:0.6,block=8,tile=1x2x2,dense_steps=1,refresh=3"
+
+
+def test_masks_that_are_kept_for_some_steps_go_on_with_the_run() -> None:
+    """Stopped after every step: also between two steps of one mask, and where it is made anew."""
+    pipe = weft.parallelize(own(), mask=TOPK)
+    try:
+        expected = whole(pipe, given(2, num_inference_steps=8))
+        found = in_pieces(pipe, lambda: given(2, num_inference_steps=8), 8)
+        often = whole(
+            weft.parallelize(weft.restore(pipe), mask=TOPK[:-1] + "1"), given(2, num_inference_steps=8)
+        )
+    finally:
+        weft.restore(pipe)
+    assert np.array_equal(found, expected)
+    assert not np.array_equal(often, expected)  # else it would not matter which mask is used
+
+
 def scheduled(name: str, scheduler: Any = None) -> Any:
     pipe = TINY[name]()
     if scheduler is not None:
@@ -116,10 +134,11 @@ def test_pipelines_of_diffusers_go_on_exactly(case: str) -> None:
 
 def piece(kind: str, jobs: int, alone: bool, data: bytes, stop: bool) -> Any:  # noqa: FBT001
     """A segment on a rank of a real world, or on each of them alone: bytes, or frames at the end."""
-    pipe = own() if kind == "own" else _wan()
+    pipe = _wan() if kind == "wan" else own()
     mesh = dist.new_group([dist.get_rank()], use_local_synchronization=True) if alone else None
-    weft.parallelize(pipe, plan="ulysses", impl="sdpa", mesh=mesh)
-    arguments = given(jobs) if kind == "own" else of_diffusers("wan")
+    mask = TOPK if kind == "masked" else None
+    weft.parallelize(pipe, plan="ulysses", impl="sdpa", mesh=mesh, mask=mask)
+    arguments = of_diffusers("wan") if kind == "wan" else given(jobs)
     try:
         start = State.from_bytes(data) if data else None
         ended = run(pipe, arguments, start=start, on_step=lambda _: stop)
@@ -133,7 +152,7 @@ def _wan() -> Any:
     return CASES["wan by unipc"]()
 
 
-@pytest.mark.parametrize(("kind", "jobs"), [("own", 1), ("own", 3), ("wan", 1)])
+@pytest.mark.parametrize(("kind", "jobs"), [("own", 1), ("own", 3), ("masked", 2), ("wan", 1)])
 def test_goes_on_with_another_number_of_ranks(kind: str, jobs: int) -> None:
     expected = world(2).run(piece, kind, jobs, True, b"", False)[0]
     for ranks in (2, 3):
@@ -143,7 +162,7 @@ def test_goes_on_with_another_number_of_ranks(kind: str, jobs: int) -> None:
             data = first
         for last in (b"", data):
             for frames in world(ranks).run(piece, kind, jobs, False, last, False):
-                if kind == "own":
+                if kind != "wan":
                     assert np.array_equal(frames, expected)
                 else:
                     assert np.abs(frames - expected).max() < 1e-5 * np.abs(expected).max()

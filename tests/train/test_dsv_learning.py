@@ -269,7 +269,7 @@ def test_a_state_goes_on_where_it_was() -> None:
 
 @pytest.mark.filterwarnings("ignore:In CPU autocast")
 def test_half_precision_is_that_of_autocast() -> None:
-    """Rotations leave queries and keys in float32, values in bfloat16: attention has all in bfloat16."""
+    """Of linears: attention has all in float32 on a CPU, sparse or dense."""
     given = [x.float() if x.is_floating_point() else x for x in inputs()]
     dsv = method()
     with torch.autocast("cpu", torch.bfloat16):

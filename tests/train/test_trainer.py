@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from weft.core.errors import InputError, WeftError
+from weft.models import checkpoint
 from weft.models.video import VideoPipeline
 from weft.train.data import Clips, Endless
 from weft.train.optimise import rate
@@ -57,8 +59,9 @@ def test_a_run_leaves_a_log_samples_and_a_model(done: Path) -> None:
     assert np.isfinite(frames).all()
 
 
-def test_a_run_that_was_stopped_goes_on_bit_for_bit(done: Path, tmp_path: Path) -> None:
-    trainer = Trainer(TINY, tmp_path, live=False)
+def stopped(recipe: Recipe, folder: Path) -> Path:
+    """The same run, told to stop in its fourth step, and gone on with."""
+    trainer = Trainer(recipe, folder, live=False)
     plain = trainer._gradients
 
     def interrupted(step: int) -> float:
@@ -69,12 +72,35 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(done: Path, tmp_path: Path) 
     trainer._gradients = interrupted
     assert trainer.run() == 4
     trainer.close()
-    assert train(TINY, tmp_path, live=False) == 6
-    assert [line["loss"] for line in log(tmp_path)] == [line["loss"] for line in log(done)]
-    ours, theirs = (
-        VideoPipeline.load(folder / "model").transformer.state_dict() for folder in (tmp_path, done)
-    )
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert train(recipe, folder, live=False) == 6
+    return folder
+
+
+def check_same(ours: Path, theirs: Path) -> None:
+    assert [line["loss"] for line in log(ours)] == [line["loss"] for line in log(theirs)]
+    a, b = (VideoPipeline.load(folder / "model").transformer.state_dict() for folder in (ours, theirs))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(done: Path, tmp_path: Path) -> None:
+    check_same(stopped(TINY, tmp_path), done)
+
+
+def test_half_precision_goes_on_bit_for_bit_with_muon_and_predictors(tmp_path: Path) -> None:
+    """Only what is computed in a step is halved: weights, moments, averages and predictors are not."""
+    part = {"cube": (2, 1, 1), "rows": 8, "stage1": 1, "profile_rarely": 2, "gate": 1.0, "budget": 0.5}
+    half = changed(dtype="bfloat16", optimiser="muon")
+    recipe = replace(half, sparse=Recipe.of({"sparse": part}).sparse)
+    train(recipe, tmp_path / "whole", live=False)
+    check_same(stopped(recipe, tmp_path / "cut"), tmp_path / "whole")
+    assert any(line["mode"] == "sparse" for line in log(tmp_path / "whole", "sparsity"))
+    trainer = Trainer(recipe, tmp_path / "cut", live=False)
+    try:
+        trainer._begin()
+        kept = [x for x in tree_leaves(trainer.state()) if isinstance(x, torch.Tensor)]
+    finally:
+        trainer.close()
+    assert {x.dtype for x in kept} == {torch.float32}
 
 
 def test_parts_of_a_step_add_up(done: Path, tmp_path: Path) -> None:
@@ -112,6 +138,22 @@ def test_a_run_goes_on_that_is_older_than_an_option(done: Path, tmp_path: Path) 
     assert said["train"].pop("optimiser") == "adamw"
     (folder / "recipe.json").write_text(json.dumps(said))
     assert train(TINY, folder, live=False) == 6
+
+
+def test_a_model_without_the_coarse_branch_of_its_training_is_only_to_begin_with(tmp_path: Path) -> None:
+    sparse = {"cube": (2, 2, 2), "rows": 8, "coarse": True}
+    coarse = replace(changed(steps=1), sparse=Recipe.of({"sparse": sparse}).sparse)
+    train(coarse, tmp_path / "coarse", live=False)
+    model = tmp_path / "coarse" / "model"
+    for refuses in (checkpoint.check, checkpoint.load_pipeline, VideoPipeline.load):
+        with pytest.raises(InputError, match="trained with a coarse branch .* without"):
+            refuses(model)
+    (note,) = log(tmp_path / "coarse", "note")
+    assert "model/ will be without a coarse branch" in note["text"]
+    begun = replace(changed(steps=1), model=replace(TINY.model, start=str(model)))
+    train(begun, tmp_path / "plain", live=False)
+    checkpoint.check(tmp_path / "plain" / "model")
+    VideoPipeline.load(tmp_path / "plain" / "model")
 
 
 def test_another_recipe_does_not_go_on_in_the_same_folder(done: Path) -> None:

@@ -17,6 +17,8 @@ INDEX = "model_index.json"
 OWN = "VideoPipeline"
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 """The files of weft's own; the first has the name of its class."""
+LEFT_OUT = "left_out"
+"""In the first, if the weights are not all that the model was trained with: what else there was."""
 
 
 def shipped() -> Path:
@@ -42,6 +44,17 @@ def check(directory: Path) -> None:
         raise InputError(
             f"{directory} is no Diffusers checkpoint directory: it has no {INDEX}.",
             hint="Give a local folder, as pipe.save_pretrained(…) writes it; weft downloads nothing.",
+        )
+    check_whole(directory)
+
+
+def check_whole(directory: Path) -> None:
+    """Refuse a model of weft's own that would not compute what was judged when it was trained."""
+    path = directory / CONFIG
+    if is_own(directory) and (missing := json.loads(path.read_text(encoding="utf-8")).get(LEFT_OUT)):
+        raise InputError(
+            f"{directory} was trained with {missing}, which it is without: it would show something else.",
+            hint="Begin a run without it there (model.start = that folder), and take the model/ of that one.",
         )
 
 

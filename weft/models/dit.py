@@ -228,7 +228,11 @@ class Attention(nn.Module):
             rotated(norm(x.to(self.out.weight.dtype)), cos, sin)  # under autocast norms are not halved
             for norm, x in ((self.norm_q, q), (self.norm_k, k))
         )
-        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        # On a CPU attention is in the weights' dtype also under autocast: halved, its backward takes longer.
+        v = v.to(q.dtype) if v.device.type == "cpu" else v
+        with torch.autocast("cpu", enabled=False):
+            out = F.scaled_dot_product_attention(q, k, v)
+        return self.out(out.transpose(1, 2).flatten(2))
 
 
 def waves(times: Tensor, width: int) -> Tensor:

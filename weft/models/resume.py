@@ -29,6 +29,7 @@ from weft.core.errors import InputError
 from weft.models.adapter import parameters, put, unwrapped
 from weft.models.guidance import PLAIN
 from weft.models.randomness import facts
+from weft.models.sparsity import Sparsity
 from weft.models.state import State, copied
 
 CALLBACK = "callback_on_step_end"
@@ -194,6 +195,11 @@ class _Call:
         if (woven := getattr(self.pipe, "_weft", None)) is not None:
             woven.clock.tick(given)
 
+    def _masked(self) -> list[Sparsity]:
+        """Who keeps masks from one step for later ones."""
+        woven = getattr(self.pipe, "_weft", None)
+        return [] if woven is None else woven.sparsities
+
     def _state(self, latents: Tensor) -> State:
         cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
         values = {
@@ -204,6 +210,7 @@ class _Call:
             "schedulers": {name: _attributes(each) for name, each in _schedulers(self.pipe).items()},
             "answers": self.answers,
             "others": self.others,
+            "masks": [sparsity.state(self.step) for sparsity in self._masked()],
             "spent": self.spent,
         }
         return State(self.step, copied(values))
@@ -218,6 +225,9 @@ class _Call:
             torch.cuda.set_rng_state(kept["torch"][1])
         for name, scheduler in _schedulers(self.pipe).items():
             vars(scheduler).update(kept["schedulers"][name])
+        # None in a state of an older weft.
+        for sparsity, masks in zip(self._masked(), kept.get("masks", ()), strict=False):
+            sparsity.go_on(masks)
         self.others = kept["others"]
         return kept["latents"]
 

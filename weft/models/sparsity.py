@@ -22,6 +22,7 @@ from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem
 from weft.core.schedule import Schedule
+from weft.models.kept import NOTHING, Kept, Place, restored, stored
 from weft.models.methods import Rules, parse
 from weft.models.producers import Method, Producer, Where
 from weft.models.scores import kept_mass, sample
@@ -36,17 +37,6 @@ from weft.run.call import topology_for
 from weft.schedule.measure import measure
 
 EVERY = 11  # one sparse call in so many is judged; few models have a multiple of it as layers
-
-
-class Kept(NamedTuple):
-    """The mask of a layer, the step it was made in, and the last that used it."""
-
-    since: int
-    last: int
-    mask: BlockMask | None
-
-
-NOTHING = Kept(-(1 << 30), 0, None)
 
 
 class Kind(NamedTuple):
@@ -95,15 +85,25 @@ class Sparsity:
         self._kinds: dict[Any, Kind] = {}
         self._layouts: dict[Any, Layout] = {}
         self._kept: dict[tuple[int, int, Layout], Kept] = {}
+        self._before: dict[Place, Kept] = {}
         self.reset()
 
     def reset(self) -> None:
         """A new run: masks are made anew, and so is the account. Strategies stay."""
         self._kept = {place: kept._replace(since=NOTHING.since) for place, kept in self._kept.items()}
+        self._before = {}
         self._dense = self._replans = 0
         self._densities: list[float] = []
         self._density: dict[str, float] = {}
         self._judged: list[Judged] = []
+
+    def state(self, step: int) -> list[Any]:
+        """The masks that a step needs of the ones before."""
+        return stored(self._kept, step - self.rules.refresh + 1)
+
+    def go_on(self, state: list[Any]) -> None:
+        """From that state, here or on other ranks, after a `reset`."""
+        self._before = restored(state)
 
     def attend(self, where: Where, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return where.attention(q, k, v, **self.options(where, q, k))
@@ -157,12 +157,16 @@ class Sparsity:
         return next(found, None)
 
     def _renewed(self, where: Where, q: Tensor, k: Tensor, kept: Kept) -> Kept:
-        mask, old = self._ask(where, q, k, kept.mask), kept.mask
+        before, old = self._before.get((where.layer, where.branch, where.layout.size), NOTHING), kept.mask
+        if before.since <= where.step < before.since + self.rules.refresh:
+            since, mask = before.since, old if before.mask == old else before.mask
+        else:
+            since, mask = where.step, self._ask(where, q, k, old)
         if old is not None and mask is not old:
             self._replans += mask is not None and kept.since != NOTHING.since
             if sum(other.mask == old for other in self._kept.values()) == 1:
                 let_go(where.world, old)  # thousands of them would fill the memory
-        return Kept(where.step, where.step, mask)
+        return Kept(since, where.step, mask)
 
     def _ask(self, where: Where, q: Tensor, k: Tensor, old: BlockMask | None) -> BlockMask | None:
         with torch.no_grad():

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from weft.core.errors import InputError
 from weft.core.files import whole
 from weft.models import flow
-from weft.models.checkpoint import CONFIG, OWN, WEIGHTS
+from weft.models.checkpoint import CONFIG, LEFT_OUT, OWN, WEIGHTS, check_whole
 from weft.models.dit import DiTConfig, VideoDiT
 from weft.models.upscale import Upscaler
 from weft.models.vocabulary import Vocabulary
@@ -75,8 +75,11 @@ class VideoPipeline:
     def _parts(self) -> Mapping[str, nn.Module]:
         return {"": self.transformer} | ({UPSCALER: self.upscaler} if self.upscaler else {})
 
-    def save(self, directory: Path | str, dtype: torch.dtype = torch.float16) -> None:
-        """Weights are stored in 16 bits, which is more than sampling can tell."""
+    def save(self, directory: Path | str, dtype: torch.dtype = torch.float16, *, left_out: str = "") -> None:
+        """Weights are stored in 16 bits, which is more than sampling can tell.
+
+        left_out   what else the model was trained with: such a one is only to begin another run with.
+        """
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
         with whole(folder / WEIGHTS) as file:
@@ -89,12 +92,18 @@ class VideoPipeline:
             file.write_bytes(to_bytes(weights))
         own = {} if self.vocabulary is None else {"vocabulary": self.vocabulary.to_json()}
         said = {"_class_name": OWN, **self.transformer.config.to_json(), **own}
+        said |= {LEFT_OUT: left_out} if left_out else {}
         with whole(folder / CONFIG) as file:
             file.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
 
     @staticmethod
-    def load(directory: Path | str, dtype: torch.dtype = torch.float32) -> VideoPipeline:
+    def load(
+        directory: Path | str, dtype: torch.dtype = torch.float32, *, whole: bool = True
+    ) -> VideoPipeline:
+        """`whole`: refuse one that was saved with something left out."""
         folder = Path(directory)
+        if whole:
+            check_whole(folder)
         said = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         own = Vocabulary.from_json(said["vocabulary"]) if "vocabulary" in said else None
         pipe = VideoPipeline(VideoDiT(DiTConfig.from_json(said)).eval(), own)

@@ -24,6 +24,7 @@ from weft.train.evaluate import held_out_loss
 from weft.train.ranks import local
 
 if TYPE_CHECKING:
+    from weft.train.recipe import Recipe
     from weft.train.trainer import Trainer
 
 COLUMNS = 8
@@ -51,7 +52,15 @@ def export(trainer: Trainer) -> None:
         error = learn(pipe.upscaler, clips.source, clips=clips.trained, seed=seed)
         trainer.note(f"the upscaler has learned its edges, to a squared error of {error:.4f}")
     with writing(target, hint=HINT):
-        pipe.save(target)
+        pipe.save(target, left_out=left_out(trainer.recipe))
+
+
+def left_out(recipe: Recipe) -> str:
+    """What validation and samples have that an exported model has not.
+
+    A selection is left out in silence: attention to all keys is what it stands for.
+    """
+    return "a coarse branch ([sparse] coarse = true)" if recipe.sparse and recipe.sparse.coarse else ""
 
 
 def held_out(trainer: Trainer) -> float:

@@ -204,7 +204,7 @@ class Trainer:
         if start:
             if not checkpoint.is_own(Path(start)):
                 raise InputError(f"{start} has no model of weft's own.", hint="Give the model/ of a run.")
-            weights = VideoPipeline.load(start).transformer.state_dict()
+            weights = VideoPipeline.load(start, whole=False).transformer.state_dict()
             try:
                 model.load_state_dict(weights)
             except RuntimeError as error:
@@ -258,8 +258,8 @@ class Trainer:
             resumed=found,
         )  # fmt: skip
         self._tell_skipped()
-        if self.recipe.sparse is not None and self.recipe.sparse.coarse:
-            self.note("model/ will be without the coarse branch, which validation and samples have")
+        if missing := results.left_out(self.recipe):
+            self.note(f"model/ will be without {missing}: to begin other runs with, not to generate by")
 
     def _keep_recipe(self) -> None:
         """What is asked for again must be the same, but for what is LOOSE."""

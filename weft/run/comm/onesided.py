@@ -7,7 +7,9 @@ not in the window are served by the process group.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -49,9 +51,8 @@ class OneSidedComm:
         self._lent: list[Half] = []
         self._met = False
         self.calls = 0
-        self._expected: dict[tuple[int, int], int] = {}
-        self._arrived: dict[tuple[int, int], int] = {}
-        self._inbox: dict[tuple[int, int, int], Words] = {}
+        self._boxes: defaultdict[tuple[int, int], _Box] = defaultdict(_Box)
+        """By peer and tag, while a message is under way: plans come and go without end."""
 
     def begin(self, device: torch.device) -> Half | None:
         if not self._met:
@@ -94,8 +95,9 @@ class OneSidedComm:
         coming: dict[int, tuple[int, int]] = {}
         for peer, buffer in receives:
             if peer in near:
-                number = self._expected[peer, tag] = self._expected.get((peer, tag), 0) + 1
-                coming[peer] = number, buffer.numel()
+                box = self._boxes[peer, tag]
+                box.expected += 1
+                coming[peer] = box.expected, buffer.numel()
         return OneSidedTransit(self, (label, tag), coming, dict(far_receives), by_group)
 
     def gather_numbers(self, numbers: list[int]) -> list[list[int]]:
@@ -111,17 +113,20 @@ class OneSidedComm:
             raise self.late(late, label, self.timeout, way="to") from late
 
     def message(self, peer: int, label: str, tag: int, number: int) -> Tensor:
-        """The n-th message of a peer and tag, where it lies."""
+        """The n-th message of those from a peer and tag that are under way together, where it lies."""
         assert self.window is not None
-        began = time.monotonic()
-        while (peer, tag, number) not in self._inbox:
+        began, box = time.monotonic(), self._boxes[peer, tag]
+        while number not in box.words:
             try:
                 words = self.window.wait(peer, began + self.timeout - time.monotonic())
             except Late as late:
                 raise self.late(late, label, time.monotonic() - began) from late
-            count = self._arrived[peer, words.tag] = self._arrived.get((peer, words.tag), 0) + 1
-            self._inbox[peer, words.tag, count] = words
-        words = self._inbox.pop((peer, tag, number))
+            found = self._boxes[peer, words.tag]
+            found.arrived += 1
+            found.words[found.arrived] = words
+        words = box.words.pop(number)
+        if not box.words and box.arrived == box.expected:
+            del self._boxes[peer, tag]
         return self.window.get(words.owner, words.offset, words.num_bytes)
 
     def late(self, late: Late, label: str, seconds: float, way: str = "from") -> CommError:
@@ -129,6 +134,15 @@ class OneSidedComm:
             f"Rank {self.rank} waited {seconds:.1f} s for {label} {way} rank {late.peer}: {late}.",
             hint="That rank is lost, stuck or late; look at its own error first.",
         )
+
+
+@dataclass
+class _Box:
+    """Messages of one tag from one peer: how many were asked for and have come, and those not yet taken."""
+
+    expected: int = 0
+    arrived: int = 0
+    words: dict[int, Words] = field(default_factory=dict)
 
 
 class Half:
