@@ -40,18 +40,7 @@ from bench.pipeline_peers import (
     models,
 )
 from bench.pipeline_rank import Verdict, answer, play, prepare
-from bench.rows import (
-    Line,
-    Report,
-    Round,
-    Row,
-    Took,
-    interleave,
-    main,
-    median_ratio,
-    quartiles,
-    undisturbed,
-)
+from bench.rows import Line, Report, Round, Row, Took, interleave, main, median_ratio, quartiles, undisturbed
 from weft.run.pool import Pool
 from weft.run.rank import PRELOAD
 

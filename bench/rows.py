@@ -107,10 +107,7 @@ LEAST, MOST = 3, 60
 
 
 def interleave(
-    play: Callable[[int], Sequence[dict[str, Took]]],
-    seconds: float,
-    least: int = LEAST,
-    most: int = MOST,
+    play: Callable[[int], Sequence[dict[str, Took]]], seconds: float, least: int = LEAST, most: int = MOST
 ) -> Iterator[Round]:
     """Rounds until the time is spent. `play(turn)` has every rank take its turns.
 

@@ -99,18 +99,7 @@ def _show(console: Console, rows: list[tuple[int, str, Outcome]], alone: dict[st
     sizes = f"{TOKENS} tokens · {HEADS} heads × {HEAD_DIM} · float32"
     console.print(f"One DiT block's attention · {sizes} · one thread a rank", highlight=False)
     table = Table(box=None, pad_edge=False, padding=(0, 1))
-    for name in (
-        "attention",
-        "ranks",
-        "plan",
-        "alone",
-        "time",
-        "faster",
-        "sent",
-        "error",
-        "grads",
-        "",
-    ):
+    for name in ("attention", "ranks", "plan", "alone", "time", "faster", "sent", "error", "grads", ""):
         table.add_column(name, justify="left" if name in ("attention", "plan") else "right", no_wrap=True)
     for world, name, outcome in rows:
         table.add_row(

@@ -34,10 +34,7 @@ class Finding:
     add: str = ""
 
 
-def run(
-    *,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
-) -> None:
+def run(*, as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False) -> None:
     """Show what this machine can do, and the command that adds what it cannot."""
     findings = examine()
     if as_json:

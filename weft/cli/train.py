@@ -19,8 +19,7 @@ def run(
     recipe: Annotated[Path, typer.Argument(help="A .toml or .py: what to train, on what, how long.")],
     *,
     out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", help="The run's folder; runs/RECIPE if not given."),
+        Path | None, typer.Option("--out", "-o", help="The run's folder; runs/RECIPE if not given.")
     ] = None,
     ranks: Annotated[int, typer.Option(help="Ranks to start here; under torchrun its world is used.")] = 1,
     steps: Annotated[int | None, typer.Option(help="Another number of steps than the recipe's.")] = None,

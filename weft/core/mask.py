@@ -185,11 +185,7 @@ class BlockMask:
         return state.hexdigest()[:16]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, BlockMask) and (
-            self.grid,
-            self.pattern_of,
-            self.bits.tobytes(),
-        ) == (
+        return isinstance(other, BlockMask) and (self.grid, self.pattern_of, self.bits.tobytes()) == (
             other.grid,
             other.pattern_of,
             other.bits.tobytes(),

@@ -113,8 +113,7 @@ class Tensors:
             raise InputError(f"q, k, v are {self.dtype}.", hint=f"Use one of {', '.join(ITEM_BYTES)}.")
         if len(set(self.devices)) > 1:
             raise InputError(
-                f"q, k, v are on {[str(d) for d in self.devices]}.",
-                hint="Move them to one device.",
+                f"q, k, v are on {[str(d) for d in self.devices]}.", hint="Move them to one device."
             )
 
     @property
@@ -123,13 +122,7 @@ class Tensors:
 
 
 def schedule_for(
-    tensors: Tensors,
-    options: Options,
-    *,
-    rank: int,
-    ranks: int,
-    counts: Counts | None,
-    axes: str | None,
+    tensors: Tensors, options: Options, *, rank: int, ranks: int, counts: Counts | None, axes: str | None
 ) -> Schedule:
     """Check the call and build its schedule; every rank gets the same one, or somebody raises."""
     if isinstance(options.plan, Plan | Schedule):
@@ -139,13 +132,7 @@ def schedule_for(
     _check_rows("q", q_rows, q, rank)
     _check_rows("k and v", tensors.k[2], kv, rank)
     problem = Problem(
-        batch=batch,
-        heads=heads,
-        kv_heads=tensors.k[1],
-        head_dim=head_dim,
-        q=q,
-        kv=kv,
-        dtype=tensors.dtype,
+        batch=batch, heads=heads, kv_heads=tensors.k[1], head_dim=head_dim, q=q, kv=kv, dtype=tensors.dtype
     )
     mask = BlockMask.dense(heads, q.size, kv.size) if options.mask is None else options.mask
     name = axes if axes and options.plan == "auto" else options.plan

@@ -39,14 +39,7 @@ class Sdpa:
         return out, lse
 
     def attend_backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        done: Sums,
-        tiles: Tiles,
-        scale: float,
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, done: Sums, tiles: Tiles, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         grad, q, k, v = (_ready(x) for x in (grad, q, k, v))
         out, lse = done
