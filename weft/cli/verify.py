@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weft.cli.numbers import counts
+from weft.cli.options import Dtype, HeadDim, Heads, Json
 from weft.core.errors import CommError, InputError
 from weft.core.problem import check_dtype
 from weft.plan.choose import usp_names
@@ -32,13 +33,13 @@ def run(
     *,
     ranks: Annotated[str, typer.Option(help="Numbers of ranks to try, such as 2,3.")] = "2,3",
     tokens: Annotated[int, typer.Option(help="Length of the whole sequence.")] = 509,
-    heads: Annotated[int, typer.Option(help="Query heads.")] = 6,
+    heads: Heads = 6,
     kv_heads: Annotated[int, typer.Option(help="Key/value heads; 0 means as many as query heads.")] = 0,
-    head_dim: Annotated[int, typer.Option(help="Size of one head.")] = 32,
-    dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16.")] = "float32",
+    head_dim: HeadDim = 32,
+    dtype: Dtype = "float32",
     plan: Annotated[str, typer.Option(help="One plan, such as usp:2x2, instead of all of them.")] = "",
     strategy: Annotated[str, typer.Option(hidden=True)] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Prove that N ranks compute what one rank computes: outputs and gradients, every strategy.
 
