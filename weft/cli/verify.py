@@ -145,17 +145,8 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     from rich.table import Table
 
     table = Table(title="N ranks against one process in float64", title_justify="left")
-    for name in (
-        "ranks",
-        "asked",
-        "plan",
-        "attention",
-        "output error",
-        "gradient error",
-        "allowed",
-        "sent",
-        "",
-    ):
+    columns = ("ranks", "asked", "plan", "attention", "output error", "gradient error", "allowed", "sent", "")
+    for name in columns:
         table.add_column(name, justify="left" if name in ("asked", "plan", "attention") else "right")
     for row in rows:
         mask = "dense" if row["density"] is None else f"{row['density']:.0%} of tiles"
