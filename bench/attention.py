@@ -44,14 +44,15 @@ from bench.rows import (
     Report,
     Round,
     Row,
-    Took,
+    followed,
     interleave,
     main,
     median_ratio,
     quartiles,
-    take_turns,
     undisturbed,
+    walls,
 )
+from bench.stage import STAGE, play
 from weft.run.pool import Pool
 
 RANKS, HEADS, DIM = 2, 8, 64
@@ -114,9 +115,7 @@ def weft_attention(tokens: int) -> Attention:
     return lambda q, k, v: attention(q, k, v, tokens=tokens)
 
 
-# On a rank. The pool calls `prepare` once a case and `play` once a round; _stage lives in between.
-
-_stage: dict[str, Callable[[], object]] = {}
+# On a rank. The pool calls `prepare` once a case and `play` once a round; STAGE lives in between.
 
 
 class Tensors:
@@ -174,14 +173,14 @@ def prepare(case: Case, asked: frozenset[str] | None = None) -> dict[str, Verdic
     """Ask every contender, or those that are `asked`, once; who is right on both ranks goes on stage."""
     warnings.simplefilter("ignore")  # the peers' own; they would tear the progress bar
     logging.disable(logging.WARNING)
-    _stage.clear()
+    STAGE.clear()
     gc.unfreeze()
     gc.collect()
     tensors = Tensors(case)
     contenders = (Peer(WEFT, "BHSD", lambda: weft_attention(case.tokens)), *peers())
     verdicts = {one.name: _ask(one, tensors) for one in contenders if asked is None or one.name in asked}
-    _stage[COMPUTE] = tensors.half_of_heads()
-    _stage[LINK] = exchange(case.nbytes)
+    STAGE[COMPUTE] = tensors.half_of_heads()
+    STAGE[LINK] = exchange(case.nbytes)
     gc.collect()
     gc.freeze()  # so that the collection between rounds has little to look at
     return verdicts
@@ -198,17 +197,13 @@ def _ask(peer: Peer, tensors: Tensors) -> Verdict:
     dist.all_gather_object(found, verdict)
     worst = max(found, key=lambda v: float("inf") if v.error is None else v.error)
     if call is not None and worst.correct:
-        _stage[peer.name] = call
+        STAGE[peer.name] = call
     return worst
 
 
 def _error(got: tuple[Tensor, ...], answer: list[Tensor]) -> float:
     """The largest error of the output and the gradients, each relative to its own norm."""
     return max(float((a - b).norm() / b.norm()) for a, b in zip(got, answer, strict=True))
-
-
-def play(turn: int) -> dict[str, Took]:
-    return take_turns(_stage, turn, before=dist.barrier)
 
 
 # In the parent.
@@ -225,10 +220,7 @@ def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - the co
             verdicts = checked[case.backward]
             verdicts = verdicts | pool.run(prepare, case, _correct(verdicts))[0]
             progress.update(task, description=str(case))
-            rounds = []
-            for played in interleave(partial(pool.run, play), case.seconds):
-                rounds.append(played)
-                progress.update(task, completed=played.spent)
+            rounds = followed(interleave(partial(pool.run, play), case.seconds), progress, task)
             row, lines = _summary(case, verdicts, rounds)
             report.rows.append(row)
             report.lines.extend(lines)
@@ -255,7 +247,7 @@ def _correct(verdicts: dict[str, Verdict]) -> frozenset[str]:
 
 def _summary(case: Case, verdicts: dict[str, Verdict], rounds: list[Round]) -> tuple[Row, list[Line]]:
     used = undisturbed(rounds)
-    wall = {name: [played.took[name].wall * 1e3 for played in used] for name in used[0].took}
+    wall = walls(used)
     cpu = {name: median(played.took[name].cpu * 1e3 for played in used) for name in wall}
     middle = {name: median(times) for name, times in wall.items()}
     ratio = {name: median_ratio(wall[name], wall[WEFT]) for name in wall} if WEFT in wall else {}
@@ -267,7 +259,6 @@ def _summary(case: Case, verdicts: dict[str, Verdict], rounds: list[Round]) -> t
     row = Row(
         case=str(case),
         measured=middle.get(WEFT),
-        unit="ms",
         peer=middle.get(fastest),
         peer_name=fastest,
         limit=middle[COMPUTE] + middle[LINK],

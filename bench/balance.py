@@ -13,7 +13,6 @@ run.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -26,6 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from bench.deals import dbsp_schedule
 from bench.rows import Line, Report, Row, Took, interleave, main, median_ratio, take_turns
+from bench.stage import STAGE
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem
@@ -111,7 +111,6 @@ class Clocked:
         return self.kernel.attend_backward(*given)
 
 
-_stage: dict[str, Callable[[], object]] = {}
 _clock = None
 
 
@@ -126,13 +125,13 @@ def prepare(case: Case) -> dict[str, float]:
     allowed = tiles.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)[:, rows]
     expected = sdpa(whole[0][:, :, rows], whole[1], whole[2], attn_mask=allowed[None])
     q, k, v = (x[:, :, rows].contiguous() for x in whole)
-    _stage.clear()
+    STAGE.clear()
     errors: dict[str, float] = {}
     for name, schedule in schedules(case).items():
         executor = Executor(schedule, world_of(None, 120.0).comm, _clock, name=f"{case} {name}")
         call = partial(executor.forward, q, k, v, DIM**-0.5, keep=False)
         errors[name] = float((call()[0] - expected).nan_to_num().abs().max())
-        _stage[name] = call
+        STAGE[name] = call
     return errors
 
 
@@ -140,10 +139,10 @@ def play(turn: int) -> dict[str, Took]:
     """Wall time of each contender, and as its CPU time that of its attention alone."""
     assert _clock is not None
     found: dict[str, Took] = {}
-    names = list(_stage)
+    names = list(STAGE)
     for name in names[turn % len(names) :] + names[: turn % len(names)]:
         _clock.seconds = 0.0
-        took = take_turns({name: _stage[name]}, 0, before=dist.barrier)[name]
+        took = take_turns({name: STAGE[name]}, 0, before=dist.barrier)[name]
         found[name] = Took(took.wall, _clock.seconds)
     return found
 
@@ -194,7 +193,6 @@ def _measure(pool: Pool, case: Case, report: Report) -> None:
         Row(
             case=str(case),
             measured=median(times["weft"]) * 1e3,
-            unit="ms",
             peer=median(times["db-SP"]) * 1e3,
             peer_name="db-SP's greedy",
             limit=median(mean["weft"]) * 1e3,

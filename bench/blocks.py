@@ -90,7 +90,6 @@ def _balance_rows(masks: Sequence[BlockMask], slices: int, ring: int) -> list[Ro
             unit="%",
             peer=float(most_peer),
             peer_name=PEER,
-            limit=None,
             bar=f"≤ {100 * MOVED:.0f} %",
             holds=bool(most <= 100 * MOVED),
         ),
@@ -158,7 +157,6 @@ def _time_rows(masks: Sequence[BlockMask]) -> list[Row]:
                 Row(
                     case=f"U{slices}R{ring} planning{case}",
                     measured=of(ours),
-                    unit="ms",
                     peer=of(peer),
                     peer_name=f"{PEER}, on our counts",
                     limit=of(counting),
@@ -182,10 +180,8 @@ def _warm_row() -> Row:
     return Row(
         case=f"U1R8 blocks of the next step from the last plan ({stale:.1f} % over 1, then {fresh:.1f} %)",
         measured=warm,
-        unit="ms",
         peer=cold,
         peer_name="weft, from home",
-        limit=None,
         bar=f"≤ {100 * (RATIO - 1):.0f} % over 1",
         holds=fresh <= 100 * (RATIO - 1),
     )

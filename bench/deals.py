@@ -16,7 +16,7 @@ from weft.plan.balanced import Deals
 from weft.plan.blocks import Dealt, contiguous
 from weft.plan.counts import head_loads
 from weft.plan.heads import Grouping, greedy
-from weft.plan.online import Plans, ratios
+from weft.plan.online import Plans, Policy, ratios
 from weft.plan.roster import Roster, assemble, home
 from weft.plan.split import whole
 from weft.plan.strategies import parse
@@ -91,3 +91,12 @@ class DbspPolicy:
             pairs = zip(self.plans, counts, strict=True)
             self.plans = tuple(greedy(row, len(plan)) for plan, row in pairs)
         return self.plans
+
+
+def replay(policy: Policy, counts: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    """[steps, layers]: the ratio of each layer in each step of a recorded run, under plans made before it."""
+    found: list[npt.NDArray[np.float64]] = []
+    for step in np.asarray(counts):
+        found.append(ratios(policy.plans, step))
+        policy.observe(step)
+    return np.stack(found)

@@ -20,11 +20,11 @@ from statistics import median
 import numpy as np
 import numpy.typing as npt
 
-from bench.deals import DbspPolicy, snake
+from bench.deals import DbspPolicy, replay, snake
 from bench.rows import Row
 from weft.plan.balance import bound, ratio
 from weft.plan.heads import Grouping, greedy, group_loads, natural, refined
-from weft.plan.online import Online, Policy, replay
+from weft.plan.online import Online, Policy
 from weft.plan.split import share_loads, split
 
 TRACE = Path(__file__).parents[2] / "shared" / "data" / "wan_sparge_head_blocks.npz"
@@ -170,12 +170,5 @@ def _ratio(
 
 def _time(case: str, found: float, peer: tuple[str, float], most: float, bar: str) -> Row:
     return Row(
-        case=case,
-        measured=found,
-        unit="µs",
-        peer=peer[1],
-        peer_name=peer[0],
-        limit=None,
-        bar=bar,
-        holds=found <= most,
+        case=case, measured=found, unit="µs", peer=peer[1], peer_name=peer[0], bar=bar, holds=found <= most
     )

@@ -185,7 +185,6 @@ def _report(report: Report, stage: Stage, rounds: list[Round], block: int, densi
     row = Row(
         case=case,
         measured=median(ours) * 1e3,
-        unit="ms",
         peer=median(peers[best]) * 1e3 if best else None,
         peer_name=best,
         limit=median(ideal) * 1e3,

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from rich.progress import Progress
 from torch import Tensor, nn
 
-from bench.rows import Line, Report, Row, Took, interleave, main, median_ratio, quartiles, take_turns
+from bench.rows import Report, Row, interleave, main, median_ratio, timed, walls
+from bench.stage import STAGE, play
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem
@@ -86,8 +87,6 @@ class Toy(nn.Module):
 
 # On a rank.
 
-_stage: dict[str, Callable[[], Tensor]] = {}
-
 
 def prepare(topology: Topology, steps: int) -> dict[str, tuple[float, str]]:
     """Every contender's largest error against one process, and what it runs."""
@@ -109,8 +108,8 @@ def prepare(topology: Topology, steps: int) -> dict[str, tuple[float, str]]:
     plans[CHOSEN] = [[choose(problem, mask, topology).schedule for mask in step] for step in all_masks]
     found: dict[str, tuple[float, str]] = {}
     for name, schedules in plans.items():
-        _stage[name] = partial(_run, model, whole[:, rows], schedules, steps)
-        error = float((_stage[name]() - expected[:, rows]).abs().max() / expected.abs().max())
+        STAGE[name] = partial(_run, model, whole[:, rows], schedules, steps)
+        error = float((STAGE[name]() - expected[:, rows]).abs().max() / expected.abs().max())
         kinds = sorted({schedule.name for step in schedules for schedule in step})
         found[name] = error, ", ".join(kinds)
     return found
@@ -134,10 +133,6 @@ def _run(model: Toy, x: Tensor, schedules: list[list[Schedule]], steps: int) -> 
         return model(x, attend, steps)
 
 
-def play(turn: int) -> dict[str, Took]:
-    return take_turns(_stage, turn, before=dist.barrier)
-
-
 # In the parent.
 
 
@@ -150,7 +145,7 @@ def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - bench.
         progress.update(task, description="rounds")
         rounds = list(interleave(partial(pool.run, play), 12 if quick else 150, least=5))
     errors = {name: max(rank[name][0] for rank in found) for name in found[0]}
-    wall = {name: [played.took[name].wall * 1e3 for played in rounds] for name in errors}
+    wall = walls(rounds)
     statics = [name for name in wall if name != CHOSEN]
     # Of some that are equally good, the luckiest looks best: it is found in some rounds and judged in others.
     best = min(statics, key=lambda name: median_ratio(wall[name][1::2], wall[CHOSEN][1::2]))
@@ -161,27 +156,15 @@ def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - bench.
         Row(
             case=case,
             measured=median(wall[CHOSEN]),
-            unit="ms",
             peer=median(wall[best]),
             peer_name=f"best static: {best}",
-            limit=None,
             bar=f"static/weft ≥ {BAR} (is {ratio:.3f}), outputs exact",
             holds=ratio >= BAR and max(errors.values()) <= TOLERANCE,
         )
     )
-    for name, times in wall.items():
-        note = f"error {errors[name]:.0e}; {found[0][name][1]}"
-        share = median_ratio(times, wall[CHOSEN])
-        report.lines.append(
-            Line(
-                case=case,
-                name=name,
-                measured=median(times),
-                quartiles=quartiles(times),
-                ratio=share,
-                note=note,
-            )
-        )
+    for name, error in errors.items():
+        note = f"error {error:.0e}; {found[0][name][1]}"
+        report.lines.append(timed(case, name, rounds, CHOSEN, note))
     return report
 
 

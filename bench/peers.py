@@ -131,13 +131,7 @@ class _TorchRing(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> Any:
         ring = _ring_templates(ctx.rotate)
         grads = ring._templated_ring_attention_backward(
-            ctx.group,
-            2,
-            _flash_block_backward,
-            grad_out,
-            "grad_out",
-            *ctx.saved_tensors,
-            is_causal=False,
+            ctx.group, 2, _flash_block_backward, grad_out, "grad_out", *ctx.saved_tensors, is_causal=False
         )
         return (*grads[:3], None, None)
 

@@ -46,11 +46,13 @@ from bench.rows import (
     Round,
     Row,
     Took,
+    followed,
     interleave,
     main,
     median_ratio,
     quartiles,
     undisturbed,
+    walls,
 )
 from weft.run.pool import Pool
 from weft.run.rank import PRELOAD
@@ -160,14 +162,10 @@ def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - the co
             task = progress.add_task(f"{case}: checking", total=case.seconds)
             verdicts = homes.prepare(case)
             names = [name for name in case.names if verdicts[name].correct]
-            rounds: list[Round] = []
             progress.update(task, description=str(case))
-            for played in interleave(partial(homes.play, names), case.seconds) if names else ():
-                rounds.append(played)
-                progress.update(task, completed=played.spent)
-            used = undisturbed(rounds)
-            timed = list(used[0].took) if used else []
-            wall = {name: [one.took[name].wall * 1e3 for one in used] for name in timed}
+            rounds = interleave(partial(homes.play, names), case.seconds) if names else ()
+            used = undisturbed(followed(rounds, progress, task))
+            wall = walls(used) if used else {}
             report.rows.extend(judge(case, wall))
             report.lines.extend(tell(case, wall, verdicts, used))
     return report
@@ -209,7 +207,6 @@ def _row(  # noqa: PLR0913 - of a table
     return Row(
         case=case,
         measured=median(wall[own]) if own in wall else None,
-        unit="ms",
         peer=median(wall[other]) if other in wall else None,
         peer_name=other,
         limit=median(limit) if limit else None,

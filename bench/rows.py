@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
 
@@ -33,10 +33,10 @@ class Row:
 
     case: str
     measured: float | None
-    unit: str
-    peer: float | None
-    peer_name: str
-    limit: float | None
+    unit: str = "ms"
+    peer: float | None = None
+    peer_name: str = ""
+    limit: float | None = None
     bar: str
     holds: bool
 
@@ -107,10 +107,7 @@ LEAST, MOST = 3, 60
 
 
 def interleave(
-    play: Callable[[int], Sequence[dict[str, Took]]],
-    seconds: float,
-    least: int = LEAST,
-    most: int = MOST,
+    play: Callable[[int], Sequence[dict[str, Took]]], seconds: float, least: int = LEAST, most: int = MOST
 ) -> Iterator[Round]:
     """Rounds until the time is spent. `play(turn)` has every rank take its turns.
 
@@ -135,6 +132,15 @@ def _slowest(ranks: Sequence[Took]) -> Took:
     return Took(max(took.wall for took in ranks), max(took.cpu for took in ranks))
 
 
+def followed(rounds: Iterable[Round], progress: Progress, task: TaskID) -> list[Round]:
+    """The rounds, one after the other; the bar of a task, whose total is their seconds, goes along."""
+    found: list[Round] = []
+    for played in rounds:
+        found.append(played)
+        progress.update(task, completed=played.spent)
+    return found
+
+
 def undisturbed(rounds: Sequence[Round]) -> Sequence[Round]:
     """The rounds in which others had little of the machine; all, if that would leave too few."""
     quiet = [played for played in rounds if played.others <= QUIET]
@@ -148,6 +154,25 @@ def busy_seconds() -> float:
         return 0.0
     user, nice, system, _idle, _wait, *rest = map(int, stat.read_text().split("\n")[0].split()[1:])
     return (user + nice + system + sum(rest[:3])) / os.sysconf("SC_CLK_TCK")
+
+
+def walls(rounds: Sequence[Round]) -> dict[str, list[float]]:
+    """By contender, milliseconds of each round."""
+    return {name: [played.took[name].wall * 1e3 for played in rounds] for name in rounds[0].took}
+
+
+def timed(case: str, name: str, rounds: Sequence[Round], against: str, note: str = "") -> Line:
+    """The line of a contender; its ratio is to the times of the one that it stands against."""
+    wall = walls(rounds)
+    return Line(
+        case=case,
+        name=name,
+        measured=statistics.median(wall[name]),
+        quartiles=quartiles(wall[name]),
+        cpu=statistics.median(played.took[name].cpu * 1e3 for played in rounds),
+        ratio=median_ratio(wall[name], wall[against]),
+        note=note,
+    )
 
 
 def median_ratio(over: Sequence[float], under: Sequence[float]) -> float:

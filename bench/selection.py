@@ -17,7 +17,18 @@ from rich.progress import Progress
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from bench.rows import Line, Report, Round, Row, interleave, main, quartiles, take_turns, undisturbed
+from bench.rows import (
+    Line,
+    Report,
+    Round,
+    Row,
+    followed,
+    interleave,
+    main,
+    quartiles,
+    take_turns,
+    undisturbed,
+)
 from weft.run.kernels.budget import Keep
 from weft.run.kernels.proxies import Proxies, pool
 from weft.run.kernels.select import top_k, top_p
@@ -62,14 +73,11 @@ def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - bench.
     torch.set_num_threads(1)
     torch.manual_seed(0)
     calls = contenders(*torch.randn(2, 1, HEADS, TOKENS, DIM))
-    task = progress.add_task("selection", total=100)
-    take_turns(calls, 0)
-    rounds: list[Round] = []
     seconds = 15 if quick else 60
-    for played in interleave(lambda turn: [take_turns(calls, turn)], seconds):
-        rounds.append(played)
-        progress.update(task, completed=100 * played.spent / seconds)
-    return report(undisturbed(rounds))
+    task = progress.add_task("selection", total=seconds)
+    take_turns(calls, 0)
+    rounds = interleave(lambda turn: [take_turns(calls, turn)], seconds)
+    return report(undisturbed(followed(rounds, progress, task)))
 
 
 def report(rounds: Sequence[Round]) -> Report:
@@ -86,7 +94,6 @@ def report(rounds: Sequence[Round]) -> Report:
                 Row(
                     case=name,
                     measured=typical,
-                    unit="ms",
                     peer=median(taken[PEER]) if name == "top-k" else None,
                     peer_name=PEER if name == "top-k" else "",
                     limit=median(taken[READ]),

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from rich.progress import Progress
 
 from bench.pace import paced, seconds_of
-from bench.rows import Line, Report, Row, Took, interleave, main, take_turns, undisturbed
+from bench.rows import Line, Report, Row, interleave, main, undisturbed
+from bench.stage import STAGE, play
 from bench.strategies import kendall
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
@@ -74,8 +75,6 @@ def cases(ranks: int) -> list[Case]:
 
 # On a rank.
 
-_stage: dict[str, Callable[[], object]] = {}
-
 
 def prepare(wanted: Sequence[Case]) -> None:
     torch.manual_seed(0)
@@ -86,13 +85,8 @@ def prepare(wanted: Sequence[Case]) -> None:
         q, k, v = (torch.randn(1, HEADS, rows, DIM) for _ in range(3))
         contenders[str(case)] = partial(attention, q, k, v, plan=schedule)
         contenders[str(case)]()
-    _stage.clear()
-    _stage.update(paced(contenders))
-
-
-def play(turn: int) -> dict[str, Took]:
-    with torch.no_grad():
-        return take_turns(_stage, turn, before=dist.barrier)
+    STAGE.clear()
+    STAGE.update(paced(contenders))
 
 
 # In the parent.
@@ -181,16 +175,7 @@ def _seconds(what: Callable[[], object]) -> float:
 
 def _row(case: str, measured: float, unit: str, bar: float, *, below: bool) -> Row:
     holds = measured <= bar if below else measured >= bar
-    return Row(
-        case=case,
-        measured=measured,
-        unit=unit,
-        peer=None,
-        peer_name="",
-        limit=None,
-        bar=f"{'≤' if below else '≥'} {bar:g}",
-        holds=holds,
-    )
+    return Row(case=case, measured=measured, unit=unit, bar=f"{'≤' if below else '≥'} {bar:g}", holds=holds)
 
 
 def _told(topology: Topology) -> str:

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from rich.progress import Progress
 
 from bench.pace import paced, seconds_of
-from bench.rows import Line, Report, Row, Took, interleave, main, take_turns, undisturbed
+from bench.rows import Line, Report, Row, interleave, main, undisturbed
+from bench.stage import STAGE, play
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem
@@ -65,8 +66,6 @@ def names(family: str) -> list[str]:
 
 # On a rank.
 
-_stage: dict[str, Callable[[], object]] = {}
-
 
 def prepare(family: str, topology: Topology, plans: Sequence[str]) -> None:
     torch.manual_seed(0)
@@ -78,13 +77,8 @@ def prepare(family: str, topology: Topology, plans: Sequence[str]) -> None:
         schedule = build(name, problem, mask, topology)
         contenders[name] = partial(attention, q, k, v, plan=schedule)
         contenders[name]()
-    _stage.clear()
-    _stage.update(paced(contenders))
-
-
-def play(turn: int) -> dict[str, Took]:
-    with torch.no_grad():
-        return take_turns(_stage, turn, before=dist.barrier)
+    STAGE.clear()
+    STAGE.update(paced(contenders))
 
 
 # In the parent.
@@ -108,8 +102,6 @@ def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - bench.
             case=f"order of {len(points)} plans, {len(families)} families",
             measured=tau,
             unit="Kendall's tau",
-            peer=None,
-            peer_name="",
             limit=1.0,
             bar=f"tau ≥ {TAU}",
             holds=tau >= TAU,
@@ -136,7 +128,6 @@ def _family(
         Row(
             case=f"{family}: the chosen plan, {chosen}",
             measured=measured[chosen] * 1e3,
-            unit="ms",
             peer=measured[best] * 1e3,
             peer_name=f"best measured: {best}",
             limit=predicted[chosen] * 1e3,

@@ -38,18 +38,20 @@ from torch.profiler import ProfilerActivity, profile
 from bench.baselines import METHODS, Trunk, bytes_of_layer
 from bench.links import exchange
 from bench.rows import (
-    Line,
     Report,
     Round,
     Row,
     Took,
+    followed,
     interleave,
     main,
     median_ratio,
-    quartiles,
     take_turns,
+    timed,
     undisturbed,
+    walls,
 )
+from bench.stage import STAGE
 from bench.stdit import STDiT
 from weft.core.errors import MissingError
 from weft.run.pool import Pool
@@ -99,12 +101,10 @@ class Facts(NamedTuple):
 
 # On a rank.
 
-_stage: dict[str, Callable[[], object]] = {}
-
 
 def prepare(case: Case) -> dict[str, Facts]:
     """Run every method for the first time, look at it, and put it on stage."""
-    _stage.clear()
+    STAGE.clear()
     os.environ["KINETO_LOG_LEVEL"] = "99"  # the profiler's own words would tear the progress bar
     gc.unfreeze()
     gc.collect()
@@ -118,11 +118,11 @@ def prepare(case: Case) -> dict[str, Facts]:
     for name, method in METHODS.items():
         step = partial(_step, method(_trunk(C, weights)), x, condition)
         found[name] = _look(step, case.training, truth)
-        _stage[name] = partial(step, case.training)
+        STAGE[name] = partial(step, case.training)
     mine = x.tensor_split(ranks, 1)[rank].contiguous()
-    _stage[COMPUTE] = partial(_step, _trunk(C, weights), mine, condition, case.training)
-    _stage[WIRE] = exchange(crossing(case, ranks), (rank + ranks // 2) % ranks)
-    for call in [*_stage.values()] * 2:
+    STAGE[COMPUTE] = partial(_step, _trunk(C, weights), mine, condition, case.training)
+    STAGE[WIRE] = exchange(crossing(case, ranks), (rank + ranks // 2) % ranks)
+    for call in [*STAGE.values()] * 2:
         dist.barrier()
         call()
     gc.collect()
@@ -180,8 +180,8 @@ def _peak(seen: Any) -> int:
 
 def play(turn: int) -> dict[str, Took]:
     # In no fixed order: who follows a contender that mostly waits finds a core that has gone cold.
-    names = random.Random(turn).sample(list(_stage), len(_stage))
-    return take_turns({name: _stage[name] for name in names}, 0, before=dist.barrier)
+    names = random.Random(turn).sample(list(STAGE), len(STAGE))
+    return take_turns({name: STAGE[name] for name in names}, 0, before=dist.barrier)
 
 
 # In the parent.
@@ -211,14 +211,10 @@ def rows(report: Report, pool: Pool, place: str, quick: bool, progress: Progress
             case, seconds = Case(place, shape, training), 3.0 if quick else 10.0
             task = progress.add_task(str(case), total=seconds)
             facts = pool.run(prepare, case)
-            played: list[Round] = []
-            for one in interleave(partial(pool.run, play), seconds, least=5):
-                played.append(one)
-                progress.update(task, completed=one.spent)
+            played = followed(interleave(partial(pool.run, play), seconds, least=5), progress, task)
             used = undisturbed(played)
-            wall = {name: [one.took[name].wall * 1e3 for one in used] for name in used[0].took}
-            judge(report, case, facts, wall)
-            tell(report, case, facts, wall, used)
+            judge(report, case, facts, walls(used))
+            tell(report, case, facts, used)
 
 
 def judge(report: Report, case: Case, facts: list[dict[str, Facts]], wall: dict[str, list[float]]) -> None:
@@ -239,7 +235,6 @@ def judge(report: Report, case: Case, facts: list[dict[str, Facts]], wall: dict[
         Row(
             case=str(case),
             measured=median(wall[WEFT]),
-            unit="ms",
             peer=median(wall[best]),
             peer_name=best,
             limit=max(median(wall[COMPUTE]), median(wall[WIRE])),
@@ -249,15 +244,9 @@ def judge(report: Report, case: Case, facts: list[dict[str, Facts]], wall: dict[
     )
 
 
-def tell(
-    report: Report,
-    case: Case,
-    facts: list[dict[str, Facts]],
-    wall: dict[str, list[float]],
-    used: Sequence[Round],
-) -> None:
+def tell(report: Report, case: Case, facts: list[dict[str, Facts]], used: Sequence[Round]) -> None:
     """A line for each contender: time, tokens, bytes, memory."""
-    tokens, ranks = prod(case.shape[:-1]), len(facts)
+    wall, tokens, ranks = walls(used), prod(case.shape[:-1]), len(facts)
     others = median(one.others for one in used)
     notes = {
         COMPUTE: f"on 1/{ranks} of the frames; {len(used)} rounds, {others:.0%} of the machine to others",
@@ -267,31 +256,11 @@ def tell(
         sent, peak = (max(getattr(rank[name], what) for rank in facts) for what in ("step", "peak"))
         speed = tokens / median(wall[name])
         notes[name] = f"{speed:.1f} tokens/ms, sends {sent / 1e6:.2f} MB, memory {peak / 1e6:.1f} MB"
-    for name, times in wall.items():
-        report.lines.append(
-            Line(
-                case=str(case),
-                name=name,
-                measured=median(times),
-                quartiles=quartiles(times),
-                cpu=median(one.took[name].cpu * 1e3 for one in used),
-                ratio=median_ratio(times, wall[WEFT]),
-                note=notes[name],
-            )
-        )
+    report.lines += [timed(str(case), name, used, WEFT, notes[name]) for name in wall]
 
 
 def _unmeasured(place: str, why: str) -> Row:
-    return Row(
-        case=place,
-        measured=None,
-        unit="ms",
-        peer=None,
-        peer_name="",
-        limit=None,
-        bar=f"not measured: {why}",
-        holds=True,
-    )
+    return Row(case=place, measured=None, bar=f"not measured: {why}", holds=True)
 
 
 if __name__ == "__main__":

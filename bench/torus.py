@@ -23,7 +23,7 @@ from rich.progress import Progress
 
 from bench import bed
 from bench.bed import COMPUTE, DEVICES, TIMER, WIRE
-from bench.rows import Line, Report, Row, interleave, main, median_ratio, quartiles, undisturbed
+from bench.rows import Line, Report, Row, interleave, main, median_ratio, quartiles, undisturbed, walls
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem
 from weft.core.schedule import Schedule
@@ -139,7 +139,7 @@ def rounds(report: Report, pool: MachinePool, cell: Cell, seconds: float, least:
     played = list(interleave(lambda turn: pool.run(bed.play, unique, flops, turn), seconds, least))
     # Timers go before other processes, real compute does not.
     used = played if cell.kernel == TIMER else undisturbed(played)
-    took = {name: [one.took[name].wall * 1e3 for one in used] for name in unique}
+    took = walls(used)
     wire = took[WIRE]
     compute = took.get(COMPUTE) or [bed.compute_seconds(cell.problem, flops) * 1e3] * len(wire)
     bound = [max(pair) for pair in zip(compute, wire, strict=True)]
@@ -175,7 +175,6 @@ def judge(report: Report, cell: Cell, wall: dict[str, list[float]], bound: list[
             Row(
                 case=f"{cell.name}: {who}",
                 measured=median(wall[who]),
-                unit="ms",
                 peer=median(wall[USP]),
                 peer_name="USP",
                 limit=median(bound),

@@ -24,7 +24,20 @@ from typing import Any
 
 from rich.progress import Progress
 
-from bench.rows import Line, Report, Round, Row, Took, interleave, main, median_ratio, quartiles, undisturbed
+from bench.rows import (
+    Line,
+    Report,
+    Round,
+    Row,
+    Took,
+    followed,
+    interleave,
+    main,
+    median_ratio,
+    quartiles,
+    undisturbed,
+    walls,
+)
 from bench.training_rank import (
     FORCED,
     LOOKING,
@@ -78,12 +91,9 @@ def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - the co
             task = progress.add_task(f"{case}: building", total=max(1.0, seconds))
             facts: dict[str, tuple[float, float]] = pool.run(prepare, case, names)[0]
             progress.update(task, description=str(case))
-            rounds: list[Round] = []
-            for played in interleave(partial(turn, pool, names), seconds, least=1 if quick else 3):
-                rounds.append(played)
-                progress.update(task, completed=played.spent)
-            used = undisturbed(rounds)
-            wall = {name: [one.took[name].wall * 1e3 for one in used] for name in used[0].took}
+            rounds = interleave(partial(turn, pool, names), seconds, least=1 if quick else 3)
+            used = undisturbed(followed(rounds, progress, task))
+            wall = walls(used)
             for name, (_, profiling) in facts.items():
                 wall[name] = [each + profiling * 1e3 for each in wall[name]]
             report.rows.extend(judge(case, wall, facts))
@@ -115,7 +125,6 @@ def judge(case: Case, wall: Wall, facts: dict[str, Any]) -> list[Row]:
             Row(
                 case=f"{case}, {name}, density {density:.2f}",
                 measured=median(wall[name]),
-                unit="ms",
                 peer=median(wall[dense]),
                 peer_name=dense,
                 limit=median(rest + density * (whole - rest) for whole, rest in pairs),
@@ -134,9 +143,6 @@ def _share(case: Case, wall: Wall) -> Row:
         case=f"{case}, {FORCED}{LOOKING}",
         measured=100 * share,
         unit="% of the step",
-        peer=None,
-        peer_name="",
-        limit=None,
         bar=f"≤ {100 * SMALL:.0f}",
         holds=share <= SMALL,
     )

@@ -26,19 +26,8 @@ import torch.distributed as dist
 from rich.progress import Progress
 
 from bench.links import exchange
-from bench.rows import (
-    Line,
-    Report,
-    Round,
-    Row,
-    Took,
-    interleave,
-    main,
-    median_ratio,
-    quartiles,
-    take_turns,
-    undisturbed,
-)
+from bench.rows import Report, Round, Row, followed, interleave, main, median_ratio, timed, undisturbed, walls
+from bench.stage import STAGE, play
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem
@@ -61,14 +50,12 @@ TIMEOUTS = {GLOO: 120.0, SHM: 121.0}  # a world is made once for each time-out, 
 
 # On a rank.
 
-_stage: dict[str, Callable[[], object]] = {}
-
 
 def prepare_messages(num_bytes: int) -> None:
-    _stage.clear()
-    _stage[GLOO] = exchange(num_bytes)
-    _stage[SHM] = _message(num_bytes, copied=False)
-    _stage[COPY] = _message(num_bytes, copied=True)
+    STAGE.clear()
+    STAGE[GLOO] = exchange(num_bytes)
+    STAGE[SHM] = _message(num_bytes, copied=False)
+    STAGE[COPY] = _message(num_bytes, copied=True)
 
 
 def _comm(kind: str) -> Any:
@@ -105,18 +92,18 @@ def _message(num_bytes: int, *, copied: bool) -> Callable[[], None]:
 
 def prepare_attention(tokens: int) -> None:
     """Every contender once, so that plans are made, memory is there, and answers are the same."""
-    _stage.clear()
+    STAGE.clear()
     torch.manual_seed(tokens)
     whole = [torch.randn(1, HEADS, tokens, DIM) for _ in range(3)]
     mine = torch.arange(tokens).chunk(RANKS)[dist.get_rank()]
     shards = [x[:, :, mine].contiguous() for x in whole]
     for kind, asked in ((GLOO, "group"), (SHM, "shm")):
         os.environ["WEFT_TRANSPORT"] = asked
-        _stage[kind] = partial(attention, *shards, tokens=tokens, timeout=TIMEOUTS[kind])
+        STAGE[kind] = partial(attention, *shards, tokens=tokens, timeout=TIMEOUTS[kind])
     some = HEADS // RANKS
     half = [x[:, dist.get_rank() * some :][:, :some].contiguous() for x in whole]
-    _stage[COMPUTE] = partial(choose("auto").attend, *half, Tiles(None, 64, 64, tokens, tokens), DIM**-0.5)
-    answers = [call() for call in (_stage[GLOO], _stage[SHM], _stage[SHM])]
+    STAGE[COMPUTE] = partial(choose("auto").attend, *half, Tiles(None, 64, 64, tokens, tokens), DIM**-0.5)
+    answers = [call() for call in (STAGE[GLOO], STAGE[SHM], STAGE[SHM])]
     if not all(torch.equal(answers[0], answer) for answer in answers):  # type: ignore[call-overload]
         raise RuntimeError("the transports do not agree")
 
@@ -136,7 +123,7 @@ class _Sleepy:
 
 
 def prepare_straggler(tokens: int) -> None:
-    _stage.clear()
+    STAGE.clear()
     layout = Layout.even(tokens, RANKS)
     problem = Problem(
         batch=1, heads=HEADS, kv_heads=HEADS, head_dim=DIM, q=layout, kv=layout, dtype="float32"
@@ -152,13 +139,9 @@ def prepare_straggler(tokens: int) -> None:
             kernel.awake = chance.randrange(RANKS) if sleepy and dist.get_rank() == 1 else -1
             executor.forward(*shards, DIM**-0.5, keep=False)  # type: ignore[call-arg]
 
-        _stage[kind], _stage[f"{kind}, asleep"] = partial(call, sleepy=False), partial(call, sleepy=True)
-    for call_once in [*_stage.values()] * 2:
+        STAGE[kind], STAGE[f"{kind}, asleep"] = partial(call, sleepy=False), partial(call, sleepy=True)
+    for call_once in [*STAGE.values()] * 2:
         call_once()
-
-
-def play(turn: int) -> dict[str, Took]:
-    return take_turns(_stage, turn, before=dist.barrier)
 
 
 # In the parent.
@@ -173,11 +156,7 @@ def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - the co
     def rounds(prepare: Callable[[int], None], argument: int, seconds: float) -> Sequence[Round]:
         pool.run(prepare, argument)
         task = progress.add_task(f"{prepare.__name__} {argument}", total=seconds)
-        played: list[Round] = []
-        for one in interleave(partial(pool.run, play), seconds):
-            played.append(one)
-            progress.update(task, completed=one.spent)
-        return undisturbed(played)
+        return undisturbed(followed(interleave(partial(pool.run, play), seconds), progress, task))
 
     with Pool(RANKS, threads=1, timeout=120.0) as pool:
         for size in sizes:
@@ -189,32 +168,29 @@ def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - the co
 
 
 def _messages(report: Report, case: str, played: Sequence[Round]) -> None:
-    wall = _walls(played)
+    wall = walls(played)
     for name, least in ((SHM, 5.0), (COPY, 3.0)):
         ratio = median_ratio(wall[GLOO], wall[name])
         report.rows.append(
             Row(
                 case=f"{case} {'read in place' if name == SHM else name}",
                 measured=median(wall[name]),
-                unit="ms",
                 peer=median(wall[GLOO]),
                 peer_name="gloo",
-                limit=None,
                 bar=f"gloo/weft ≥ {least:g} (is {ratio:.1f})",
                 holds=ratio >= least,
             )
         )
-    _add_lines(report, case, played)
+    report.lines += [timed(case, name, played, SHM) for name in wall]
 
 
 def _attention(report: Report, tokens: int, played: Sequence[Round]) -> None:
-    wall = _walls(played)
+    wall = walls(played)
     over_limit = median_ratio(wall[SHM], wall[COMPUTE])
     report.rows.append(
         Row(
             case=f"attention S={tokens}",
             measured=median(wall[SHM]),
-            unit="ms",
             peer=median(wall[GLOO]),
             peer_name="weft over gloo",
             limit=median(wall[COMPUTE]),
@@ -222,11 +198,11 @@ def _attention(report: Report, tokens: int, played: Sequence[Round]) -> None:
             holds=over_limit <= 1.03,
         )
     )
-    _add_lines(report, f"attention S={tokens}", played)
+    report.lines += [timed(f"attention S={tokens}", name, played, SHM) for name in wall]
 
 
 def _straggler(report: Report, played: Sequence[Round]) -> None:
-    wall = _walls(played)
+    wall = walls(played)
     lost = {
         kind: median(
             late - on_time for late, on_time in zip(wall[f"{kind}, asleep"], wall[kind], strict=True)
@@ -237,7 +213,6 @@ def _straggler(report: Report, played: Sequence[Round]) -> None:
         Row(
             case="a rank sleeps 50 ms: lost",
             measured=lost[SHM],
-            unit="ms",
             peer=lost[GLOO],
             peer_name="weft over gloo",
             limit=SLEEP * 1e3,
@@ -245,26 +220,7 @@ def _straggler(report: Report, played: Sequence[Round]) -> None:
             holds=lost[SHM] <= 1.05e3 * SLEEP,
         )
     )
-    _add_lines(report, "straggler", played)
-
-
-def _walls(played: Sequence[Round]) -> dict[str, list[float]]:
-    return {name: [one.took[name].wall * 1e3 for one in played] for name in played[0].took}
-
-
-def _add_lines(report: Report, case: str, played: Sequence[Round]) -> None:
-    wall = _walls(played)
-    for name, times in wall.items():
-        report.lines.append(
-            Line(
-                case=case,
-                name=name,
-                measured=median(times),
-                quartiles=quartiles(times),
-                cpu=median(one.took[name].cpu * 1e3 for one in played),
-                ratio=None if name == SHM else median_ratio(times, wall[SHM]),
-            )
-        )
+    report.lines += [timed("straggler", name, played, SHM) for name in wall]
 
 
 if __name__ == "__main__":

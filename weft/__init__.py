@@ -79,8 +79,7 @@ def __getattr__(name: str) -> object:
         from weft.core.errors import MissingError
 
         raise MissingError(
-            f"weft.{name} needs torch, which is not installed.",
-            hint="Add it with: pip install 'weft[torch]'",
+            f"weft.{name} needs torch, which is not installed.", hint="Add it with: pip install 'weft[torch]'"
         ) from error
     globals()[name] = found  # asked once: the next access does not come through here
     return found

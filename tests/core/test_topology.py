@@ -87,10 +87,6 @@ def test_local_is_one_machine_on_loopback():
     assert Topology.local(5).link(0, 4) == LOOPBACK
 
 
-def test_seconds_are_latency_and_then_bytes():
-    assert Link(latency=3.0, bandwidth=10.0).seconds(20) == 5.0
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -45,10 +46,11 @@ def test_every_cube_is_one_run_whole_ones_first_and_in_raster_order(v: Voxels) -
     runs = [v.order[a:b].tolist() for a, b in itertools.pairwise(v.bounds)]
     naive = naive_cubes(v)
     assert sorted(runs) == sorted(naive)
-    assert runs[: v.whole] == [cube for cube in naive if len(cube) == v.block]
+    whole = math.prod(size // side for size, side in zip(v.grid, v.cube, strict=True))
+    assert runs[:whole] == [cube for cube in naive if len(cube) == v.block]
     assert v.bounds[0] == v.prefix
     assert v.bounds[-1] == v.length - v.suffix
-    assert all(v.bounds[: v.whole + 1] == v.prefix + np.arange(v.whole + 1) * v.block)
+    assert all(v.bounds[: whole + 1] == v.prefix + np.arange(whole + 1) * v.block)
 
 
 def test_wrong_sizes_are_refused() -> None:

@@ -195,13 +195,12 @@ def test_the_running_sums_are_those_of_the_places():
     )
 
 
-def test_a_placement_is_a_value_and_says_what_moved():
+def test_a_placement_is_a_value():
     home = Placement.at_home(2, [0, 0, 1, 1], [0, 1], 2)
     other = Placement(2, np.array([[0, 1, 0, 1], [0, 0, 1, 1]]), home.cols)
     assert home == Placement.at_home(2, contiguous(4, 2), contiguous(2, 2), 2) != other
     assert home != Placement(3, home.rows, home.cols)
     assert len({home, other, Placement(2, other.rows, other.cols)}) == 2
-    assert other.moved(home) == 2 / 12 and home.moved(home) == 0
     assert home.dealt.rows.dtype == np.int64
 
 

@@ -12,6 +12,7 @@ from weft.core.problem import Problem
 from weft.core.topology import Link, Topology
 from weft.masks.random import random_mask
 from weft.plan.choose import build, candidates, choose, usp_names
+from weft.plan.heads import natural
 from weft.schedule.verify import verify
 from weft.simulate.clusters import cluster
 from weft.simulate.predict import predict
@@ -33,6 +34,13 @@ def test_every_name_builds_on_its_mesh(ranks):
         assert schedule.mesh.ranks == ranks
         if name.startswith("usp:"):
             assert name.split("+")[0] == f"usp:{schedule.mesh.size('ulysses')}x{schedule.mesh.size('ring')}"
+
+
+def test_auto_is_the_name_of_the_choice():
+    mask, topology = BlockMask.dense(6, 240), Topology.local(6)
+    assert build("auto", of(6), mask, topology) == choose(of(6), mask, topology).schedule
+    with pytest.raises(InputError, match="no strategy 'auto'"):
+        build("auto", of(6), mask, grouping=natural(6, 1))
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_skewed_heads_reach_near_perfect_balance():
         (lambda: greedy([1, 2], 0), "at least one group; got 0"),
         (lambda: improve(((0,), (0, 1)), [1, 2]), "each of 2 heads exactly once"),
         (lambda: improve(((0,), (1,)), [1, 2, 3]), "each of 3 heads exactly once"),
-        (lambda: split([1, 2], 2), "per .head, q block"),
+        (lambda: split([1, 2], 2), "per head and q block"),
         (lambda: split([[0.5]], 2), "float64"),
         (lambda: split([[1]], 0), "at least one group"),
     ],

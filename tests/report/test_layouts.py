@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.report.layouts import layouts
 from weft.core.errors import InputError
 from weft.plan.stages import Stage, place
 from weft.report.draw import Figure, Line, Rect, Words
-from weft.report.layouts import layouts
 
 DOCS = Path(__file__).parents[2] / "docs" / "figures" / "switching.svg"
 SIZES = {"time": 8, "space": 12}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weft.cli.packages import need
+from weft.cli.tables import table
 from weft.core import units
 from weft.core.errors import InputError
 from weft.core.files import writing
@@ -85,23 +86,19 @@ def _mix(text: str) -> dict[str, float]:
 
 def _show(found: Measured) -> None:
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("")
     names = ("sent", "made", "alone", "p50", "p95", "p99", "queue p50", "queue p95", "in time")
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
+    shown = table(("", *names), left=("",), padding=(0, 2, 0, 0))
     for kind in (*found.alone, *([None] if len(found.alone) > 1 else [])):
         some = found.of(kind)
         times = [found.percentile(kind, q) for q in (50, 95, 99)]
         times += [found.percentile(kind, q, "queue") for q in (50, 95)]
         cells = [found.alone.get(kind or ""), *times]
         made = sum(sample.code == "ok" for sample in some)
-        shown = ("" if cell is None else units.time(cell) for cell in cells)
-        table.add_row(kind or "all", str(len(some)), str(made), *shown, f"{found.attained(kind):.1%}")
+        told = ("" if cell is None else units.time(cell) for cell in cells)
+        shown.add_row(kind or "all", str(len(some)), str(made), *told, f"{found.attained(kind):.1%}")
     console = Console(highlight=False)
-    console.print(table)
+    console.print(shown)
     errors = ", ".join(f"{count} {code}" for code, count in found.errors.items())
     console.print(
         f"{found.throughput:.2f} made a second; in time is at most {found.slo:g} times alone"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from weft.cli.options import Dtype, HeadDim, Json
 from weft.core.codec import to_plain
 from weft.core.errors import InputError
 from weft.core.files import check_place, writing
@@ -24,9 +25,9 @@ def run(
         int, typer.Option(help="Ranks to start here; under torchrun its world is measured.")
     ] = 2,
     out: Annotated[Path, typer.Option("--out", "-o", help="The TOML to write.")] = Path("topology.toml"),
-    head_dim: Annotated[int, typer.Option(help="Size of one head.")] = 64,
-    dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16.")] = "float32",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+    head_dim: HeadDim = 64,
+    dtype: Dtype = "float32",
+    as_json: Json = False,
 ) -> None:
     """Measure links and the attention kernel, in under a minute; then: weft plan --topology topology.toml."""
     check_dtype(dtype)

@@ -11,6 +11,7 @@ import typer
 from weft.cli.generate import check_packages
 from weft.cli.generate import run as generate
 from weft.cli.numbers import counts
+from weft.cli.tables import table
 from weft.core.errors import CommError
 
 if TYPE_CHECKING:
@@ -94,26 +95,12 @@ def _seconds_alone(trial: Trial) -> float:
 
 
 def _show(console: Console, rows: list[tuple[int, str, Outcome]], alone: dict[str, float]) -> None:
-    from rich.table import Table
-
     sizes = f"{TOKENS} tokens · {HEADS} heads × {HEAD_DIM} · float32"
     console.print(f"One DiT block's attention · {sizes} · one thread a rank", highlight=False)
-    table = Table(box=None, pad_edge=False, padding=(0, 1))
-    for name in (
-        "attention",
-        "ranks",
-        "plan",
-        "alone",
-        "time",
-        "faster",
-        "sent",
-        "error",
-        "grads",
-        "",
-    ):
-        table.add_column(name, justify="left" if name in ("attention", "plan") else "right", no_wrap=True)
+    columns = ("attention", "ranks", "plan", "alone", "time", "faster", "sent", "error", "grads", "")
+    shown = table(columns, left=("attention", "plan"))
     for world, name, outcome in rows:
-        table.add_row(
+        shown.add_row(
             name,
             str(world),
             outcome.plan,
@@ -125,7 +112,7 @@ def _show(console: Console, rows: list[tuple[int, str, Outcome]], alone: dict[st
             f"{outcome.gradient_error:.0e}",
             "same" if outcome.holds else "DIFFERS",
         )
-    console.print(table)
+    console.print(shown)
     console.print(
         "alone, time: median of 3 forwards of one rank and of all · sent: by the busiest rank, one forward · "
         "error, grads: largest difference from one process in float64"

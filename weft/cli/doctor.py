@@ -13,11 +13,12 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Literal
+from typing import Literal
 
 import typer
 
 from weft import __version__
+from weft.cli.options import Json
 from weft.cli.packages import PACKAGES, TORCH
 
 Status = Literal["ok", "limited", "missing"]
@@ -34,10 +35,7 @@ class Finding:
     add: str = ""
 
 
-def run(
-    *,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
-) -> None:
+def run(*, as_json: Json = False) -> None:
     """Show what this machine can do, and the command that adds what it cannot."""
     findings = examine()
     if as_json:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from weft.cli.options import Json
 from weft.cli.packages import need
 from weft.core.errors import InputError
 
@@ -24,7 +25,7 @@ def run(
         str, typer.Option(help="weft-shapes or weft-pan: what it was trained on.")
     ] = "weft-shapes",
     steps: Annotated[int, typer.Option(help="Denoising steps.")] = 30,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Evaluate a model: prompt accuracy, held-out loss, distance to real clips, likeness to another model.
 

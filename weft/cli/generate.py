@@ -6,11 +6,12 @@ import json
 import secrets
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from weft.cli.numbers import sizes
+from weft.cli.options import Json
 from weft.cli.packages import need
 from weft.core.errors import InputError
 
@@ -48,7 +49,7 @@ def run(
     mask: Annotated[str | None, typer.Option(help="Sparse attention: sta, svg, radial, topk:0.2, …")] = None,
     cfg: Annotated[str, typer.Option(help="Guidance on two halves of the ranks: auto, on, off.")] = "auto",
     check: Annotated[str, typer.Option(help="first: prove rows of the first step; or none.")] = "first",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Generate an image or a video from a local Diffusers checkpoint, with its tokens split over ranks.
 
@@ -126,7 +127,7 @@ def _generate(request: Request, ranks: int) -> dict[str, Any] | None:
     import torch
     from rich.console import Console
 
-    from weft.cli.ranks import model_ranks, run_once
+    from weft.cli.ranks import launched, model_ranks, run_once
     from weft.models.generate import generate, prepare
     from weft.run.world import is_launched, world_of
 
@@ -134,20 +135,11 @@ def _generate(request: Request, ranks: int) -> dict[str, Any] | None:
         made = generate(request)
         return made if world_of(None, 60.0).comm.rank == 0 else None
     if torch.cuda.is_available() and ranks > 1:  # pools are of CPUs
-        _launch(ranks)
+        sys.exit(launched(ranks))
     with model_ranks(ranks) as pool:
         with Console(stderr=True, quiet=request.quiet).status(f"loading {request.model.name} …"):
             run_once(pool, prepare, request)
         return run_once(pool, generate, request)[0]
-
-
-def _launch(ranks: int) -> NoReturn:
-    """This command again, by torch's launcher."""
-    from weft.run.launch import Machines, launch
-
-    ended = launch(["-m", "weft.cli.main", *sys.argv[1:]], ranks, Machines())
-    typer.echo(ended.stack, err=True, nl=False)
-    sys.exit(ended.code)
 
 
 def _words(made: dict[str, Any]) -> str:

@@ -70,8 +70,7 @@ def _print_version(asked: bool) -> None:  # noqa: FBT001 - typer passes it by po
 def _weft(
     *,
     version: Annotated[
-        bool,
-        typer.Option("--version", is_eager=True, callback=_print_version, help="Show the version."),
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Show the version.")
     ] = False,
 ) -> None:
     """Weave one long sequence over many devices."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weft.cli.numbers import sizes
+from weft.cli.options import Heads, Json
 from weft.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -45,14 +46,14 @@ def run(
         str, typer.Argument(metavar="SPEC", help="NAME or NAME:option=value,…; none lists all masks.")
     ] = "",
     *,
-    heads: Annotated[int, typer.Option(help="Query heads.")] = 40,
+    heads: Heads = 40,
     grid: Annotated[str, typer.Option(help="Video tokens TxHxW; Wan2.1 has 21x30x52 at 480p.")] = "21x30x52",
     text: Annotated[int, typer.Option(help="Text tokens before the video; they are never masked.")] = 0,
     block: Annotated[int, typer.Option(help="Tokens in a block.")] = 64,
     head: Annotated[int, typer.Option(help="The head to draw.")] = 0,
     ranks: Annotated[int, typer.Option(help="Ranks to share the work.")] = 8,
     seed: Annotated[int, typer.Option(help="Another seed, another mask of the same kind.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Draw a mask; show how dense it is and how unevenly it falls on ranks.
 

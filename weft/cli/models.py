@@ -6,15 +6,17 @@ import json
 import re
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
+
+from weft.cli.options import Json
 
 LISTS = {"ZImageTransformer2DModel"}
 """Models that are given a list of latents: no batch, so no two halves of it."""
 
 
-def run(*, as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False) -> None:
+def run(*, as_json: Json = False) -> None:
     """List the models that weft.parallelize knows: how they attend, and what else is split."""
     rows = _rows()
     if as_json:

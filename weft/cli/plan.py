@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weft.cli.workload import Block, Cluster, Dtype, Frames, Json, Mask, Name, Size, Workload, read_topology
+from weft.cli.options import Block, Cluster, Dtype, Frames, Json, Mask, Name, Size
+from weft.cli.tables import table
+from weft.cli.workload import Workload, read_topology
 from weft.core import units
 from weft.core.files import check_place, writing
 
@@ -119,21 +121,14 @@ def _show(plan: Plan, model: Model, cluster: Topology, *, show_all: bool) -> Non
 
 
 def _table(plan: Plan) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 1))
-    table.add_column("#", justify="right")
-    table.add_column("plan", no_wrap=True)
     between = _leaves(plan)
-    names = ["attention", "", "exposed", "imbal./min", "sent"]
-    for name in (*names, *(["between"] if between else []), "memory"):
-        table.add_column(name, justify="right", no_wrap=True)
+    numbers = ("attention", "", "exposed", "imbal./min", "sent", *(["between"] if between else []), "memory")
+    found = table(("#", "plan", *numbers), left=("plan",))
     best, ranks = plan.ranked[0].seconds, plan.schedule.problem.ranks
     for place, option in enumerate(plan.ranked, start=1):
-        table.add_row(
-            *_cells(place, option, best, ranks, between=between), style="bold" if place == 1 else ""
-        )
-    return table
+        cells = _cells(place, option, best, ranks, between=between)
+        found.add_row(*cells, style="bold" if place == 1 else "")
+    return found
 
 
 def _leaves(plan: Plan) -> bool:

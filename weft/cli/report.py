@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.cli.workload import Block, Dtype, Frames, Mask, Size, Workload, read_topology
+from weft.cli.options import Block, Dtype, Frames, Mask, Size
+from weft.cli.tables import table
+from weft.cli.workload import Workload, read_topology
 from weft.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -178,7 +180,6 @@ def _plan_case(work: Workload, cluster: Topology, plan: str, *, alone: bool) -> 
 def _show(cases: list[Case]) -> None:
     """The first table and the timelines, in the terminal."""
     from rich.console import Console
-    from rich.table import Table
 
     from weft.report.case import summary
     from weft.report.page import MEANINGS, difference, show, verdict
@@ -186,15 +187,15 @@ def _show(cases: list[Case]) -> None:
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
     found = [summary(case) for case in cases]
-    table = Table(box=None, pad_edge=False, padding=(0, 1), show_header=len(cases) > 1)
-    for head in ("", *(case.name for case in cases), *(["difference"] if len(cases) > 1 else [])):
-        table.add_column(head.replace(", ", ",\n"), justify="right" if head else "left", no_wrap=True)
+    several = len(cases) > 1
+    heads = ("", *(case.name.replace(", ", ",\n") for case in cases), *(["difference"] if several else []))
+    numbers = table(heads, left=("",), show_header=several)
     for name, (label, _) in MEANINGS.items():
         cells = [show(name, one[name]) for one in found]
-        if len(cases) > 1:
+        if several:
             cells.append(difference(name, found[0][name], found[1][name]))
-        table.add_row(label, *cells)
-    console.print(table)
+        numbers.add_row(label, *cells)
+    console.print(numbers)
     console.print(verdict(cases))
     for case in cases:
         console.print(f"\n{case.name}" + (f", {case.source}" if case.source not in case.name else ""))
@@ -212,10 +213,10 @@ def _show_run(run: Run) -> None:
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(f"{run.name} · {about(run)}")
-    table = Table(box=None, pad_edge=False, padding=(0, 1), show_header=False)
+    facts = Table(box=None, pad_edge=False, padding=(0, 1), show_header=False)
     for row in rows(run):
-        table.add_row(*row)
-    console.print(table)
+        facts.add_row(*row)
+    console.print(facts)
     console.print(f"{sparkline(run.values['loss'])}  loss")
     head, found = layer_rows(run)
     if found:

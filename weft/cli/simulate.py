@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weft.cli.numbers import counts
-from weft.cli.workload import Block, Cluster, Dtype, Frames, Json, Mask, Name, Size, Workload, read_topology
+from weft.cli.options import Block, Cluster, Dtype, Frames, Json, Mask, Name, Size
+from weft.cli.tables import table
+from weft.cli.workload import Workload, read_topology
 from weft.core.files import writing
 
 if TYPE_CHECKING:
@@ -125,31 +127,19 @@ def _rows(found: Sequence[Found], model: Model, grid: tuple[int, int, int]) -> l
 
 def _show(rows: list[dict[str, Any]], found: Sequence[Found], model: Model) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     from weft.core import units
     from weft.report.terminal import text_gantt
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))  # 80 columns with the longest name
-    for head in (
-        "devices",
-        "plan",
-        "attention",
-        "step",
-        "speed",
-        "eff.",
-        "exposed",
-        "imbal. in time",
-        "sent",
-    ):
-        table.add_column(head, justify="left" if head == "plan" else "right", no_wrap=True)
+    columns = ("devices", "plan", "attention", "step", "speed", "eff.", "exposed", "imbal. in time", "sent")
+    fastest = table(columns, left=("plan",), padding=(0, 1, 0, 0))  # 80 columns with the longest name
     shown: dict[int, int] = {}
     for row in rows:
         place = shown[row["gpus"]] = shown.get(row["gpus"], 0) + 1
         if place <= MOST_PLANS:
-            table.add_row(*_cells(row), style="bold" if place == 1 else "")
-    console.print(table)
+            fastest.add_row(*_cells(row), style="bold" if place == 1 else "")
+    console.print(fastest)
     hidden = sum(max(0, count - MOST_PLANS) for count in shown.values())
     more = f" · {hidden} slower plans are left out: --json has them" if hidden else ""
     console.print(

@@ -13,6 +13,7 @@ import typer
 
 from weft.cli.numbers import sizes
 from weft.cli.packages import need
+from weft.cli.tables import table
 
 if TYPE_CHECKING:
     from weft.run.testbed import Testbed
@@ -95,18 +96,16 @@ def _follow(machine: int, process: subprocess.Popen[str]) -> int:
 
 def _show(bed: Testbed, devices: int) -> None:
     from rich.console import Console
-    from rich.table import Table
 
     console = Console()
     before = bed.traffic()
     with console.status("sending around …"), bed.pool(devices) as pool:
         seconds = max(pool.run(send_around, devices))
     payload = TIMES * LARGE * devices
-    table = Table(box=None, pad_edge=False, padding=(0, 1))
-    for name in ("machine", "address", "limit", "sent", "on the wire", "speed"):
-        table.add_column(name, justify="left" if name in ("machine", "address") else "right", no_wrap=True)
+    columns = ("machine", "address", "limit", "sent", "on the wire", "speed")
+    shown = table(columns, left=("machine", "address"))
     for machine, now, then in zip(bed.machines, bed.traffic(), before, strict=True):
-        table.add_row(
+        shown.add_row(
             machine.name,
             machine.address,
             bed.rate or "none",
@@ -114,7 +113,7 @@ def _show(bed: Testbed, devices: int) -> None:
             f"{(now.sent - then.sent) / 1e6:.1f} MB",
             f"{payload / seconds / 1e6:.1f} MB/s",
         )
-    console.print(table)
+    console.print(shown)
     console.print(
         f"{devices} ranks of every machine sent {TIMES} × {LARGE / 1e6:.1f} MB to the next machine by gloo, "
         "all at the same time · on the wire: by the counters of its interface"

@@ -19,8 +19,7 @@ def run(
     recipe: Annotated[Path, typer.Argument(help="A .toml or .py: what to train, on what, how long.")],
     *,
     out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", help="The run's folder; runs/RECIPE if not given."),
+        Path | None, typer.Option("--out", "-o", help="The run's folder; runs/RECIPE if not given.")
     ] = None,
     ranks: Annotated[int, typer.Option(help="Ranks to start here; under torchrun its world is used.")] = 1,
     steps: Annotated[int | None, typer.Option(help="Another number of steps than the recipe's.")] = None,
@@ -45,7 +44,9 @@ def run(
     if ranks < 1:
         raise InputError(f"{ranks} ranks train nothing.", hint="Give 1 or more.")
     if ranks > 1 and not is_launched():
-        sys.exit(_launched(ranks))
+        from weft.cli.ranks import launched
+
+        sys.exit(launched(ranks, grace=GRACE_SECONDS))
     from weft.train.trainer import train
 
     try:
@@ -54,15 +55,3 @@ def run(
         if is_launched():  # the launcher shows what the first rank says, once
             sys.exit("\n".join(line for line in (f"weft: {error.message}", error.hint) if line))
         raise
-
-
-def _launched(ranks: int) -> int:
-    """This command again, on each rank."""
-    from weft.run.launch import Machines, launch
-
-    ended = launch(["-m", "weft.cli.main", *sys.argv[1:]], ranks, Machines(), grace=GRACE_SECONDS)
-    if ended.stack:
-        typer.echo(ended.stack.rstrip(), err=True)
-    elif ended.rank is not None:
-        typer.echo(f"weft: rank {ended.rank} {ended.how}.", err=True)
-    return ended.code

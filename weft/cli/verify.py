@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weft.cli.numbers import counts
+from weft.cli.options import Dtype, HeadDim, Heads, Json
 from weft.core.errors import CommError, InputError
 from weft.core.problem import check_dtype
 from weft.plan.choose import usp_names
@@ -32,13 +33,13 @@ def run(
     *,
     ranks: Annotated[str, typer.Option(help="Numbers of ranks to try, such as 2,3.")] = "2,3",
     tokens: Annotated[int, typer.Option(help="Length of the whole sequence.")] = 509,
-    heads: Annotated[int, typer.Option(help="Query heads.")] = 6,
+    heads: Heads = 6,
     kv_heads: Annotated[int, typer.Option(help="Key/value heads; 0 means as many as query heads.")] = 0,
-    head_dim: Annotated[int, typer.Option(help="Size of one head.")] = 32,
-    dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16.")] = "float32",
+    head_dim: HeadDim = 32,
+    dtype: Dtype = "float32",
     plan: Annotated[str, typer.Option(help="One plan, such as usp:2x2, instead of all of them.")] = "",
     strategy: Annotated[str, typer.Option(hidden=True)] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Prove that N ranks compute what one rank computes: outputs and gradients, every strategy.
 
@@ -144,17 +145,8 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     from rich.table import Table
 
     table = Table(title="N ranks against one process in float64", title_justify="left")
-    for name in (
-        "ranks",
-        "asked",
-        "plan",
-        "attention",
-        "output error",
-        "gradient error",
-        "allowed",
-        "sent",
-        "",
-    ):
+    columns = ("ranks", "asked", "plan", "attention", "output error", "gradient error", "allowed", "sent", "")
+    for name in columns:
         table.add_column(name, justify="left" if name in ("asked", "plan", "attention") else "right")
     for row in rows:
         mask = "dense" if row["density"] is None else f"{row['density']:.0%} of tiles"

@@ -1,4 +1,4 @@
-"""The attention that `plan`, `simulate` and `report` are asked about: its options, and what they mean."""
+"""The attention that `plan`, `simulate` and `report` are asked about: what their options mean."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from weft.cli.numbers import sizes
 from weft.core.errors import InputError
@@ -18,17 +16,6 @@ if TYPE_CHECKING:
     from weft.core.problem import Problem
     from weft.core.topology import Topology
     from weft.simulate.models import Model
-
-Name = Annotated[
-    str, typer.Argument(help="A model (wan2.1-14b …), or a shape TOKENSxHEADSxDIM; tokens may be TxHxW.")
-]
-Cluster = Annotated[str, typer.Option(help="8xh100, 4x8xa100, or a TOML of weft calibrate.")]
-Mask = Annotated[str, typer.Option(help="dense, svg:density=0.25, sta:…, random:…; see weft mask.")]
-Size = Annotated[str, typer.Option(help="Pixels, such as 1280x720; the model's own if left out.")]
-Frames = Annotated[int, typer.Option(help="Frames of the video; the model's own if 0.")]
-Block = Annotated[int, typer.Option(help="Tokens in a block of the mask.")]
-Dtype = Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -44,13 +45,7 @@ class Indices:
     @staticmethod
     def from_runs(runs: Iterable[tuple[int, int]]) -> Indices:
         """The union of runs in any order, overlapping or not."""
-        merged: list[tuple[int, int]] = []
-        for start, stop in sorted(run for run in runs if run[1] > run[0]):
-            if merged and start <= merged[-1][1]:
-                merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
-            else:
-                merged.append((start, stop))
-        return Indices(tuple(merged))
+        return Indices(tuple(joined(runs)))
 
     @cached_property
     def size(self) -> int:
@@ -155,6 +150,18 @@ class Indices:
 
 
 EMPTY = Indices()
+Number = TypeVar("Number", int, float)
+
+
+def joined(runs: Iterable[tuple[Number, Number]]) -> list[tuple[Number, Number]]:
+    """Runs in any order, sorted; those that touch or overlap are one, empty ones are none."""
+    found: list[tuple[Number, Number]] = []
+    for start, stop in sorted(run for run in runs if run[1] > run[0]):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], stop))
+        else:
+            found.append((start, stop))
+    return found
 
 
 def runs_in(order: IntArray) -> Runs:

@@ -56,10 +56,7 @@ class Layout:
         if min(prefix, suffix) < 0 or shared > size:
             raise InputError(f"prefix={prefix} and suffix={suffix} do not fit into {size} {dim}.")
         return Layout.uneven(
-            [b - a for a, b in split_evenly(size - shared, ranks)],
-            prefix=prefix,
-            suffix=suffix,
-            dim=dim,
+            [b - a for a, b in split_evenly(size - shared, ranks)], prefix=prefix, suffix=suffix, dim=dim
         )
 
     @staticmethod
@@ -67,8 +64,7 @@ class Layout:
         """Contiguous shards of given lengths, zero allowed."""
         if not counts or min(counts) < 0:
             raise InputError(
-                f"counts={list(counts)} are no shard lengths.",
-                hint="Give one count, 0 or more, a rank.",
+                f"counts={list(counts)} are no shard lengths.", hint="Give one count, 0 or more, a rank."
             )
         stops = (prefix + np.cumsum(counts)).tolist()
         size = prefix + sum(counts) + suffix

@@ -106,6 +106,11 @@ class BlockMask:
     def is_dense(self) -> bool:
         return int(count_ones(to_words(self.bits)).sum()) == len(self.bits) * self.q_blocks * self.kv_blocks
 
+    @property
+    def units(self) -> tuple[int, int]:
+        """Query and key tokens that stay together: a block, or one token where the mask is dense."""
+        return (1, 1) if self.is_dense else (self.block_q, self.block_k)
+
     def counts(self, heads: Iterable[int]) -> npt.NDArray[np.integer]:
         """[q blocks, kv blocks]: in how many of some heads each tile is active; small integers."""
         chosen, times = np.unique([self.pattern_of[head] for head in heads], return_counts=True)
@@ -185,11 +190,7 @@ class BlockMask:
         return state.hexdigest()[:16]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, BlockMask) and (
-            self.grid,
-            self.pattern_of,
-            self.bits.tobytes(),
-        ) == (
+        return isinstance(other, BlockMask) and (self.grid, self.pattern_of, self.bits.tobytes()) == (
             other.grid,
             other.pattern_of,
             other.bits.tobytes(),

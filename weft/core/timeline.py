@@ -8,7 +8,6 @@ that is not there yet is a span of its own, on the lane that waits.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -17,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.core.errors import InputError
-from weft.core.indices import IntArray
+from weft.core.indices import IntArray, joined
 
 
 class Span(NamedTuple):
@@ -84,8 +83,8 @@ class Timeline:
         """The share of all sending time during which the sender computes."""
         sent = hidden = 0.0
         for rank in range(self.ranks):
-            busy = _merged((s.start, s.end) for s in self.of(rank) if s.kind in ("attend", "copy"))
-            going = _merged((s.start, s.end) for s in self.of(rank) if s.kind == "send")
+            busy = joined((s.start, s.end) for s in self.of(rank) if s.kind in ("attend", "copy"))
+            going = joined((s.start, s.end) for s in self.of(rank) if s.kind == "send")
             sent += sum(end - start for start, end in going)
             hidden += _common(busy, going)
         return hidden / sent if sent else 1.0
@@ -149,16 +148,6 @@ class Timeline:
 
 
 Intervals = list[tuple[float, float]]
-
-
-def _merged(intervals: Iterable[tuple[float, float]]) -> Intervals:
-    found: Intervals = []
-    for start, end in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
-        else:
-            found.append((start, end))
-    return found
 
 
 def _common(first: Intervals, second: Intervals) -> float:

@@ -29,9 +29,6 @@ class Link:
                 f"A link's bandwidth is {self.bandwidth} bytes/s.", hint="Give a positive number."
             )
 
-    def seconds(self, num_bytes: int) -> float:
-        return self.latency + num_bytes / self.bandwidth
-
 
 @value
 @dataclass(frozen=True, kw_only=True)

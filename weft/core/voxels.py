@@ -84,11 +84,6 @@ class Voxels:
         sizes = np.unique(self._cube_of, return_counts=True)[1]
         return self.prefix + np.concatenate(([0], np.cumsum(sizes)))
 
-    @property
-    def whole(self) -> int:
-        """How many cubes are whole; they are the first ones."""
-        return prod(size // side for size, side in zip(self.grid, self.cube, strict=True))
-
     @cached_property
     def _cube_of(self) -> IntArray:
         """The number of each grid token's cube: first by the faces that cut it, then in raster order."""

@@ -105,11 +105,7 @@ class Adapter:
                 outputs[module] = tuple(cuts.get(i) for i in range(max(cuts) + 1))  # pyright: ignore
             else:
                 inputs[module] = cuts
-        return {
-            "inputs": {**inputs, **self.inputs},
-            "outputs": {**outputs, **self.outputs},
-            "gather": gather,
-        }
+        return {"inputs": {**inputs, **self.inputs}, "outputs": {**outputs, **self.outputs}, "gather": gather}
 
     def _stream(self, module: str, name: str | int) -> str:
         return self.streams.get(f"{module}.{name}", self.streams.get(str(name), "video"))

@@ -114,8 +114,7 @@ class Site:
         short = [rank for rank in range(shards.ranks) if left[rank] < shards.rows([text], rank)]
         if short and any(left[short[0] + 1 :]) and not shards.is_whole(text):
             raise InputError(
-                f"{self.name} leaves out text tokens that others follow.",
-                hint="Pad texts at their ends.",
+                f"{self.name} leaves out text tokens that others follow.", hint="Pad texts at their ends."
             )
         return left
 

@@ -55,11 +55,6 @@ class Placement:
     def dealt(self) -> Dealt:
         return Dealt(self.rows.astype(np.int64), self.cols.astype(np.int64))
 
-    def moved(self, before: Placement) -> float:
-        """The share of rows and columns that are elsewhere than before."""
-        pairs = ((self.rows, before.rows), (self.cols, before.cols))
-        return sum(int((a != b).sum()) for a, b in pairs) / (self.rows.size + self.cols.size)
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Placement) and all(
             map(np.array_equal, (self.ring, self.rows, self.cols), (other.ring, other.rows, other.cols))

@@ -115,9 +115,11 @@ def build(
 ) -> Schedule:
     """A schedule by its strategy's name: ulysses, ring, zigzag, gather, usp:UxR, …+balanced, …+cuts.
 
-    `grouping` gives the heads of each Ulysses coordinate, and `blocks` the ring coordinate of each block of
-    theirs, as `plan.online` keeps them through a loop.
+    `auto` is the planner's choice. `grouping` gives the heads of each Ulysses coordinate, and `blocks` the
+    ring coordinate of each block of theirs, as `plan.online` keeps them through a loop.
     """
+    if name == "auto" and grouping is None and blocks is None:
+        return choose(problem, mask, topology).schedule
     strategy = parse(name, problem.ranks)
     deals = Deals(problem, mask, topology or Topology.local(problem.ranks))
     if grouping is None and blocks is None:

@@ -166,13 +166,19 @@ def _frozen(groups: list[list[int]]) -> Grouping:
     return tuple(tuple(sorted(group)) for group in groups)
 
 
-def _checked(loads: npt.ArrayLike, groups: int) -> IntArray:
+def checked_loads(loads: npt.ArrayLike, *axes: str) -> IntArray:
+    """The loads, if they are integers of 0 or more, one for each of some things."""
     array = np.asarray(loads)
-    if array.ndim != 1 or (array.size and (array.dtype.kind not in "iu" or int(array.min()) < 0)):
+    if array.ndim != len(axes) or (array.size and (array.dtype.kind not in "iu" or int(array.min()) < 0)):
         raise InputError(
-            f"Loads are one non-negative integer per head; got {array.dtype} of shape {array.shape}.",
+            f"Loads are one non-negative integer per {' and '.join(axes)}; got {array.dtype} of shape "
+            f"{array.shape}.",
             hint="Use counts of tiles, or costs as integers.",
         )
+    return array.astype(np.int64)
+
+
+def _checked(loads: npt.ArrayLike, groups: int) -> IntArray:
     if groups < 1:
         raise InputError(f"Heads go to at least one group; got {groups}.", hint="Use the Ulysses size.")
-    return array.astype(np.int64)
+    return checked_loads(loads, "head")

@@ -114,15 +114,6 @@ class OnlineBlocks:
         return Hybrid(grouping, blocks if placed == blocks else placed)
 
 
-def replay(policy: Policy, counts: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    """[steps, layers]: the ratio of each layer in each step of a recorded run, under plans made before it."""
-    found: list[npt.NDArray[np.float64]] = []
-    for step in np.asarray(counts):
-        found.append(ratios(policy.plans, step))
-        policy.observe(step)
-    return np.stack(found)
-
-
 def forecast(history: Sequence[IntArray]) -> IntArray:
     """The next counts: the last, and as much of their last change as the change before it foretold of that.
 

@@ -22,7 +22,7 @@ def natural(problem: Problem, mask: BlockMask, mesh: Mesh) -> Partition:
 
 
 def natural_roster(problem: Problem, mask: BlockMask, mesh: Mesh) -> Roster:
-    q_unit, kv_unit = units(mask)
+    q_unit, kv_unit = mask.units
     rows, cols = home(problem.q, q_unit, mesh), home(problem.kv, kv_unit, mesh)
     return _alike(problem, mask, mesh, rows, cols)
 
@@ -30,7 +30,7 @@ def natural_roster(problem: Problem, mask: BlockMask, mesh: Mesh) -> Roster:
 def zigzag(problem: Problem, mask: BlockMask, mesh: Mesh) -> Partition:
     """Ring coordinate r takes chunks r and 2·R-1-r of the sequence: equal work under a causal mask."""
     check_fit(problem, mask, mesh)
-    q_unit, kv_unit = units(mask)
+    q_unit, kv_unit = mask.units
     rows, cols = _zigzag(problem.q, q_unit, mesh), _zigzag(problem.kv, kv_unit, mesh)
     return assemble(problem, mask, mesh, _alike(problem, mask, mesh, rows, cols))
 
@@ -44,11 +44,6 @@ def _zigzag(layout: Layout, unit: int, mesh: Mesh) -> IntArray:
     return taker
 
 
-def units(mask: BlockMask) -> tuple[int, int]:
-    """Tokens that stay together: a block, or one token where the mask is dense."""
-    return (1, 1) if mask.is_dense else (mask.block_q, mask.block_k)
-
-
 def _alike(problem: Problem, mask: BlockMask, mesh: Mesh, rows: IntArray, cols: IntArray) -> Roster:
     """The same rows and columns for every slice of heads."""
     slices = mesh.size("ulysses")
@@ -56,5 +51,5 @@ def _alike(problem: Problem, mask: BlockMask, mesh: Mesh, rows: IntArray, cols: 
         whole(in_order(problem.heads, slices)),
         np.broadcast_to(rows, (slices, rows.size)),
         np.broadcast_to(cols, (slices, cols.size)),
-        *units(mask),
+        *mask.units,
     )

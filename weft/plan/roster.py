@@ -141,8 +141,7 @@ def check_fit(problem: Problem, mask: BlockMask, mesh: Mesh) -> None:
         )
     if unknown := {name for name, _ in mesh.axes} - {"ring", "ulysses"}:
         raise InputError(
-            f"This strategy knows no mesh axis {sorted(unknown)[0]!r}.",
-            hint="Use ring and ulysses.",
+            f"This strategy knows no mesh axis {sorted(unknown)[0]!r}.", hint="Use ring and ulysses."
         )
     given = (mask.heads, mask.q_len, mask.kv_len)
     wanted = (problem.heads, problem.q.size, problem.kv.size)

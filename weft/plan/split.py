@@ -11,9 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.core.codec import value
-from weft.core.errors import InputError
 from weft.core.indices import Indices, IntArray
-from weft.plan.heads import Grouping, group_loads, refined
+from weft.plan.heads import Grouping, checked_loads, group_loads, refined
 
 Piece = tuple[int, int, int]
 """A head, and the run of its q blocks."""
@@ -47,7 +46,7 @@ def split(loads: npt.ArrayLike, groups: int, *, enough: float = 1.03) -> Shares:
     >>> split([[4, 4, 4, 4], [1, 2, 1, 4]], 2)
     ((Share(head=0, rows=Indices(0-2)),), (Share(head=0, rows=Indices(3)), Share(head=1, rows=None)))
     """
-    table = _checked(loads)
+    table = checked_loads(loads, "head", "q block")
     sums = np.zeros((table.shape[0], table.shape[1] + 1), dtype=np.int64)
     np.cumsum(table, axis=1, out=sums[:, 1:])
     pieces: list[Piece] = [(head, 0, table.shape[1]) for head in range(table.shape[0])]
@@ -108,13 +107,3 @@ def _shares(pieces: list[Piece], rows: int) -> tuple[Share, ...]:
         taken = Indices.from_runs((start, stop) for _, start, stop in same)
         found.append(Share(head, None if taken.size == rows else taken))
     return tuple(found)
-
-
-def _checked(loads: npt.ArrayLike) -> IntArray:
-    table = np.asarray(loads)
-    if table.ndim != 2 or (table.size and (table.dtype.kind not in "iu" or int(table.min()) < 0)):
-        raise InputError(
-            f"Loads are one non-negative integer per (head, q block); got {table.dtype} {table.shape}.",
-            hint="Use counts of tiles, or costs as integers.",
-        )
-    return table.astype(np.int64)

@@ -16,7 +16,7 @@ from weft.core.problem import Problem
 from weft.core.schedule import Schedule
 from weft.core.timeline import Timeline
 from weft.core.topology import Topology
-from weft.plan.choose import build, candidates, choose
+from weft.plan.choose import build, candidates
 from weft.plan.strategies import parse
 
 
@@ -110,10 +110,7 @@ def sweep(
         problem = problem_on(cluster.ranks)
         for name in wanted(problem, mask, cluster, names):
             on_plan(f"{name} on {cluster.name}")
-            auto = name == "auto"
-            schedule = (
-                choose(problem, mask, cluster).schedule if auto else build(name, problem, mask, cluster)
-            )
+            schedule = build(name, problem, mask, cluster)
             timeline = simulate(schedule, cluster)
             yield Found(Point.of(schedule.name, cluster, timeline), schedule, cluster, timeline)
 

@@ -15,9 +15,9 @@ from weft.core.mask import BlockMask
 from weft.core.problem import ITEM_BYTES, Problem
 from weft.core.schedule import Schedule
 from weft.core.topology import Link, Topology
-from weft.plan.choose import Plan, build, choose
+from weft.plan.choose import Plan, build
 from weft.run.kernels import IMPLEMENTATIONS
-from weft.run.world import machines
+from weft.run.world import machines, place
 from weft.schedule.verify import verify
 
 Counts = tuple[tuple[int, ...], ...]
@@ -113,8 +113,7 @@ class Tensors:
             raise InputError(f"q, k, v are {self.dtype}.", hint=f"Use one of {', '.join(ITEM_BYTES)}.")
         if len(set(self.devices)) > 1:
             raise InputError(
-                f"q, k, v are on {[str(d) for d in self.devices]}.",
-                hint="Move them to one device.",
+                f"q, k, v are on {[str(d) for d in self.devices]}.", hint="Move them to one device."
             )
 
     @property
@@ -123,13 +122,7 @@ class Tensors:
 
 
 def schedule_for(
-    tensors: Tensors,
-    options: Options,
-    *,
-    rank: int,
-    ranks: int,
-    counts: Counts | None,
-    axes: str | None,
+    tensors: Tensors, options: Options, *, rank: int, ranks: int, counts: Counts | None, axes: str | None
 ) -> Schedule:
     """Check the call and build its schedule; every rank gets the same one, or somebody raises."""
     if isinstance(options.plan, Plan | Schedule):
@@ -139,20 +132,11 @@ def schedule_for(
     _check_rows("q", q_rows, q, rank)
     _check_rows("k and v", tensors.k[2], kv, rank)
     problem = Problem(
-        batch=batch,
-        heads=heads,
-        kv_heads=tensors.k[1],
-        head_dim=head_dim,
-        q=q,
-        kv=kv,
-        dtype=tensors.dtype,
+        batch=batch, heads=heads, kv_heads=tensors.k[1], head_dim=head_dim, q=q, kv=kv, dtype=tensors.dtype
     )
     mask = BlockMask.dense(heads, q.size, kv.size) if options.mask is None else options.mask
     name = axes if axes and options.plan == "auto" else options.plan
-    topology = topology_for(options.topology, ranks)
-    return (
-        choose(problem, mask, topology).schedule if name == "auto" else build(name, problem, mask, topology)
-    )
+    return build(name, problem, mask, topology_for(options.topology, ranks))
 
 
 # Until `weft calibrate` says better: shared memory inside a machine, 10 Gbit/s between machines.
@@ -172,7 +156,7 @@ def topology_for(given: Topology | None, ranks: int) -> Topology:
         found = Topology.from_toml(path)
         return replace(found, devices=ranks) if found.machines == 1 and not found.links else found
     # A group of some of the ranks may lie anywhere: only of all of them is it known.
-    whole = ranks == int(os.environ.get("WORLD_SIZE", "1")) and ranks % machines() == 0
+    whole = ranks == place()[1] and ranks % machines() == 0
     several = machines() if whole else 1
     return replace(SOMEWHERE, machines=several, devices=ranks // several)
 

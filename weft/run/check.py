@@ -15,7 +15,7 @@ from weft.core.mask import BlockMask
 from weft.core.problem import Problem
 from weft.core.schedule import Schedule
 from weft.masks.random import random_mask
-from weft.plan.choose import build, choose
+from weft.plan.choose import build
 from weft.run.attention import attention
 from weft.run.kernels.reference import Reference
 from weft.run.kernels.tiles import Tiles
@@ -138,8 +138,7 @@ def _run_rank(trial: Trial) -> _Part:
 def _schedule(trial: Trial, layout: Layout) -> Schedule:
     sizes = {"batch": 1, "heads": trial.heads, "kv_heads": trial.kv_heads, "head_dim": trial.head_dim}
     problem = Problem(**sizes, q=layout, kv=layout, dtype=trial.dtype)
-    mask = trial.mask()
-    return choose(problem, mask).schedule if trial.asked == "auto" else build(trial.asked, problem, mask)
+    return build(trial.asked, problem, trial.mask())
 
 
 @cache

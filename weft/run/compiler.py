@@ -229,10 +229,7 @@ class Compiler:
 
     def _is_result(self, source: Place, target: Place) -> bool:
         """Whether a computed slot is the result row by row; a buffer is not, the next run writes it again."""
-        same = (source.piece.heads, source.piece.tokens) == (
-            target.piece.heads,
-            target.piece.tokens,
-        )
+        same = (source.piece.heads, source.piece.tokens) == (target.piece.heads, target.piece.tokens)
         return same and source.slot not in self.program.regions and is_slice(target.index(target.piece))
 
     def sums(self, tensor: str, of: str, slot: str) -> list[Place]:

@@ -177,11 +177,7 @@ def _leave_world() -> None:
 
 
 def _watch(
-    pipe: Connection,
-    lock: threading.Lock,
-    calls: SimpleQueue[bytes],
-    directory: str,
-    parent: int,
+    pipe: Connection, lock: threading.Lock, calls: SimpleQueue[bytes], directory: str, parent: int
 ) -> None:
     """Take messages beside the main thread, which may be blocked in gloo when the parent dies."""
     sources: list[Any] = [pipe]

@@ -30,10 +30,7 @@ class Cells:
         self.share = problem.heads // problem.kv_heads
         self.mask = mask
         self._edges: dict[bool, IntArray] = {}
-        for is_kv, layout, block in (
-            (False, problem.q, mask.block_q),
-            (True, problem.kv, mask.block_k),
-        ):
+        for is_kv, layout, block in ((False, problem.q, mask.block_q), (True, problem.kv, mask.block_k)):
             tokens = {piece.tokens for piece in pieces if piece.tensor.endswith("kv") == is_kv}
             self._edges[is_kv] = _edges(layout, block, tokens)
         self._memo: dict[tuple[bool, Indices], IntArray] = {}

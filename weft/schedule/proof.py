@@ -119,11 +119,7 @@ class Proof(ABC):
         where = np.ix_(heads, q_cells, kv_cells)
         if (again := active & ~self.todo[where]).any():
             head, row, col = (int(axis[0]) for axis in np.nonzero(again))
-            tile = (
-                int(heads[head]),
-                self.cells.q_block[q_cells[row]],
-                self.cells.kv_block[kv_cells[col]],
-            )
+            tile = (int(heads[head]), self.cells.q_block[q_cells[row]], self.cells.kv_block[kv_cells[col]])
             self.fail("tile (head {}, q block {}, kv block {}) is computed a second time.".format(*tile))
         self.todo[where] &= ~active
         rows = np.ix_(heads, q_cells)

@@ -8,7 +8,8 @@ soon as its last tile is done, and dQ goes back where Q came from.
 from __future__ import annotations
 
 from weft.core.errors import InputError
-from weft.core.schedule import Attend, Exchange, Op, Piece, Schedule, Transfer
+from weft.core.schedule import Exchange, Op, Piece, Schedule, Transfer
+from weft.schedule.usp import without_empty
 
 
 def reverse(schedule: Schedule, *, keep: str = "auto") -> Schedule:
@@ -47,7 +48,7 @@ def reverse(schedule: Schedule, *, keep: str = "auto") -> Schedule:
         schedule.problem,
         schedule.mask,
         schedule.mesh,
-        tuple(op for op in ops if isinstance(op, Attend) or op.transfers),
+        without_empty(ops),
         backward=True,
         kept=_kept(schedule, keep),
     )

@@ -61,7 +61,7 @@ class _Build:
         self.devices, self.chunks = problem.ranks // machines, chunks
         self.tours = tours(mesh, machines)
         self.held = {"q": by_machine(problem.q, machines), "kv": by_machine(problem.kv, machines)}
-        units = (1, 1) if mask.is_dense else (mask.block_q, mask.block_k)
+        units = mask.units
         rows, cols = (
             [view(held, unit, tour) for tour in self.tours for _ in range(self.devices)]
             for held, unit in zip(self.held.values(), units, strict=True)

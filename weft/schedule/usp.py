@@ -154,9 +154,7 @@ class _Want(NamedTuple):
 def _wants(problem: Problem, mask: BlockMask, works: tuple[Work, ...]) -> list[_Want]:
     return [
         _Want(
-            Piece("q", work.heads, work.rows),
-            problem.kv_heads_of(work.heads),
-            needed_columns(mask, (work,)),
+            Piece("q", work.heads, work.rows), problem.kv_heads_of(work.heads), needed_columns(mask, (work,))
         )
         for work in works
     ]

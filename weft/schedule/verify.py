@@ -98,10 +98,7 @@ class _BackwardProof(Proof):
         kv_rows = np.zeros((self.problem.kv_heads, len(kv_cells)), dtype=bool)
         np.logical_or.at(kv_rows, op.q.heads.array // self.cells.share, cols)
         everyone = np.arange(self.problem.kv_heads)
-        for name, where, touched in (
-            ("q", q_where, rows),
-            ("kv", np.ix_(everyone, kv_cells), kv_rows),
-        ):
+        for name, where, touched in (("q", q_where, rows), ("kv", np.ix_(everyone, kv_cells), kv_rows)):
             if (touched & self.sent[name][op.rank][where]).any():
                 self.fail(f"it adds to d{name} that rank {op.rank} has already sent home.")
             self.partial[name][op.rank][where] |= touched
@@ -133,9 +130,7 @@ class _BackwardProof(Proof):
             self.taker[transfer.src][where] = transfer.dst
         else:
             self.require(
-                self.home[piece.tensor[1:]][transfer.dst],
-                piece,
-                f"rank {transfer.dst} is not home to",
+                self.home[piece.tensor[1:]][transfer.dst], piece, f"rank {transfer.dst} is not home to"
             )
 
     def end(self) -> None:

@@ -78,13 +78,7 @@ class GroupComm:
 class GroupTransit:
     """Works of one post; waiting names the peer that is late."""
 
-    def __init__(
-        self,
-        comm: GroupComm,
-        coming: Works,
-        going: Sequence[tuple[int, Any]],
-        label: str,
-    ) -> None:
+    def __init__(self, comm: GroupComm, coming: Works, going: Sequence[tuple[int, Any]], label: str) -> None:
         self.comm, self.coming, self.going, self.label = comm, dict(coming), list(going), label
 
     def wait_for(self, peer: int) -> None:

@@ -44,6 +44,11 @@ def guarded(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == -inf, inf)
 
 
+def packed(x: Tensor) -> Tensor:
+    """The numbers of a row lie side by side; everything else may be anywhere."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 IMPLEMENTATIONS = ("auto", "cpu", "triton", "sdpa", "reference")
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weft.core.errors import InputError, MissingError
 from weft.run.build import Library
-from weft.run.kernels import Sums
+from weft.run.kernels import Sums, packed
 from weft.run.kernels.tiles import Tiles
 
 SOURCES = Path(__file__).parent / "csrc"
@@ -143,7 +143,5 @@ def library_path() -> Path:
 
 
 def _ready(x: Tensor) -> Tensor:
-    """A dtype the kernel reads, with contiguous head dims; other strides are taken as they are."""
-    if x.dtype not in (torch.float32, torch.bfloat16):
-        x = x.float()
-    return x if x.stride(-1) == 1 else x.contiguous()
+    """A dtype the kernel reads."""
+    return packed(x if x.dtype in (torch.float32, torch.bfloat16) else x.float())

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from weft.core.errors import InputError, MissingError
-from weft.run.kernels import Sums
+from weft.run.kernels import Sums, packed
 from weft.run.kernels.tiles import Blocks, Tiles
 from weft.run.kernels.triton_configs import BLOCKS, HEAD_DIMS, TARGETS, Config, configs
 
@@ -49,7 +49,7 @@ class Gpu:
     ) -> Sums:
         """(out, lse); with `into`, these tiles are added to that (out, lse) in place, and it is returned."""
         self._check(q, k, v)
-        q, k, v = (_packed(x) for x in (q, k, v))
+        q, k, v = (packed(x) for x in (q, k, v))
         if into is None:
             out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
             lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
@@ -68,22 +68,15 @@ class Gpu:
         return out, lse
 
     def attend_backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        done: Sums,
-        tiles: Tiles,
-        scale: float,
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, done: Sums, tiles: Tiles, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) of these tiles; `done` is the final (out, lse) over *all* tiles of the rows."""
         self._check(q, k, v)
-        q, k, v = (_packed(x) for x in (q, k, v))
+        q, k, v = (packed(x) for x in (q, k, v))
         dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
         if not q.shape[2] or not k.shape[2]:
             return dq.zero_(), dk.zero_(), dv.zero_()
-        grad, delta, peak = self._prepare(_packed(grad), q, *done)
+        grad, delta, peak = self._prepare(packed(grad), q, *done)
         shape = self._shape(q, k, tiles)
         blocks = self._blocks(tiles, q.device)
         given = (q, k, v, grad, delta, peak)
@@ -100,7 +93,7 @@ class Gpu:
 
     def _prepare(self, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(grad in the dtype of q, rowsum(grad · out), lse in units of log 2)."""
-        out = _packed(out)
+        out = packed(out)
         delta = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
         peak = torch.empty_like(delta)
         same = grad.dtype == q.dtype
@@ -215,11 +208,6 @@ def _tuned(kernel: Any, options: tuple[Config, ...]) -> Any:
 
 def _strides(*tensors: Tensor) -> tuple[tuple[int, int, int], ...]:
     return tuple((x.stride(0), x.stride(1), x.stride(2)) for x in tensors)
-
-
-def _packed(x: Tensor) -> Tensor:
-    """The numbers of a row lie side by side; everything else may be anywhere."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _check_sums(out: Tensor, lse: Tensor) -> None:

@@ -25,14 +25,7 @@ class Reference:
         return (out, lse) if into is None else merge_(into, (out, lse))
 
     def attend_backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        done: Sums,
-        tiles: Tiles,
-        scale: float,
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, done: Sums, tiles: Tiles, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         grad, q, k, v = (widen(x) for x in (grad, q, k, v))
         out, lse = done

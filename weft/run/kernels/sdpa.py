@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.run.kernels import Sums
+from weft.run.kernels import Sums, packed
 from weft.run.kernels.reference import widen
 from weft.run.kernels.tiles import Tiles
 from weft.run.merge import merge_
@@ -39,14 +39,7 @@ class Sdpa:
         return out, lse
 
     def attend_backward(
-        self,
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        done: Sums,
-        tiles: Tiles,
-        scale: float,
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, done: Sums, tiles: Tiles, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         grad, q, k, v = (_ready(x) for x in (grad, q, k, v))
         out, lse = done
@@ -65,9 +58,8 @@ class Sdpa:
 
 
 def _ready(x: Tensor) -> Tensor:
-    """What torch's kernels take: wide, with the numbers of a row side by side."""
-    wide = widen(x)
-    return wide if wide.stride(-1) == 1 else wide.contiguous()
+    """What torch's kernels take."""
+    return packed(widen(x))
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:

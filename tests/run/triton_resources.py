@@ -1,6 +1,6 @@
 """Cross-compile the Triton kernels without a GPU and read what they take: registers, shared memory, spills.
 
-    python -m weft.run.kernels.triton_resources docs/kernels_gpu.md
+    python -m tests.run.triton_resources docs/kernels_gpu.md
 
 writes the table between the marks of that file.
 """
