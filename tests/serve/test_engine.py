@@ -189,13 +189,17 @@ def test_a_key_makes_one_job(tmp_path: Path) -> None:
         assert len([s for s in engine.ranks.segments if s[0] == first.id and s[2] == 0]) == 1  # type: ignore[attr-defined]
 
 
-def test_ranks_that_cannot_load_the_model_make_a_server_that_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_ranks_that_cannot_start_make_a_server_that_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    monkeypatch.setattr(ThreadRanks, "broken", True)  # before the first of them has
+    monkeypatch.setattr(ThreadRanks, "broken", when)  # before the first of them has begun
     with running(tmp_path, ready=False) as engine:
         until(lambda: engine.status() == "failed")
-        assert engine.snapshot()["trouble"] == "The toy is broken."
+        assert engine.trouble == engine.snapshot()["trouble"] == "The toy is broken."
+        monkeypatch.setattr(ThreadRanks, "broken", "")
+        until(lambda: engine.status() == "ok")  # who hosts it gives up; but it could go on
+        assert engine.trouble == ""
 
 
 def test_draining_takes_nothing_new_and_loses_nothing(tmp_path: Path) -> None:

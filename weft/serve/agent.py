@@ -16,14 +16,20 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from weft.core.errors import CommError, WeftError
 from weft.run.launch import Machines, usable_cores
+from weft.serve.channel import Channel
 
 FOR_EVER = 10**9
 GRACE_SECONDS = 2
+MOST_WORDS = 500
+AGENTS = -2
+"""The number that agents fail by; that of machine 1 is one below."""
 LOOK_SECONDS = 0.05  # between looks at the ranks: a lost one is noticed so soon
 PRELOAD = ["torch", "torch.distributed", "weft.serve.rank"]
 
@@ -83,8 +89,12 @@ def main() -> None:
     threads = max(1, usable_cores() // orders.ranks)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     machines = Machines(count=orders.nodes, this=orders.node, master=orders.master)
-    with tempfile.TemporaryDirectory(prefix="weft-serve-") as directory:
-        _launch(orders, machines, directory)
+    try:
+        with tempfile.TemporaryDirectory(prefix="weft-serve-") as directory:
+            _launch(orders, machines, directory)
+    except Exception as error:
+        _tell((orders.host, orders.port), orders.token, AGENTS - orders.node, error)
+        raise
 
 
 def _launch(orders: Orders, machines: Machines, directory: str) -> None:
@@ -103,9 +113,28 @@ def _launch(orders: Orders, machines: Machines, directory: str) -> None:
 
 
 def _rank(address: tuple[str, int], token: str, model: str, options: dict[str, Any]) -> None:
-    from weft.serve.rank import main
-
+    try:
+        from weft.serve.rank import main
+    except BaseException as error:
+        traceback.print_exc()  # the launcher keeps it to itself
+        # Else `weft.run.world` reads this, but that may be what cannot be imported.
+        _tell(address, token, int(os.environ["RANK"]), error)
+        raise
     main(address, token, model, options)
+
+
+def _tell(address: tuple[str, int], token: str, number: int, error: BaseException) -> None:
+    """The server, why nobody will say hello."""
+    with suppress(CommError):
+        channel = Channel.connect(*address, token)
+        channel.send({"told": "failed", "rank": number, "message": words(error)})
+        channel.close()
+
+
+def words(error: BaseException) -> str:
+    """An error as one line; our own are sentences, others need their name."""
+    said = str(error) if isinstance(error, WeftError) else f"{type(error).__name__}: {error}"
+    return " ".join(said.split())[:MOST_WORDS]
 
 
 def _leave_with_the_server() -> None:

@@ -38,7 +38,7 @@ TICK = 0.5
 TIMES_ALONE = 3.0
 """A job should take no longer than so many times what it takes alone, unless it says."""
 STARTS = 3
-"""Generations of ranks that may fail to load the model before the server gives up."""
+"""How often a rank may end before it was ready until the server gives up."""
 PICTURE = "reference.png"
 
 
@@ -118,9 +118,14 @@ class Engine:
     def status(self) -> str:
         if self._draining:
             return "draining"
-        if self.ranks.starts > STARTS:
+        if self.ranks.failures >= STARTS:
             return "failed"
         return "ok" if self.facts and self.ranks.is_ready else "starting"
+
+    @property
+    def trouble(self) -> str:
+        """Why ranks are not ready, as far as they told."""
+        return self.ranks.trouble
 
     def submit(
         self, asked: Asked, *, priority: int = 0, deadline: float | None = None, key: str | None = None,

@@ -130,7 +130,7 @@ class Watch:
             "uptime": round(time.time() - engine.began, 1), "queue_limit": settings.queue,
             "queued": sum(waiting.values()), "waiting": waiting, "running": self._running,
             "imbalance": self._imbalance, "exposed": self._exposed, "timeline": self._timeline,
-            "trouble": engine.ranks.trouble or None,
+            "trouble": engine.trouble or None,
             "ranks": [_rank(engine, number, on.get(number)) for number in range(world)],
             "plan": engine.usual_plan(),
         }  # fmt: skip
