@@ -179,7 +179,7 @@ class Worker:
         pipe.set_progress_bar_config(disable=True)
         pipe = pipe.to(device())
         remember_prompts(pipe)
-        self.model = Model(folder, pipe, facts_of(pipe, name))
+        self.model = Model(folder, pipe, facts_of(pipe, name) | {"memory": _memory()[1]})
         if dist.is_initialized():
             dist.barrier()  # it is patient; other waits are bounded
         warm = Work.warm(self.model.facts)

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import inf
 from socket import SHUT_RDWR, gethostname, socket
 from typing import Any
 
@@ -71,6 +72,12 @@ class Ranks:
     def is_ready(self) -> bool:
         with self._lock:
             return len(self.all) == self.world and all(rank.ready for rank in self.all.values())
+
+    @property
+    def memory(self) -> float:
+        """Bytes of the rank that may have least, as far as they know."""
+        with self._lock:
+            return min((rank.facts.get("memory") or inf for rank in self.all.values()), default=inf)
 
     @property
     def failures(self) -> int:

@@ -117,8 +117,10 @@ class Watch:
     def _left(dispatch: Dispatch, batch: Batch) -> float:
         assert dispatch.latency is not None
         ranks = len(batch.ranks) or dispatch.world
-        step = dispatch.latency.step(batch.shape, ranks, max(1, len(batch.jobs)))
-        return (batch.shape.steps - batch.step) * step + dispatch.latency.fixed(batch.shape)
+        # While it is decoded on one rank, where its steps may not fit, there are none left.
+        left = batch.shape.steps - batch.step
+        step = dispatch.latency.step(batch.shape, ranks, max(1, len(batch.jobs))) if left else 0.0
+        return left * step + dispatch.latency.fixed(batch.shape)
 
     def snapshot(self, engine: Engine) -> dict[str, Any]:
         """All that the page and the metrics show."""
