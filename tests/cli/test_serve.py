@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ pytest.importorskip("fastapi")
 
 import httpx  # noqa: E402
 
-from tests.serve.hosting import Process, until  # noqa: E402
+from tests.serve.hosting import ROOT, Process, until  # noqa: E402
 from weft.cli.main import main  # noqa: E402
 from weft.cli.numbers import amount, duration  # noqa: E402
 from weft.core.errors import InputError  # noqa: E402
@@ -184,6 +186,33 @@ def test_ranks_that_cannot_start_end_the_server(folder) -> None:
         code, said = server.ended()
     assert code == 4
     assert "weft: The ranks do not start. There is no such GPU." in said
+
+
+BROKEN = """
+import sys
+
+class Refuses:
+    def find_spec(self, name, path=None, target=None):
+        if name == "weft.serve.rank":
+            raise ImportError("libgpu.so.9 is not there")
+
+sys.meta_path.insert(0, Refuses())
+"""
+
+
+def test_ranks_that_cannot_even_be_imported_end_the_server_too(folder, tmp_path) -> None:
+    """No fakes here: what an agent starts dies before it says hello."""
+    (tmp_path / "sitecustomize.py").write_text(BROKEN)
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    ended = subprocess.run(
+        [sys.executable, "-m", "weft", "serve", "--port", "0", "--ranks", "1", *folder],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert ended.returncode == 4
+    assert ended.stderr.splitlines()[-1] == (
+        "weft: The ranks do not start. ImportError: libgpu.so.9 is not there"
+    )
+    assert ended.stderr.count("Traceback") >= 3
 
 
 def test_slow_and_foreign_clients_are_sent_away(folder) -> None:

@@ -44,6 +44,7 @@ class Fake:
         self, folder: Path, *, pace: float = 0.0, limit: int = 64, world: int = 4, largest: int = 2**24
     ) -> None:
         self.facts: dict[str, Any] | None = dict(FACTS)
+        self.trouble = ""
         self.name, self.state, self.pace, self.limit, self.world = "shapes", "ok", pace, limit, world
         self.largest = largest  # pixels of all frames
         self.store, self.disk = Store(folder), Disk(folder / "jobs", quota=2**30)

@@ -25,8 +25,8 @@ FACTS: dict[str, Any] = {
 class ThreadRanks(Ranks):
     """Starts threads where `Ranks` starts an agent; `fail(number)` is what SIGKILL is to a process."""
 
-    broken = False
-    """They cannot load the model."""
+    broken = ""
+    """They cannot be imported (before `hello`), or not load the model (after `join`)."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
@@ -67,6 +67,9 @@ class _Rank(threading.Thread):
     def run(self) -> None:
         threading.Thread(target=self._read, daemon=True).start()
         with suppress(CommError, OSError):
+            if self.ranks.broken == "before":
+                self._say("failed", message="The toy is broken.")
+                return
             self._say("hello", world=self.ranks.world, pid=0, host="threads")
             while (got := self.commands.get())[0]["do"] != "end":
                 said, blob = got

@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from tests.serve.fake import Fake, made, serving
+from tests.serve.hosting import until
 from weft.serve import logs
 from weft.serve.app import Limits, create_app
 from weft.serve.errors import Refused
@@ -137,6 +138,7 @@ def test_requests_are_logged_without_prompts(http: httpx.Client) -> None:
     try:
         id = http.post("/v1/videos", json={"prompt": "my secret"}).headers["x-request-id"]
         http.get("/v1/videos/my%0asecret")
+        until(lambda: out.getvalue().count("\n") == 2)  # written when the answer is already here
     finally:
         logs.access.removeHandler(handler)
     lines = [json.loads(line) for line in out.getvalue().splitlines()]
@@ -154,7 +156,9 @@ def test_health_is_readiness_and_live_is_not(http: httpx.Client, engine: Fake) -
         health = http.get("/health")
         assert (health.status_code, health.json()) == (503, {"status": state})
         assert http.get("/live").json() == {"status": "alive"}
-    engine.state = "ok"
+    engine.trouble = "There is no such GPU."
+    assert http.get("/health").json() == {"status": "failed", "reason": "There is no such GPU."}
+    engine.state, engine.trouble = "ok", ""
 
 
 def test_nothing_is_taken_while_the_server_is_not_ready(http: httpx.Client, engine: Fake) -> None:

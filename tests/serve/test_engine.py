@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,10 +13,12 @@ from typing import Any
 import pytest
 
 from tests.serve.ranks import FACTS, ThreadRanks, made
+from weft.core.topology import Topology
 from weft.serve import engine as engines
 from weft.serve.engine import Engine, Settings
 from weft.serve.errors import Refused
 from weft.serve.jobs import Asked
+from weft.serve.latency import Latency
 
 
 @pytest.fixture(autouse=True)
@@ -168,15 +171,41 @@ def test_a_full_queue_is_refused_with_a_time_to_wait(tmp_path: Path) -> None:
         assert refused.value.retry is not None and refused.value.retry >= 1
 
 
-def test_ranks_that_leave_while_a_job_is_admitted_do_not_matter(tmp_path: Path) -> None:
+def memory(monkeypatch: pytest.MonkeyPatch, ranks: int, **how: Any) -> None:
+    """Ranks from now on may have no more than a video needs on so many."""
+    needs = Latency(FACTS, Topology.local(2)).memory(asked(**how).shape, ranks)
+    monkeypatch.setattr("tests.serve.ranks.FACTS", FACTS | {"memory": needs})
+
+
+def test_what_fits_on_two_ranks_only_gets_two_and_what_fits_on_none_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory(monkeypatch, 2)
+    with running(tmp_path, policy="one") as engine:
+        jobs = [engine.submit(asked(seed=at)) for at in range(2)]
+        until(lambda: ended(engine, *(job.id for job in jobs)))
+        assert {ranks for _, ranks, _ in engine.ranks.segments} == {(0, 1)}  # type: ignore[attr-defined]
+        assert list(engine.explain(asked())["seconds_by_ranks"]) == ["2"]
+        with pytest.raises(Refused, match="32 frames of 64x64 need .* GiB per rank") as refused:
+            engine.submit(asked(frames=32))
+        assert (refused.value.status, refused.value.code) == (400, "out_of_memory")
+        said = json.loads(json.dumps(engine.explain(asked(frames=32)), allow_nan=False))
+        assert (said["seconds"], said["seconds_by_ranks"]) == (None, {})
+
+
+def test_a_job_of_a_server_that_had_more_memory_does_not_wait_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with running(tmp_path) as engine:
-
-        class Leaves(dict[str, Any]):
-            def get(self, *_: Any) -> None:
-                engine.ranks.all.pop(1, None)
-
-        engine.ranks.all[0].last = Leaves()
-        assert engine.submit(asked()).status == "queued"
+        engine.ranks.pace = 0.05  # type: ignore[attr-defined]
+        begun, waits = engine.submit(asked(steps=500)), engine.submit(asked(steps=501))
+        small = engine.submit(asked(frames=4, height=8, width=8))
+        until(lambda: any(job.step > 2 for job in engine.store.active()))
+    memory(monkeypatch, 1, frames=4, height=8, width=8)
+    with running(tmp_path) as engine:
+        until(lambda: ended(engine, begun.id, waits.id, small.id))
+        jobs = [engine.job(each.id) for each in (begun, waits, small)]
+        assert [job.failure and job.failure.code for job in jobs] == ["out_of_memory", "out_of_memory", None]  # type: ignore[union-attr]
 
 
 def test_a_key_makes_one_job(tmp_path: Path) -> None:
@@ -189,13 +218,17 @@ def test_a_key_makes_one_job(tmp_path: Path) -> None:
         assert len([s for s in engine.ranks.segments if s[0] == first.id and s[2] == 0]) == 1  # type: ignore[attr-defined]
 
 
-def test_ranks_that_cannot_load_the_model_make_a_server_that_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_ranks_that_cannot_start_make_a_server_that_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    monkeypatch.setattr(ThreadRanks, "broken", True)  # before the first of them has
+    monkeypatch.setattr(ThreadRanks, "broken", when)  # before the first of them has begun
     with running(tmp_path, ready=False) as engine:
         until(lambda: engine.status() == "failed")
-        assert engine.snapshot()["trouble"] == "The toy is broken."
+        assert engine.trouble == engine.snapshot()["trouble"] == "The toy is broken."
+        monkeypatch.setattr(ThreadRanks, "broken", "")
+        until(lambda: engine.status() == "ok")  # who hosts it gives up; but it could go on
+        assert engine.trouble == ""
 
 
 def test_draining_takes_nothing_new_and_loses_nothing(tmp_path: Path) -> None:

@@ -128,7 +128,12 @@ def test_memory_shrinks_with_ranks_and_limits_them(latency: Latency) -> None:
     tight = Latency(WAN, cluster("8xh100"), limit=(one + eight) / 2)
     assert tight.step(VIDEO, 1) == math.inf
     assert tight.alone(VIDEO) == latency.whole(VIDEO, 8)
-    assert "no number of ranks" in Latency(WAN, cluster("8xh100"), limit=1e9).explain(VIDEO)["reason"]
+    assert list(tight.explain(VIDEO)["seconds_by_ranks"])[-1] == "8"
+    assert tight.no_room(VIDEO) is None
+    none = Latency(WAN, cluster("8xh100"), limit=1e9)
+    assert "no number of ranks" in none.explain(VIDEO)["reason"]
+    assert none.explain(VIDEO)["seconds"] is None
+    assert "0.9 are there" in str(none.no_room(VIDEO))
 
 
 def test_an_explanation_names_the_plan_the_seconds_and_the_reason(latency: Latency) -> None:

@@ -269,6 +269,7 @@ def test_anything_else_ends_the_process_and_is_told(folder: Path, monkeypatch: p
 def test_facts_of_the_model(alone: Server) -> None:
     assert alone.facts["model"] == "tiny"
     assert alone.facts["kinds"] == ["video", "image"]
+    assert alone.facts["memory"] == alone.hear(0, "beat")[0]["limit"] > 0
 
 
 def test_two_ranks_alone_together_and_in_turn_make_the_same(pair: Server) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import queue
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -12,7 +14,8 @@ import pytest
 
 from weft.core.errors import InputError
 from weft.serve import channel as channels
-from weft.serve.channel import Channel, listen
+from weft.serve.agent import Orders
+from weft.serve.channel import Channel, Closed, listen
 from weft.serve.ranks import Ranks
 
 TOKEN = "secret"
@@ -70,3 +73,62 @@ def test_a_place_that_cannot_be_is_told(ranks: Ranks) -> None:
     for host, port in (taken, ("192.0.2.1", 0)):
         with pytest.raises(InputError, match="cannot be waited for at"):
             listen(host, port)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_what_starts_ranks_and_ends_or_brings_none_is_a_try_and_is_told(
+    monkeypatch: pytest.MonkeyPatch, nodes: int
+) -> None:
+    """Of several machines some may come later: to wait for them is no failure."""
+    code = {"now": "import sys; sys.exit(3)", "never": "import sys; sys.stdin.read()"}
+    begun: list[str] = []
+
+    def start(orders: Orders) -> subprocess.Popen[bytes]:
+        begun.append(orders.model)
+        command = [sys.executable, "-S", "-c", code[orders.model]]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+
+    def ranks_by(model: str) -> Ranks:
+        return Ranks(
+            2,
+            lambda port, token: Orders(host="", port=port, token=token, model=model, ranks=1, nodes=nodes),
+            queue.Queue(),
+        )
+
+    monkeypatch.setattr("weft.serve.ranks.start", start)
+    for model, says in (("now", "ended with code 3"), ("never", "0 of 2 ranks have come in 0 s")):
+        monkeypatch.setattr("weft.serve.ranks.START_SECONDS", 0.0 if model == "never" else 1e9)
+        ranks = ranks_by(model)
+        ranks.start()
+        until = time.monotonic() + 20
+        while begun.count(model) < 4 and time.monotonic() < until:
+            ranks.look()
+            time.sleep(0.01)
+        ranks.close()
+        assert says in ranks.trouble
+        tries = begun.count(model) - 1
+        assert ranks.failures == (0 if (model, nodes) == ("never", 2) else tries)
+
+
+def test_a_rank_that_ends_before_it_is_ready_counts_by_its_number(ranks: Ranks) -> None:
+    for _ in range(2):
+        joined(ranks).close()
+        assert ranks.events.get(timeout=5)[0] == "lost"
+    assert ranks.trouble == "Rank 0 ended before it was ready."
+    assert ranks.failures == 2
+    assert ranks._listener is not None
+    port = ranks._listener.getsockname()[1]
+    for number, tries in ((None, 2), (0, 3)):  # an agent of another machine, which tries again; a rank
+        rank = Channel.connect("127.0.0.1", port, TOKEN)
+        rank.send({"told": "failed", "rank": number, "message": f"No {number}."})
+        with pytest.raises(Closed):
+            rank.receive()
+        rank.close()
+        assert (ranks.failures, ranks.trouble) == (tries, f"No {number}.")
+    rank = joined(ranks)
+    rank.send({"told": "ready", "facts": {}})
+    assert ranks.events.get(timeout=5)[0] == "ready"
+    assert not ranks.failures
+    rank.close()
+    assert ranks.events.get(timeout=5)[0] == "lost"
+    assert not ranks.failures  # it was ready: that is a loss, and no failure to start

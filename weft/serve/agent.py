@@ -16,11 +16,15 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from weft.core.errors import CommError
 from weft.run.launch import Machines, usable_cores
+from weft.serve.channel import Channel
+from weft.serve.errors import words
 
 FOR_EVER = 10**9
 GRACE_SECONDS = 2
@@ -83,8 +87,12 @@ def main() -> None:
     threads = max(1, usable_cores() // orders.ranks)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     machines = Machines(count=orders.nodes, this=orders.node, master=orders.master)
-    with tempfile.TemporaryDirectory(prefix="weft-serve-") as directory:
-        _launch(orders, machines, directory)
+    try:
+        with tempfile.TemporaryDirectory(prefix="weft-serve-") as directory:
+            _launch(orders, machines, directory)
+    except Exception as error:
+        _tell((orders.host, orders.port), orders.token, None, error)
+        raise
 
 
 def _launch(orders: Orders, machines: Machines, directory: str) -> None:
@@ -103,9 +111,22 @@ def _launch(orders: Orders, machines: Machines, directory: str) -> None:
 
 
 def _rank(address: tuple[str, int], token: str, model: str, options: dict[str, Any]) -> None:
-    from weft.serve.rank import main
-
+    try:
+        from weft.serve.rank import main
+    except BaseException as error:
+        traceback.print_exc()  # the launcher keeps it to itself
+        # Else `weft.run.world` reads this, but that may be what cannot be imported.
+        _tell(address, token, int(os.environ["RANK"]), error)
+        raise
     main(address, token, model, options)
+
+
+def _tell(address: tuple[str, int], token: str, rank: int | None, error: BaseException) -> None:
+    """The server, why a rank, or none that this agent starts, will say hello."""
+    with suppress(CommError):
+        channel = Channel.connect(*address, token)
+        channel.send({"told": "failed", "rank": rank, "message": words(error)})
+        channel.close()
 
 
 def _leave_with_the_server() -> None:

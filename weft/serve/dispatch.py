@@ -153,10 +153,10 @@ class Dispatch:
         """A batch whose ranks run but do not get on."""
         for batch in self.batches.values():
             if batch.ranks and self.latency is not None:
-                jobs = max(1, len(batch.jobs))
-                step = self.latency.step(batch.shape, len(batch.ranks), jobs)
-                longest = max(step, jobs * self.latency.fixed(batch.shape))
-                if time.monotonic() - batch.sign > max(PATIENCE, SLOW * longest):
+                jobs, fixed = max(1, len(batch.jobs)), self.latency.fixed(batch.shape)
+                left = batch.step < batch.shape.steps  # else it is decoded, where a step may not fit
+                step = self.latency.step(batch.shape, len(batch.ranks), jobs) if left else 0.0
+                if time.monotonic() - batch.sign > max(PATIENCE, SLOW * step, SLOW * jobs * fixed):
                     return batch
         return None
 

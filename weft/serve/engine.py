@@ -38,7 +38,7 @@ TICK = 0.5
 TIMES_ALONE = 3.0
 """A job should take no longer than so many times what it takes alone, unless it says."""
 STARTS = 3
-"""Generations of ranks that may fail to load the model before the server gives up."""
+"""How often a rank may end before it was ready until the server gives up."""
 PICTURE = "reference.png"
 
 
@@ -118,9 +118,14 @@ class Engine:
     def status(self) -> str:
         if self._draining:
             return "draining"
-        if self.ranks.starts > STARTS:
+        if self.ranks.failures >= STARTS:
             return "failed"
         return "ok" if self.facts and self.ranks.is_ready else "starting"
+
+    @property
+    def trouble(self) -> str:
+        """Why ranks are not ready, as far as they told."""
+        return self.ranks.trouble
 
     def submit(
         self, asked: Asked, *, priority: int = 0, deadline: float | None = None, key: str | None = None,
@@ -156,7 +161,9 @@ class Engine:
 
     def cancel(self, id: str) -> None:
         """It fails at once; its ranks are free at the end of the step."""
-        failure = Failure(code="cancelled", message="It was cancelled.")
+        self._fail(id, Failure(code="cancelled", message="It was cancelled."))
+
+    def _fail(self, id: str, failure: Failure) -> None:
         job = self.store.fail(id, failure, expires=time.time() + self.settings.keep)
         if job is not None:
             self._told("job_ended", id, job=job)
@@ -208,14 +215,15 @@ class Engine:
             raise Refused(429, "queue_full", message, retry=min(120.0, max(1.0, retry)))
         if self.disk.used() >= self.settings.quota:
             raise self._full()
-        needs = latency.memory(asked.shape, self.dispatch.world)
-        limits = [rank.last["limit"] for rank in list(self.ranks.all.values()) if rank.last.get("limit")]
-        if limits and needs > min(limits):
-            message = (
-                f"{asked.frames} frames of {asked.width}x{asked.height} need {needs / 2**30:.1f} GiB per "
-                f"rank, {min(limits) / 2**30:.1f} are there. Ask for a smaller size or fewer frames."
-            )
+        if message := latency.no_room(asked.shape):
             raise Refused(400, "out_of_memory", message, param="size")
+
+    def _refuse_unfit(self, latency: Latency) -> None:
+        """Jobs that another server took, which had more memory: they would wait for ever."""
+        for task in self.dispatch.tasks():
+            if message := latency.no_room(task.shape, task.jobs):
+                for id in self.dispatch.batches[task.id].jobs if task.began else (task.id,):
+                    self._fail(id, Failure(code="out_of_memory", message=message))
 
     def _not_now(self) -> Refused:
         state = self.status()
@@ -257,9 +265,11 @@ class Engine:
         elif what == "ready":
             if self.dispatch.latency is None:
                 topology = replace(Topology.local(self.settings.ranks), machines=self.settings.nodes)
-                latency = Latency(said[0], topology, mask=self.settings.options.get("mask"))
+                mask, limit = self.settings.options.get("mask"), self.ranks.memory
+                latency = Latency(said[0], topology, mask=mask, limit=limit)
                 for pace in said[0].get("paces", ()):  # what warming up took
                     latency.observe(Shape(**pace["shape"]), pace["ranks"], 1, pace["seconds"])
+                self._refuse_unfit(latency)
                 self.dispatch.latency = latency
             self.facts = said[0]  # from now on jobs are taken
         elif what == "lost":

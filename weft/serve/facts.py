@@ -9,6 +9,7 @@ heads, head_dim, depth, width_model, text_tokens, params, dtype      of its tran
 bytes                  of all weights that a rank holds
 takes                  arguments of its pipeline
 needs_image            whether it begins with one
+memory                 bytes that the rank may have, 0 if it does not know; added by the rank
 alike                  what jobs of one batch must have in common, beside their shape
 """
 

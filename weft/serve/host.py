@@ -176,7 +176,7 @@ async def _started(engine: Any) -> None:
     """Until the ranks are ready; those that can not load the model do not get better by waiting."""
     while (state := engine.status()) != "ok":
         if state == "failed":
-            raise CommError(f"The ranks do not start. {engine.snapshot().get('trouble') or ''}".strip())
+            raise CommError(f"The ranks do not start. {engine.trouble}".strip())
         await asyncio.sleep(LOOK_SECONDS)
 
 

@@ -116,6 +116,16 @@ class Latency:
         pixels = 3 * 4 * 2 * _pixels(shape) * jobs
         return int(item * (self.facts["params"] + live * batch * rows * self.model.hidden)) + pixels
 
+    def no_room(self, shape: Shape, jobs: int = 1) -> str | None:
+        """What to say of a batch that does not even fit on all ranks together."""
+        needs = self.memory(shape, self.topology.ranks, jobs)
+        if needs <= self.limit:
+            return None
+        return (
+            f"{shape.frames} frames of {shape.width}x{shape.height} need {needs / 2**30:.1f} GiB per "
+            f"rank, {self.limit / 2**30:.1f} are there. Ask for a smaller size or fewer frames."
+        )
+
     def predicted(self, shape: Shape, ranks: int, jobs: int = 1) -> float:
         """Seconds of a step, from sizes alone."""
         return self._predict(shape, ranks, jobs)[0]
@@ -123,6 +133,7 @@ class Latency:
     def explain(self, shape: Shape) -> dict[str, Any]:
         """What `GET /v1/plan` shows: the plan, the seconds by number of ranks, and why so many."""
         by_ranks = {ranks: self.whole(shape, ranks) for ranks in self.sizes}
+        fits = {ranks: seconds for ranks, seconds in by_ranks.items() if math.isfinite(seconds)}
         best = min(by_ranks, key=lambda ranks: (by_ranks[ranks], ranks))
         cost = {ranks: ranks * seconds for ranks, seconds in by_ranks.items()}
         cheapest = min(cost, key=lambda ranks: (cost[ranks], ranks))
@@ -130,8 +141,8 @@ class Latency:
         return {
             "plan": self._predict(shape, best, 1)[1],
             "ranks": best,
-            "seconds": by_ranks[best],
-            "seconds_by_ranks": {str(ranks): seconds for ranks, seconds in by_ranks.items()},
+            "seconds": fits.get(best),  # JSON has no infinity
+            "seconds_by_ranks": {str(ranks): seconds for ranks, seconds in fits.items()},
             "plans_by_ranks": {str(ranks): self._predict(shape, ranks, 1)[1] for ranks in self.sizes},
             "tokens": math.prod(self.grid(shape)),
             "density": density,

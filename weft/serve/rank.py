@@ -30,6 +30,7 @@ from weft.models.parallelize import parallelize, restore
 from weft.models.resume import remember_prompts
 from weft.run.world import device, meet, place, world_of
 from weft.serve.channel import Channel
+from weft.serve.errors import words
 from weft.serve.facts import facts_of
 from weft.serve.segment import Segment
 from weft.serve.tasks import groups
@@ -43,7 +44,11 @@ def main(
     address: tuple[str, int], token: str, model: str, options: dict[str, Any], leave: Leave = os._exit
 ) -> None:
     """Until the server says that it is the end; options are `name` and those of `weft.parallelize`."""
-    channel = Channel.connect(*address, token)
+    try:
+        channel = Channel.connect(*address, token)
+    except CommError:
+        traceback.print_exc()  # here and below: the launcher keeps it to itself
+        raise
     rank, world = place()
     inbox = Inbox(channel, leave)
     channel.send(
@@ -61,9 +66,10 @@ def main(
         while (message := inbox.next())[0]["do"] == "run":
             worker.run(*message)
     except BaseException as error:
-        traceback.print_exc()  # the launcher keeps it to itself
+        traceback.print_exc()
         with suppress(CommError):
-            channel.send({"told": "failed", "batch": None, "code": "internal_error", "message": repr(error)})
+            said = {"told": "failed", "batch": None, "code": "internal_error", "message": words(error)}
+            channel.send(said)
         raise
     finally:
         beat.stop()
@@ -173,7 +179,7 @@ class Worker:
         pipe.set_progress_bar_config(disable=True)
         pipe = pipe.to(device())
         remember_prompts(pipe)
-        self.model = Model(folder, pipe, facts_of(pipe, name))
+        self.model = Model(folder, pipe, facts_of(pipe, name) | {"memory": _memory()[1]})
         if dist.is_initialized():
             dist.barrier()  # it is patient; other waits are bounded
         warm = Work.warm(self.model.facts)

@@ -12,9 +12,11 @@ import signal
 import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import inf
 from socket import SHUT_RDWR, gethostname, socket
 from typing import Any
 
@@ -24,6 +26,7 @@ from weft.serve.channel import Channel, Closed, listen
 
 SILENCE_SECONDS = 10.0
 """A rank that sends no beat for so long is lost; beats come each second."""
+AGENT = -1
 START_SECONDS = 120.0
 """From the start of an agent to the first hello of all ranks: torch has to be read from disk."""
 
@@ -54,14 +57,14 @@ class Ranks:
         self.world, self.events, self._orders = world, events, orders
         self.all: dict[int, Rank] = {}
         self.generation = 0
-        self.starts = 0
-        """Of generations that have not become ready since the last that was."""
         self.trouble = ""
         """What ranks said when they could not start."""
         self._lock = threading.RLock()
         self._listener: socket | None = None
         self._agent: subprocess.Popen[bytes] | None = None
         self._token = token or secrets.token_urlsafe(32)
+        self._failures: Counter[int] = Counter()
+        """How often each rank ended before it was ready, since all were; and our agent."""
         self._started = self._asked = 0.0
         self._closing = False
 
@@ -69,6 +72,18 @@ class Ranks:
     def is_ready(self) -> bool:
         with self._lock:
             return len(self.all) == self.world and all(rank.ready for rank in self.all.values())
+
+    @property
+    def memory(self) -> float:
+        """Bytes of the rank that may have least, as far as they know."""
+        with self._lock:
+            return min((rank.facts.get("memory") or inf for rank in self.all.values()), default=inf)
+
+    @property
+    def failures(self) -> int:
+        """Tries to start since all were ready: a rank that fails takes others with it, which counts once."""
+        with self._lock:
+            return max(self._failures.values(), default=0)
 
     def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
         self._listener = listen(host, port)
@@ -86,7 +101,8 @@ class Ranks:
     def look(self) -> None:
         """Called often: starts an agent that ended, ends ranks that are silent."""
         now = time.monotonic()
-        if not self._closing and self._agent is not None and self._agent.poll() is not None:
+        if not self._closing and self._agent is not None and (code := self._agent.poll()) is not None:
+            self._failed(AGENT, f"What starts the ranks ended with code {code}.")
             self._start_agent()
         with self._lock:
             silent = [
@@ -97,8 +113,18 @@ class Ranks:
             late = len(self.all) < self.world and now - max(self._started, self._asked) > START_SECONDS
         for rank in silent:
             self.kill(rank.number, f"rank {rank.number} was silent for {SILENCE_SECONDS:.0f} s")
-        if late and self._agent is not None:
-            kill(self._agent)  # begin anew
+        if late and not self._closing and self._agent is not None:
+            self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        assert self._agent is not None
+        why = f"{len(self.all)} of {self.world} ranks have come in {START_SECONDS:.0f} s."
+        if self._is_alone:
+            self._failed(AGENT, why)
+        else:  # somebody may still have to start another machine
+            self.trouble = f"{why} Is weft serve started on every machine?"
+        kill(self._agent)
+        self._start_agent()
 
     def kill(self, number: int, reason: str) -> None:
         """End a rank that does not answer; its agent starts all again."""
@@ -127,8 +153,12 @@ class Ranks:
 
     def _start_agent(self) -> None:
         assert self._listener is not None
+        if self._agent is not None:
+            end(self._agent)  # it has; but its pipe is still open
         self._started = time.monotonic()
-        self._agent = start(self._orders(self._listener.getsockname()[1], self._token))
+        orders = self._orders(self._listener.getsockname()[1], self._token)
+        self._is_alone = orders.nodes == 1
+        self._agent = start(orders)
 
     def _accept(self) -> None:
         assert self._listener is not None
@@ -145,6 +175,12 @@ class Ranks:
         try:
             channel = Channel.accept(connection, self._token)
             said, _ = channel.receive()
+            if said.get("told") == "failed":
+                self.trouble = str(said["message"])
+                if (
+                    number := said.get("rank")
+                ) is not None:  # else an agent: ours is seen to end, others go on
+                    self._failed(int(number), self.trouble)
             if said.get("told") != "hello" or said.get("world") != self.world:
                 channel.close()
                 return
@@ -166,7 +202,6 @@ class Ranks:
             if len(self.all) < self.world or any(each.joined for each in self.all.values()):
                 return
             self.generation += 1
-            self.starts += 1
             for each in list(self.all.values()):
                 each.joined, each.beat = self.generation, time.monotonic()
                 self.send(each.number, {"do": "join", "generation": self.generation})
@@ -180,12 +215,19 @@ class Ranks:
             with self._lock:
                 rank.ready, rank.facts = True, said["facts"]
                 if self.is_ready:
-                    self.starts, self.trouble = 0, ""
+                    self._failures.clear()
+                    self.trouble = ""
                     self.events.put(("ready", self.all[0].facts))
         elif told == "failed" and said.get("batch") is None:
             self.trouble = str(said.get("message", ""))
         elif self.all.get(rank.number) is rank:
             self.events.put(("rank", rank.number, said, blob))
+
+    def _failed(self, number: int, why: str) -> None:
+        """Counted; what ranks said themselves tells more than `why`."""
+        with self._lock:
+            self._failures[number] += 1
+            self.trouble = self.trouble or why
 
     def _lose(self, rank: Rank, reason: str) -> None:
         """One is lost, so all of its generation are: who still runs is told to leave."""
@@ -195,6 +237,8 @@ class Ranks:
             gone = [each for each in self.all.values() if each is rank or each.joined is not None]
             for each in gone:
                 del self.all[each.number]
+                if not each.ready and not self._closing:
+                    self._failed(each.number, f"Rank {rank.number} ended before it was ready.")
             self._asked = time.monotonic()
         for each in gone:
             if each is not rank:

@@ -60,7 +60,8 @@ def elastic(tasks: Sequence[Task], now: float, world: int, latency: Times) -> li
     """
     clock = _Clock(now, world, latency)
     tasks = [task for task in tasks if isfinite(min(clock.seconds(task)))]  # others fit on no ranks
-    clock.move += max((clock.step(task, len(task.ranks)) for task in tasks if task.ranks), default=0.0)
+    steps = [clock.step(task, len(task.ranks)) for task in tasks if task.ranks]
+    clock.move += max(filter(isfinite, steps), default=0.0)  # decoding may be where steps do not fit
     dues = {task.id: clock.due(task) for task in tasks}
     given_up = _given_up(tasks, dues, clock)
 
@@ -143,13 +144,13 @@ class _Clock:
     def seconds(self, task: Task) -> list[float]:
         """To its end, by size."""
         steps, fixed = self.row(task.shape, task.jobs)
-        return [task.left * step + fixed for step in steps]
+        return [(task.left * step if task.left else 0.0) + fixed for step in steps]
 
     def step(self, task: Task, size: int) -> float:
         return self.row(task.shape, task.jobs)[0][self.sizes.index(size)]
 
     def on(self, task: Task, size: int) -> float:
-        return task.left * self.step(task, size) + self.row(task.shape, task.jobs)[1]
+        return self.seconds(task)[self.sizes.index(size)]
 
     def ends(self, task: Task) -> bool:
         """Whether it is decoded now."""
@@ -197,8 +198,9 @@ class _Clock:
         A step can not be stopped: a slow one on few ranks may end after a fast one that begins later.
         """
         most = bisect_right(self.sizes, min(wanted, free))
-        if not most or not isfinite(step := self.step(task, size := self.sizes[most - 1])):
+        if not most or not isfinite(self.on(task, size := self.sizes[most - 1])):
             return 0
+        step = self.step(task, size)
         patient = step > soon + self.step(task, wanted) and size != len(task.ranks)
         return 0 if patient else size
 

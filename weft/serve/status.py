@@ -55,13 +55,17 @@ def routes(engine: Any, metrics: Metrics) -> APIRouter:
 
 
 def _add_probes(router: APIRouter, engine: Any, metrics: Metrics) -> None:
-    @router.get("/health", response_model=wire.Health, responses={503: {"model": wire.Health}})
+    @router.get(
+        "/health", response_model=wire.Health, response_model_exclude_none=True,
+        responses={503: {"model": wire.Health}},
+    )  # fmt: skip
     def health(response: Response) -> Any:
         """200 when requests are served, 503 while starting, stopping or failed."""
         state = engine.status()
         if state != "ok":
             response.status_code = 503
             response.headers["Retry-After"] = "2"
+            return wire.Health(status=state, reason=engine.trouble or None)
         return wire.Health(status=state)
 
     @router.get("/live", response_model=wire.Alive)

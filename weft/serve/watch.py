@@ -117,8 +117,10 @@ class Watch:
     def _left(dispatch: Dispatch, batch: Batch) -> float:
         assert dispatch.latency is not None
         ranks = len(batch.ranks) or dispatch.world
-        step = dispatch.latency.step(batch.shape, ranks, max(1, len(batch.jobs)))
-        return (batch.shape.steps - batch.step) * step + dispatch.latency.fixed(batch.shape)
+        # While it is decoded on one rank, where its steps may not fit, there are none left.
+        left = batch.shape.steps - batch.step
+        step = dispatch.latency.step(batch.shape, ranks, max(1, len(batch.jobs))) if left else 0.0
+        return left * step + dispatch.latency.fixed(batch.shape)
 
     def snapshot(self, engine: Engine) -> dict[str, Any]:
         """All that the page and the metrics show."""
@@ -130,7 +132,7 @@ class Watch:
             "uptime": round(time.time() - engine.began, 1), "queue_limit": settings.queue,
             "queued": sum(waiting.values()), "waiting": waiting, "running": self._running,
             "imbalance": self._imbalance, "exposed": self._exposed, "timeline": self._timeline,
-            "trouble": engine.ranks.trouble or None,
+            "trouble": engine.trouble or None,
             "ranks": [_rank(engine, number, on.get(number)) for number in range(world)],
             "plan": engine.usual_plan(),
         }  # fmt: skip

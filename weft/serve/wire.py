@@ -199,6 +199,8 @@ class Models(Answer):
 
 class Health(Answer):
     status: Literal["ok", "starting", "draining", "failed"]
+    reason: str | None = None
+    """Why the ranks are not ready, as far as they told."""
 
 
 class Alive(Answer):

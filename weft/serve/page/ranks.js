@@ -29,7 +29,7 @@ export function showPlan(plan, asked, why = "") {
       return row;
     }),
   );
-  at("estimate").textContent = plan ? `about ${roughly(plan.seconds)} on ${plan.ranks} rank${plan.ranks > 1 ? "s" : ""}` : "";
+  at("estimate").textContent = plan?.seconds ? `about ${roughly(plan.seconds)} on ${plan.ranks} rank${plan.ranks > 1 ? "s" : ""}` : "";
 }
 
 function showFigures(now) {
