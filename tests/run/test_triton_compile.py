@@ -13,8 +13,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from weft.run.kernels.triton_configs import BLOCKS, HEAD_DIMS, KERNELS, TARGETS, configs
 from tests.run.triton_resources import Case, Resources, cases, compile_all, small_cases
+from weft.run.kernels.triton_configs import BLOCKS, HEAD_DIMS, KERNELS, TARGETS, configs
 
 pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed"),
