@@ -48,6 +48,9 @@ class Storm:
     ranks: int = 2
     nodes: int = 1
     """With so many ranks each; those after the first are ranks for its server."""
+    policy: str = "elastic"
+    transport: str = "auto"
+    """Of $WEFT_TRANSPORT; "group" is what ranks of different machines have."""
     patience: float = 300.0
 
     def body(self, spec: int) -> tuple[str, dict[str, Any]]:
@@ -69,6 +72,8 @@ class Left:
     rank_kills: int = 0
     server_kills: int = 0
     restarts: int = 0
+    widest: int = 0
+    """The most ranks that a job was seen on."""
     lives: list[list[tuple[float, int, int]]] = field(default_factory=list)
     """Of each life of the server: seconds, bytes and descriptors."""
     log: list[dict[str, Any]] = field(default_factory=list)
@@ -102,11 +107,12 @@ class Server:
 
     def _node(self, node: int, *more: object) -> subprocess.Popen[bytes]:
         data, ranks = self.folder / f"data{node}", self.storm.ranks
-        words = ("--data", data, "--port", self.port, "--ranks", ranks, *more)
+        words = ("--data", data, "--port", self.port, "--ranks", ranks, "--policy", self.storm.policy, *more)
         with self.log.open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "weft", "serve", *map(str, words), "--max-queue", "100000"], cwd=ROOT,
                 stdout=subprocess.DEVNULL, stderr=log,
+                env=os.environ | {"WEFT_TRANSPORT": self.storm.transport},
             )  # fmt: skip
 
     def signal(self, number: int) -> int:
@@ -236,6 +242,7 @@ class Run:
         now = await self._answer("GET", "/v1/status")
         ranks = {rank["rank"]: rank["pid"] for rank in now["ranks"] if rank["pid"]}
         steps = [run for run in now["running"] if run["step"]]
+        self.left.widest = max([self.left.widest, *(len(run["ranks"]) for run in steps)])
         return [ranks[rank] for run in steps for rank in run["ranks"] if rank in ranks]
 
     async def _watch(self) -> None:

@@ -15,7 +15,7 @@ import pytest
 from weft.core.errors import InputError
 from weft.serve import channel as channels
 from weft.serve.agent import Orders
-from weft.serve.channel import Channel, listen
+from weft.serve.channel import Channel, Closed, listen
 from weft.serve.ranks import Ranks
 
 TOKEN = "secret"
@@ -114,8 +114,17 @@ def test_a_rank_that_ends_before_it_is_ready_counts_by_its_number(ranks: Ranks) 
     for _ in range(2):
         joined(ranks).close()
         assert ranks.events.get(timeout=5)[0] == "lost"
-    assert ranks.failures == 2
     assert ranks.trouble == "Rank 0 ended before it was ready."
+    assert ranks.failures == 2
+    assert ranks._listener is not None
+    port = ranks._listener.getsockname()[1]
+    for number, tries in ((None, 2), (0, 3)):  # an agent of another machine, which tries again; a rank
+        rank = Channel.connect("127.0.0.1", port, TOKEN)
+        rank.send({"told": "failed", "rank": number, "message": f"No {number}."})
+        with pytest.raises(Closed):
+            rank.receive()
+        rank.close()
+        assert (ranks.failures, ranks.trouble) == (tries, f"No {number}.")
     rank = joined(ranks)
     rank.send({"told": "ready", "facts": {}})
     assert ranks.events.get(timeout=5)[0] == "ready"

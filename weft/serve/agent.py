@@ -21,15 +21,13 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from weft.core.errors import CommError, WeftError
+from weft.core.errors import CommError
 from weft.run.launch import Machines, usable_cores
 from weft.serve.channel import Channel
+from weft.serve.errors import words
 
 FOR_EVER = 10**9
 GRACE_SECONDS = 2
-MOST_WORDS = 500
-AGENTS = -2
-"""The number that agents fail by; that of machine 1 is one below."""
 LOOK_SECONDS = 0.05  # between looks at the ranks: a lost one is noticed so soon
 PRELOAD = ["torch", "torch.distributed", "weft.serve.rank"]
 
@@ -93,7 +91,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="weft-serve-") as directory:
             _launch(orders, machines, directory)
     except Exception as error:
-        _tell((orders.host, orders.port), orders.token, AGENTS - orders.node, error)
+        _tell((orders.host, orders.port), orders.token, None, error)
         raise
 
 
@@ -123,18 +121,12 @@ def _rank(address: tuple[str, int], token: str, model: str, options: dict[str, A
     main(address, token, model, options)
 
 
-def _tell(address: tuple[str, int], token: str, number: int, error: BaseException) -> None:
-    """The server, why nobody will say hello."""
+def _tell(address: tuple[str, int], token: str, rank: int | None, error: BaseException) -> None:
+    """The server, why a rank, or none that this agent starts, will say hello."""
     with suppress(CommError):
         channel = Channel.connect(*address, token)
-        channel.send({"told": "failed", "rank": number, "message": words(error)})
+        channel.send({"told": "failed", "rank": rank, "message": words(error)})
         channel.close()
-
-
-def words(error: BaseException) -> str:
-    """An error as one line; our own are sentences, others need their name."""
-    said = str(error) if isinstance(error, WeftError) else f"{type(error).__name__}: {error}"
-    return " ".join(said.split())[:MOST_WORDS]
 
 
 def _leave_with_the_server() -> None:

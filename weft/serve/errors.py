@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from weft.core.errors import nearest_of
+from weft.core.errors import WeftError, nearest_of
 
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 CODES = {
@@ -16,6 +16,7 @@ CODES = {
 AGAIN = {429: 5, 503: 2}
 """Seconds that a client is asked to wait where nobody knows better."""
 WORDS = {dict: "(an object)", list: "(a list)", type(None): "null"}
+MOST_WORDS = 500
 SHOWN = 60
 """Characters of what was given that a message repeats."""
 
@@ -78,3 +79,9 @@ def shown(given: Any) -> str:
     text = given if isinstance(given, str) else WORDS.get(type(given)) or repr(given)
     text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text[: SHOWN + 1])
     return text if len(text) <= SHOWN else text[:SHOWN] + "…"
+
+
+def words(error: BaseException) -> str:
+    """An error as one line; our own are sentences, others need their name."""
+    said = str(error) if isinstance(error, WeftError) else f"{type(error).__name__}: {error}"
+    return " ".join(said.split())[:MOST_WORDS]

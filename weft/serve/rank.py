@@ -29,8 +29,8 @@ from weft.models.guidance import Halves
 from weft.models.parallelize import parallelize, restore
 from weft.models.resume import remember_prompts
 from weft.run.world import device, meet, place, world_of
-from weft.serve.agent import words
 from weft.serve.channel import Channel
+from weft.serve.errors import words
 from weft.serve.facts import facts_of
 from weft.serve.segment import Segment
 from weft.serve.tasks import groups

@@ -26,7 +26,7 @@ from weft.serve.channel import Channel, Closed, listen
 
 SILENCE_SECONDS = 10.0
 """A rank that sends no beat for so long is lost; beats come each second."""
-AGENT_GONE = -1
+AGENT = -1
 START_SECONDS = 120.0
 """From the start of an agent to the first hello of all ranks: torch has to be read from disk."""
 
@@ -64,7 +64,7 @@ class Ranks:
         self._agent: subprocess.Popen[bytes] | None = None
         self._token = token or secrets.token_urlsafe(32)
         self._failures: Counter[int] = Counter()
-        """How often each rank ended before it was ready, since all were; those below 0 are of agents."""
+        """How often each rank ended before it was ready, since all were; and our agent."""
         self._started = self._asked = 0.0
         self._closing = False
 
@@ -102,8 +102,7 @@ class Ranks:
         """Called often: starts an agent that ended, ends ranks that are silent."""
         now = time.monotonic()
         if not self._closing and self._agent is not None and (code := self._agent.poll()) is not None:
-            # Another number than that of its own words, which came before: one try is not two.
-            self._failed(AGENT_GONE, f"What starts the ranks ended with code {code}.")
+            self._failed(AGENT, f"What starts the ranks ended with code {code}.")
             self._start_agent()
         with self._lock:
             silent = [
@@ -121,9 +120,9 @@ class Ranks:
         assert self._agent is not None
         why = f"{len(self.all)} of {self.world} ranks have come in {START_SECONDS:.0f} s."
         if self._is_alone:
-            self._failed(AGENT_GONE, why)
+            self._failed(AGENT, why)
         else:  # somebody may still have to start another machine
-            self.trouble = self.trouble or f"{why} Is weft serve started on every machine?"
+            self.trouble = f"{why} Is weft serve started on every machine?"
         kill(self._agent)
         self._start_agent()
 
@@ -178,7 +177,10 @@ class Ranks:
             said, _ = channel.receive()
             if said.get("told") == "failed":
                 self.trouble = str(said["message"])
-                self._failed(int(said["rank"]), self.trouble)
+                if (
+                    number := said.get("rank")
+                ) is not None:  # else an agent: ours is seen to end, others go on
+                    self._failed(int(number), self.trouble)
             if said.get("told") != "hello" or said.get("world") != self.world:
                 channel.close()
                 return
