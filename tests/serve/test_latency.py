@@ -122,6 +122,13 @@ def test_the_fixed_part_is_seen_too(latency: Latency) -> None:
     assert latency.fixed(OTHER) == pytest.approx(9 * latency.predicted_fixed(OTHER))
 
 
+def test_weights_of_all_parts_count(latency: Latency) -> None:
+    more = Latency(
+        {**WAN, "bytes": 2 * WAN["params"] + 2**34}, latency.topology
+    )  # bfloat16, and 16 GiB of text
+    assert more.memory(VIDEO, 8) - latency.memory(VIDEO, 8) == 2**34
+
+
 def test_memory_shrinks_with_ranks_and_limits_them(latency: Latency) -> None:
     one, eight = latency.memory(VIDEO, 1), latency.memory(VIDEO, 8)
     assert 2 * WAN["params"] < eight < one

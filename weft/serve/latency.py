@@ -109,12 +109,13 @@ class Latency:
             self._fixed[shape] = _blend(self._fixed.get(shape), seconds / self.predicted_fixed(shape))
 
     def memory(self, shape: Shape, ranks: int, jobs: int = 1) -> int:
-        """Bytes that the fullest rank holds: weights, one layer's activations, and the decoded pixels."""
+        """Bytes that the fullest rank holds: all weights, one layer's activations, and the decoded pixels."""
         item, batch = ITEM_BYTES[self._dtype], jobs * (1 + shape.guided)
         rows = -(-math.prod(self.grid(shape)) // ranks) + self.model.text
         live = AROUND_ATTENTION + AROUND_MLP + 2 * self.model.mlp  # more than live at once
         pixels = 3 * 4 * 2 * _pixels(shape) * jobs
-        return int(item * (self.facts["params"] + live * batch * rows * self.model.hidden)) + pixels
+        weights = self.facts.get("bytes", item * self.facts["params"])  # text encoders and the VAE too
+        return int(weights + item * live * batch * rows * self.model.hidden) + pixels
 
     def no_room(self, shape: Shape, jobs: int = 1) -> str | None:
         """What to say of a batch that does not even fit on all ranks together."""
