@@ -256,7 +256,7 @@ def tell(report: Report, case: Case, facts: list[dict[str, Facts]], used: Sequen
         sent, peak = (max(getattr(rank[name], what) for rank in facts) for what in ("step", "peak"))
         speed = tokens / median(wall[name])
         notes[name] = f"{speed:.1f} tokens/ms, sends {sent / 1e6:.2f} MB, memory {peak / 1e6:.1f} MB"
-    report.lines += [timed(str(case), name, used, WEFT, notes[name]) for name in wall]
+    report.lines.extend([timed(str(case), name, used, WEFT, notes[name]) for name in wall])
 
 
 def _unmeasured(place: str, why: str) -> Row:

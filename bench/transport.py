@@ -181,7 +181,7 @@ def _messages(report: Report, case: str, played: Sequence[Round]) -> None:
                 holds=ratio >= least,
             )
         )
-    report.lines += [timed(case, name, played, SHM) for name in wall]
+    report.lines.extend([timed(case, name, played, SHM) for name in wall])
 
 
 def _attention(report: Report, tokens: int, played: Sequence[Round]) -> None:
@@ -198,7 +198,7 @@ def _attention(report: Report, tokens: int, played: Sequence[Round]) -> None:
             holds=over_limit <= 1.03,
         )
     )
-    report.lines += [timed(f"attention S={tokens}", name, played, SHM) for name in wall]
+    report.lines.extend([timed(f"attention S={tokens}", name, played, SHM) for name in wall])
 
 
 def _straggler(report: Report, played: Sequence[Round]) -> None:
@@ -220,7 +220,7 @@ def _straggler(report: Report, played: Sequence[Round]) -> None:
             holds=lost[SHM] <= 1.05e3 * SLEEP,
         )
     )
-    report.lines += [timed("straggler", name, played, SHM) for name in wall]
+    report.lines.extend([timed("straggler", name, played, SHM) for name in wall])
 
 
 if __name__ == "__main__":
