@@ -7,6 +7,7 @@ noise for a seed; they differ in [sparse]. All are judged by the average of thei
 that they were trained with, on the same clips that nobody trained on, at the same timesteps and noise. An arm
 is as good as dense if its held-out loss is at most MARGIN above, and if its prompts come out as often as
 dense's interval says. DSV is dense until its predictors are good, the others are sparse from the first step.
+Added after the first runs: the same loss with timesteps by their share in training, see `as_trained`.
 
 A run that is cut off goes on from its checkpoint; one that has ended is in FOLDER/results.jsonl and is not
 repeated. Several of these commands may work on different arms or seeds of one folder.
@@ -28,7 +29,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from bench.quality_table import Result, density_of, read, show
+from bench.quality_table import MEAN, Result, density_of, read, show
 from weft.models.flow import normal
 from weft.models.video import VideoPipeline
 from weft.train.checker import accuracy
@@ -99,7 +100,7 @@ def recipe_of(part: SparsePart | None, size: Size, seed: int) -> Recipe:
             rate=2e-3,
             warmup=max(1, size.steps // 20),
             floor=0.05,
-            mean=1.0,  # what a camera does shows through much noise
+            mean=MEAN,
             seed=seed,
         ),
         save=SavePart(every=max(1, size.steps // 8), keep=1),
