@@ -101,14 +101,14 @@ class Clocked:
         self.name = self.kernel.name
         self.seconds = 0.0
 
-    def attend(self, *given: Any) -> Any:
+    def attend(self, *given: Any, **options: Any) -> Any:
         began = time.thread_time()
-        found = self.kernel.attend(*given)
+        found = self.kernel.attend(*given, **options)
         self.seconds += time.thread_time() - began
         return found
 
-    def attend_backward(self, *given: Any) -> Any:
-        return self.kernel.attend_backward(*given)
+    def attend_backward(self, *given: Any, **options: Any) -> Any:
+        return self.kernel.attend_backward(*given, **options)
 
 
 _clock = None

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import median
 
+import numpy as np
 import torch
 from rich.progress import Progress
 from torch import Tensor
@@ -139,7 +140,7 @@ class Stage:
         done = kernel.attend(self.q, self.k, self.v, tiles, self.scale)
         return lambda: kernel.attend_backward(self.grad, self.q, self.k, self.v, done, tiles, self.scale)
 
-    def _add_flex(self, block: int, density: float, active: Tensor) -> None:
+    def _add_flex(self, block: int, density: float, active: np.ndarray) -> None:
         from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
         tiles = torch.as_tensor(active)[None]

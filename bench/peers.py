@@ -86,9 +86,8 @@ def _yunchang_ring(kernel: str) -> Attention:
 
 
 def _diffusers(**degrees: Any) -> Attention:
-    from diffusers import ContextParallelConfig
-    from diffusers.models._modeling_parallel import ParallelConfig
-    from diffusers.models.attention_dispatch import dispatch_attention_fn
+    from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
+    from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
     from torch.distributed.device_mesh import init_device_mesh
 
     context = ContextParallelConfig(**degrees)
@@ -97,7 +96,7 @@ def _diffusers(**degrees: Any) -> Attention:
     config.setup(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), mesh=mesh)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return dispatch_attention_fn(q, k, v, backend="native", parallel_config=config)
+        return dispatch_attention_fn(q, k, v, backend=AttentionBackendName.NATIVE, parallel_config=config)
 
     return _tokens_first(call)
 

@@ -45,7 +45,7 @@ PEER, READ, DENSE = "torch.topk + booleans", "read q and k", "dense attention"
 def contenders(q: Tensor, k: Tensor) -> dict[str, Callable[[], object]]:
     keep = Keep.of_tokens([(0, 256)], block_q=BLOCK)
     low_q, low_k = q.bfloat16(), k.bfloat16()
-    small = torch.randn(3, 1, SMALL[1], SMALL[0], DIM)
+    small_q, small_k, small_v = torch.randn(3, 1, SMALL[1], SMALL[0], DIM)
 
     def proxies(q: Tensor, k: Tensor) -> Proxies:
         return Proxies(pool(q, BLOCK), pool(k, BLOCK), SHARP)
@@ -65,7 +65,7 @@ def contenders(q: Tensor, k: Tensor) -> dict[str, Callable[[], object]]:
         "top-p, text and self kept": lambda: top_p(proxies(q, k), 0.9, keep=keep),
         PEER: peer,
         READ: lambda: (q.sum(), k.sum()),
-        DENSE: lambda: scaled_dot_product_attention(*small),
+        DENSE: lambda: scaled_dot_product_attention(small_q, small_k, small_v),
     }
 
 

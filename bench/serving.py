@@ -108,7 +108,7 @@ def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - the co
     with ExitStack() as stack:
         task = progress.add_task("starting servers", total=None)
         policies = POLICIES if size.mixed else POLICIES[:1]
-        urls = dict(zip(policies, stack.enter_context(_together(policies)), strict=True))
+        urls: dict[str, str] = dict(zip(policies, stack.enter_context(_together(policies)), strict=True))
         progress.update(task, description="overhead")
         with Pool(RANKS, threads=1, timeout=300.0) as pool:
             overhead(report, urls["elastic"], pool, size)

@@ -110,7 +110,7 @@ class Step:
             method = self.sparse = _dsv(name, case)
         if method is not None or case.ranks > 1:
             parallelize(self.model, mask=method, plan="ulysses" if name == WEFT else "auto", cfg="off")
-        self.optimiser = adamw(self.model, TrainPart())
+        self.optimiser = adamw(self.model.parameters(), TrainPart())
         self.words = torch.ones(1, config.length, dtype=torch.long)
         frames, height, width = config.video
         self.video = torch.randn(1, frames, config.channels, height, width)
@@ -141,8 +141,7 @@ class Step:
 def _dsv(name: str, case: Case) -> DSV:
     """In stage 2: predictors, whatever they have learned, select."""
     part, config = SPARSE[name], case.config
-    sizes = {"heads": config.heads, "width": config.width, "depth": config.depth}
-    dsv = DSV(part, **sizes)
+    dsv = DSV(part, heads=config.heads, width=config.width, depth=config.depth)
     if name != FORCED:
         dsv.dispatcher = Told(part, layers=case.depth, heads=case.heads)
         dsv.dispatcher.needs = case.needed(name)
