@@ -19,7 +19,6 @@ from statistics import median
 import numpy as np
 import torch
 from rich.progress import Progress
-from torch import Tensor
 
 from bench.rows import Line, Report, Round, Row, interleave, main, median_ratio, quartiles, take_turns
 from weft.masks.random import random_mask
