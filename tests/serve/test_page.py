@@ -371,6 +371,7 @@ def test_older_results_come_by_the_page_videos_and_images_together(
         until(lambda: len(shown()) == 17)
         assert shown() == sorted(made, key=lambda id: id[6:], reverse=True)
         assert page.locator("#more").is_hidden()
+        page.close()  # before its server: it would miss it, in the console
     finally:
         one.close()
 
