@@ -16,7 +16,7 @@ from urllib.request import Request, urlopen
 MADE = (
     ("images/generations", "a purple star", 5),
     ("videos", "a yellow triangle moving up and a blue circle still", 4),
-    ("videos", "a white square shaking", 3),
+    ("videos", "a white square moving down", 3),
     ("videos", "a green star moving right", 2),
     ("videos", "a cyan circle moving down over a red square", 1),
 )
