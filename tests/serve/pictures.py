@@ -70,7 +70,7 @@ def main() -> None:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"))
         for name, options in PICTURES.items():
-            take(browser, url, folder / f"{name}.png", steps=24, **options)
+            take(browser, url, folder / f"{name}.png", steps=60, **options)
         browser.close()
 
 
