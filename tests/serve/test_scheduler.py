@@ -118,24 +118,21 @@ def test_what_a_policy_gives_can_be_given(situation: tuple[list[Task], int, Fake
     check_legal(POLICIES[policy](tasks, 0.0, world, fake), tasks, world)
 
 
-def test_who_runs_stays_while_nothing_changes() -> None:
-    """Of made-up situations with a dozen tasks about one in a thousand does not come to rest, and which are
-    made up changes with the modules that are loaded: hypothesis takes constants from them.
+@given(situations())
+@settings(max_examples=300, deadline=None, derandomize=True, database=None)
+def test_who_runs_stays_while_nothing_changes(situation: tuple[list[Task], int, Fake, str]) -> None:
+    """First come, first served at once. Elastic comes to rest when it is asked again, so that nobody is moved
+    to and fro for ever; of a dozen tasks up to one situation in a hundred is not at rest at once.
     """
-    restless = []
-
-    @given(situations())
-    @settings(max_examples=300, deadline=None, derandomize=True, database=None)
-    def one(situation: tuple[list[Task], int, Fake, str]) -> None:
-        tasks, world, fake, policy = situation
-        fake.shared = 0.0  # no batches: tasks that became one are a change
+    tasks, world, fake, policy = situation
+    fake.shared = 0.0  # no batches: tasks that became one are a change
+    answers = []
+    for _ in range(5):
         runs = POLICIES[policy](tasks, 0.0, world, fake)
-        again = POLICIES[policy](applied(tasks, runs), 0.0, world, fake)
-        if {run.tasks[0]: run.ranks for run in again} != {run.tasks[0]: run.ranks for run in runs}:
-            restless.append((runs, again))
-
-    one()
-    assert len(restless) <= 3, restless[0]
+        answers.append({run.tasks[0]: run.ranks for run in runs})
+        tasks = applied(tasks, runs)
+    rest = answers[-2] if policy == "elastic" else answers[0]
+    assert answers[-1] == rest
 
 
 @given(situations(), st.randoms(use_true_random=False))
