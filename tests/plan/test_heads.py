@@ -91,7 +91,7 @@ def test_a_balanced_grouping_is_left_alone():
     assert improve(grouping, [40, 30, 20, 30]) == ((1, 3), (0, 2))
 
 
-def test_an_exchange_may_take_two_heads_at_once():
+def test_a_swap_may_take_two_heads_at_once():
     weights = [8, 18, 23, 12, 14, 29]  # one head at a time ends at 51 and 53
     assert group_loads(improve(((0, 1, 2), (3, 4, 5)), weights), weights).tolist() == [52, 52]
 

@@ -17,9 +17,9 @@ from weft.plan.balance import bound, ratio, step_ratio
 from weft.plan.blocks import LIMITS, Placement, contiguous, joint, tile_sums
 from weft.plan.choose import build
 from weft.plan.counts import head_loads, tile_loads
-from weft.plan.exchange import exchanged, slot_loads, to_grouping, to_slots
 from weft.plan.heads import group_loads, natural, refined
 from weft.plan.online import Hybrid, Online, OnlineBlocks, forecast, ratios
+from weft.plan.swaps import slot_loads, swapped, to_grouping, to_slots
 from weft.schedule.measure import measure
 from weft.schedule.verify import verify
 
@@ -91,26 +91,26 @@ def test_ratios_are_those_of_each_plan():
 
 
 @given(st.integers(0, 99), st.integers(1, 6), st.integers(0, 14))
-def test_exchanges_keep_heads_and_never_make_the_busiest_group_busier(seed, groups, heads):
+def test_swaps_keep_heads_and_never_make_the_busiest_group_busier(seed, groups, heads):
     rng = np.random.default_rng(seed)
     loads = rng.integers(0, 10 ** rng.integers(1, 12), (3, heads))
     dealt = rng.integers(0, groups, (3, heads))
     plans = [tuple(tuple(np.flatnonzero(row == group).tolist()) for group in range(groups)) for row in dealt]
     slots = to_slots(plans, heads)
-    after = exchanged(slots, loads)
+    after = swapped(slots, loads)
     busiest = [slot_loads(some, loads).sum(axis=2).max(axis=1) for some in (slots, after)]
     assert (busiest[1] <= busiest[0]).all()
     assert [to_grouping(layer, heads) for layer in slots] == plans
     for layer in after:
         assert sorted(head for group in to_grouping(layer, heads) for head in group) == list(range(heads))
-    alone = [exchanged(slots[i : i + 1], loads[i : i + 1])[0] for i in range(3)]
+    alone = [swapped(slots[i : i + 1], loads[i : i + 1])[0] for i in range(3)]
     assert np.array_equal(after, np.stack(alone))  # layers do not know each other
 
 
-def test_exchanges_bring_skewed_heads_close_to_balance():
+def test_swaps_bring_skewed_heads_close_to_balance():
     loads = np.rint(1e5 * np.random.default_rng(5).lognormal(0, 0.4, (30, 40))).astype(np.int64)
     before = to_slots([natural(40, 8)] * 30, 40)
-    busiest = [slot_loads(s, loads).sum(axis=2).max(axis=1) for s in (before, exchanged(before, loads))]
+    busiest = [slot_loads(s, loads).sum(axis=2).max(axis=1) for s in (before, swapped(before, loads))]
     least = loads.sum(axis=1) / 8
     assert (busiest[1] / least).mean() < 1.02 < 1.2 < (busiest[0] / least).mean()
 
@@ -122,9 +122,9 @@ def test_exchanges_bring_skewed_heads_close_to_balance():
         ([10, 8, 8, 5, 10, 2], 3, 16),  # the middle group takes part; without it, 18
     ],
 )
-def test_exchanges_find_what_single_ones_or_the_same_partners_do_not(loads, groups, busiest):
+def test_swaps_find_what_single_ones_or_the_same_partners_do_not(loads, groups, busiest):
     table = np.array([loads])
-    after = exchanged(to_slots([natural(len(loads), groups)], len(loads)), table)
+    after = swapped(to_slots([natural(len(loads), groups)], len(loads)), table)
     assert slot_loads(after, table).sum(axis=2).max() == busiest
 
 

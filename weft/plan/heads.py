@@ -50,7 +50,7 @@ def greedy(loads: npt.ArrayLike, groups: int) -> Grouping:
 
 
 def refined(loads: npt.ArrayLike, groups: int, *, equal: bool = False) -> Grouping:
-    """The greedy deal, improved by exchanges between pairs of groups; any number of heads on any of groups.
+    """The greedy deal, improved by swaps between pairs of groups; any number of heads on any of groups.
 
     `equal` keeps the counts of heads within one of each other.
 
@@ -61,9 +61,9 @@ def refined(loads: npt.ArrayLike, groups: int, *, equal: bool = False) -> Groupi
 
 
 def improve(grouping: Grouping, loads: npt.ArrayLike, *, equal: bool = False) -> Grouping:
-    """Exchange heads with the heaviest group until none makes it lighter; a balanced grouping stays as it is.
+    """Swap heads with the heaviest group until none makes it lighter; a balanced grouping stays as it is.
 
-    One exchange gives up to two heads for up to two of another group, the lightest asked first.
+    One swap gives up to two heads for up to two of another group, the lightest asked first.
     It ends when no group has more than 1/NEAR above the mean.
     """
     weights = _checked(loads, len(grouping))
@@ -85,7 +85,7 @@ def group_loads(grouping: Grouping, loads: npt.ArrayLike) -> IntArray:
 
 
 class _Search:
-    """Groups under exchange, with the loads of all subsets that each could give."""
+    """Groups whose heads are swapped, with the loads of all subsets that each could give."""
 
     def __init__(self, grouping: Grouping, weights: IntArray, *, equal: bool) -> None:
         self.groups = [list(group) for group in grouping]
@@ -100,10 +100,10 @@ class _Search:
     def step(self) -> bool:
         """Whether the heaviest group could be made lighter; the lightest partner is asked first."""
         *others, top = sorted(range(len(self.groups)), key=self.sums.__getitem__)
-        return self.sums[top] > self.enough and any(self.exchange(top, other) for other in others)
+        return self.sums[top] > self.enough and any(self.swap(top, other) for other in others)
 
-    def exchange(self, heavy: int, light: int) -> bool:
-        """Make the one exchange that brings two groups closest together, if there is any."""
+    def swap(self, heavy: int, light: int) -> bool:
+        """Make the one swap that brings two groups closest together, if there is any."""
         mine, theirs = self.groups[heavy], self.groups[light]
         gap = self.sums[heavy] - self.sums[light]
         offered, asked = self.offer(heavy), self.offer(light)
@@ -155,7 +155,7 @@ def _subsets(size: int) -> IntArray:
 
 @lru_cache(maxsize=1024)
 def _forbidden(mine: int, theirs: int, low: int, high: int) -> npt.NDArray[np.bool_] | None:
-    """[my picks, their picks]: exchanges after which a group has too few or too many heads."""
+    """[my picks, their picks]: swaps after which a group has too few or too many heads."""
     lost = np.subtract.outer(_subsets(mine).sum(axis=1), _subsets(theirs).sum(axis=1))
     # I may lose what leaves me my count and gives them theirs.
     found = (lost < max(mine - high, low - theirs)) | (lost > min(mine - low, high - theirs))

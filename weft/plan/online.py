@@ -16,8 +16,8 @@ from weft.core.mask import BlockMask
 from weft.plan.balance import step_ratio
 from weft.plan.blocks import Placement, joint, tile_sums
 from weft.plan.counts import head_loads, tile_loads
-from weft.plan.exchange import exchanged, slot_loads, to_grouping, to_slots
 from weft.plan.heads import Grouping
+from weft.plan.swaps import slot_loads, swapped, to_grouping, to_slots
 
 Plans = tuple[Grouping, ...]
 """One grouping per layer."""
@@ -44,7 +44,7 @@ class Policy(Protocol):
 class Online:
     """Re-plans a layer from a forecast of its counts, when its plan's ratio on them is past `threshold`.
 
-    Plans are exchanged upon, not made anew, all that drifted at once; they have one number of groups.
+    Heads of plans are swapped, not dealt anew, all that drifted at once; they have one number of groups.
     No group gets more heads than the largest had to start with. Start from equal counts: that costs
     balance where loads are known, and saves some where they are a forecast, since what all heads gain or
     lose alike then cancels.
@@ -63,7 +63,7 @@ class Online:
         expected = forecast(self._history)
         drifted = np.flatnonzero(_ratios(slot_loads(self._slots, expected).sum(axis=2)) > self.threshold)
         if drifted.size:
-            self._slots[drifted] = exchanged(self._slots[drifted], expected[drifted])
+            self._slots[drifted] = swapped(self._slots[drifted], expected[drifted])
             plans = list(self.plans)
             for layer in drifted.tolist():
                 plans[layer] = to_grouping(self._slots[layer], self._shape[1])
@@ -76,7 +76,7 @@ class OnlineBlocks:
     """Re-plans a layer's blocks from its last mask, when the plan's step ratio on it is past `threshold`.
 
     It begins with where the blocks are, so few move; at most the budget of `LIMITS` is ever away from
-    `homes`. Heads are exchanged before, as `Online` does, so that slices stay even.
+    `homes`. Heads are swapped before, as `Online` does, so that slices stay even.
     """
 
     def __init__(

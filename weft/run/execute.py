@@ -10,7 +10,7 @@ from weft.core.schedule import Schedule
 from weft.run import trace
 from weft.run.arena import Arena
 from weft.run.comm import Comm
-from weft.run.compile import compile_backward, compile_forward
+from weft.run.directions import compile_backward, compile_forward
 from weft.run.kernels import Kernel
 from weft.run.steps import Frame
 from weft.schedule.reverse import reverse

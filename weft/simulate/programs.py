@@ -1,6 +1,6 @@
 """Programs: what each rank does one after another when it runs a schedule, and what each step costs.
 
-They are the programs that `run/compile` makes, without tensors: an exchange is posted where it stands in
+They are the programs that `run/directions` makes, without tensors: an exchange is posted where it stands in
 the list, a message is waited for right before its first use, operands that lie in several places are
 put together by a copy, and the end waits for all that is still under way.
 """

@@ -1,4 +1,4 @@
-"""Exchanges between the groups of many layers at once: what is left to do when plans are nearly right.
+"""Swaps of heads between the groups of many layers at once: what is left to do when plans are nearly right.
 
 A plan is an array of slots [layers, groups, slots] of heads. Groups with fewer heads than slots hold a
 head that is none, with no load, in the others; so no group ever gets more heads than the largest had.
@@ -17,7 +17,7 @@ from weft.core.indices import IntArray
 from weft.plan.heads import Grouping
 
 ROUNDS = 6  # more find little that outlasts a step
-PAIRS = 8  # more slots have single exchanges enough to choose from
+PAIRS = 8  # more slots have single swaps enough to choose from
 
 
 def to_slots(plans: Sequence[Grouping], heads: int) -> IntArray:
@@ -36,13 +36,13 @@ def slot_loads(slots: IntArray, loads: IntArray) -> IntArray:
     return np.take_along_axis(padded, slots.reshape(len(slots), -1), axis=1).reshape(slots.shape)
 
 
-def exchanged(slots: IntArray, loads: IntArray) -> IntArray:
-    """Slots after a few rounds, in which heavy and light groups make the exchange that brings them closest.
+def swapped(slots: IntArray, loads: IntArray) -> IntArray:
+    """Slots after a few rounds, in which heavy and light groups make the swap that brings them closest.
 
     The busiest group of a layer never gets busier.
     """
     _, groups, size = slots.shape
-    orders, moves = _exchanges(size)
+    orders, moves = _swaps(size)
     layer = np.arange(len(slots))[:, None]
     slots = slots.copy()
     for turn in range(ROUNDS):
@@ -62,8 +62,8 @@ def exchanged(slots: IntArray, loads: IntArray) -> IntArray:
 
 
 @lru_cache(maxsize=64)
-def _exchanges(size: int) -> tuple[IntArray, npt.NDArray[np.float64]]:
-    """Two groups' slots after each exchange [exchanges, 2 size], and twice what moves [2 size, exchanges].
+def _swaps(size: int) -> tuple[IntArray, npt.NDArray[np.float64]]:
+    """Two groups' slots after each swap [swaps, 2 size], and twice what moves [2 size, swaps].
 
     The first leaves all as it is: of equally good ones, the first is taken.
     """
@@ -76,5 +76,5 @@ def _exchanges(size: int) -> tuple[IntArray, npt.NDArray[np.float64]]:
                     order[a], order[b] = b, a
                 orders.append(order)
     table = np.array(orders, dtype=np.int64).reshape(len(orders), 2 * size)
-    swapped = table != np.arange(2 * size)
-    return table, (swapped * np.where(np.arange(2 * size) < size, 2.0, -2.0)).T.copy()
+    moved = table != np.arange(2 * size)
+    return table, (moved * np.where(np.arange(2 * size) < size, 2.0, -2.0)).T.copy()
