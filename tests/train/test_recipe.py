@@ -18,7 +18,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a truth for a number": ({"train": {"batch": True}}, "a whole number"),
     "a fraction of steps": ({"train": {"steps": 1.5}}, "a whole number"),
     "none of the words": ({"data": {"set": "webvid"}}, '"weft-shapes" or "weft-pan"'),
-    "two sizes for three": ({"model": {"patch": [2, 8]}}, "3 of a whole number"),
+    "two sizes for three": ({"model": {"patch": [2, 8]}}, "3 whole numbers"),
     "a number for a table": ({"train": 3}, "a table"),
     "no steps": ({"train": {"steps": 0}}, "1 or more"),
     "parts that are uneven": ({"train": {"batch": 5, "accumulate": 2}}, "divide"),

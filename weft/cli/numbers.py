@@ -1,4 +1,4 @@
-"""Numbers as people type them: 2,3 or 8, 832x480, 24h, 10GiB."""
+"""Numbers as people type them: 2,3 or 8, 832x480, 24h, 10GiB, 10.0.0.1:29500."""
 
 from __future__ import annotations
 
@@ -47,6 +47,21 @@ def amount(text: str, name: str) -> int:
     (10737418240, 500000000)
     """
     return int(_with_unit(text, name, BYTES, "500MB or 10GiB"))
+
+
+def meeting_point(master: str, nodes: int, ports: int = 1) -> tuple[str, int]:
+    """Host and port of machine 0, where `ports` in a row are needed.
+
+    >>> meeting_point("10.0.0.1:29500", nodes=2)
+    ('10.0.0.1', 29500)
+    """
+    host, _, port = master.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) <= 2**16 - ports:
+        raise InputError(
+            f"{nodes} machines meet at machine 0, and --master is {master!r}.",
+            hint="Give its HOST:PORT, the same on every machine, such as 10.0.0.1:29500.",
+        )
+    return host, int(port)
 
 
 def _with_unit(text: str, name: str, units: dict[str, int], such: str) -> float:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from weft.cli.numbers import meeting_point
 from weft.core.errors import InputError
 
 # Options that are not weft's are the script's.
@@ -34,12 +35,8 @@ def run(
     if ranks < 1 or nodes < 1 or not 0 <= node < nodes:
         given = f"ranks={ranks}, nodes={nodes}, node={node}"
         raise InputError(f"{given}: no such world.", hint="Ranks and nodes are 1 or more, node < nodes.")
-    host, _, port = master.rpartition(":")
-    if nodes > 1 and not (host and port.isdecimal() and 0 < int(port) < 65536):
-        raise InputError(
-            f"{nodes} nodes meet at machine 0, and --master is {master!r}.",
-            hint="Give its HOST:PORT, the same on every machine, such as 10.0.0.1:29500.",
-        )
+    if nodes > 1:
+        meeting_point(master, nodes)
     from weft.run.launch import Machines, launch
 
     machines = Machines(count=nodes, this=node, master=master)

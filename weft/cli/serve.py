@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weft.cli.generate import DTYPES
-from weft.cli.numbers import amount, duration
+from weft.cli.numbers import amount, duration, meeting_point
 from weft.cli.packages import need
 from weft.core.errors import InputError
 
@@ -176,12 +176,7 @@ def _meeting(nodes: int, master: str, token_file: Path | None) -> dict[str, Any]
     """Where ranks meet their server, and the secret that they show it."""
     if nodes == 1:
         return {}
-    host, _, port = master.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 2**16 - 1:
-        raise InputError(
-            f"{nodes} machines meet at machine 0, and --master is {master!r}.",
-            hint="Give its HOST:PORT, the same on every machine, such as 10.0.0.1:29500.",
-        )
+    host, port = meeting_point(master, nodes, ports=2)
     if token_file is None:
         raise InputError(
             f"Ranks of {nodes} machines connect to the server, and it must know them by a secret.",
@@ -189,4 +184,4 @@ def _meeting(nodes: int, master: str, token_file: Path | None) -> dict[str, Any]
         )
     from weft.serve.auth import read_key
 
-    return {"host": host, "port": int(port) + 1, "token": read_key(token_file)}
+    return {"host": host, "port": port + 1, "token": read_key(token_file)}

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, cast
 
-from weft.core import files
+from weft.core import files, tables
 from weft.core.codec import value
-from weft.core.errors import InputError, nearest_of
+from weft.core.errors import InputError
 
 
 @value
@@ -28,6 +27,18 @@ class Link:
             raise InputError(
                 f"A link's bandwidth is {self.bandwidth} bytes/s.", hint="Give a positive number."
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OneWay(Link):
+    """As [[links]] tell it."""
+
+    source: int = field(metadata={"name": "from"})
+    target: int = field(metadata={"name": "to"})
+
+    @property
+    def link(self) -> Link:
+        return Link(latency=self.latency, bandwidth=self.bandwidth)
 
 
 @value
@@ -51,7 +62,6 @@ class Speed:
 
 # A laptop until `weft calibrate` says better: gloo over loopback.
 LOOPBACK = Link(latency=1e-4, bandwidth=1e9)
-LINK_HINT = "Write latency = seconds, bandwidth = bytes/s."
 COSTS = (
     "cores", "call_seconds", "tile_seconds", "row_seconds", "memory_bandwidth", "post_seconds",
     "pair_bandwidth", "nic_bandwidth", "half_bytes", "comm_slowdown",
@@ -141,24 +151,10 @@ class Topology:
     @staticmethod
     def from_toml(path: str | Path) -> Topology:
         """Read a topology; names that do not exist are errors, so that no typing slip is ignored."""
-        table = files.toml(Path(path))
-        _check_names(table, Topology, str(path))
-        for name in ("intra", "inter"):
-            if name in table:
-                table[name] = _read(Link, table[name], f"{path} [{name}]", LINK_HINT)
-        if "links" in table:
-            hint = "Write [[links]] from = 0, to = 1, latency = 1e-5, bandwidth = 2e10."
-            rows = _read_rows(table["links"], {"from", "to"}, f"{path}: links", hint)
-            table["links"] = tuple(
-                (row.pop("from"), row.pop("to"), _read(Link, row, f"{path} [[links]]", LINK_HINT))
-                for row in rows
-            )
-        if "attention" in table:
-            names = [f.name for f in fields(Speed)]
-            hint = f"Write [[attention]] with {', '.join(names)}."
-            rows = _read_rows(table["attention"], set(names), f"{path}: attention", hint)
-            table["attention"] = tuple(_read(Speed, row, f"{path} [[attention]]", hint) for row in rows)
-        return _build(Topology, table, str(path))
+        table, where = files.toml(Path(path)), str(path)
+        rows: tuple[_OneWay, ...] = tables.entry(tuple[_OneWay, ...], table.pop("links", ()), where, "links")
+        table["links"] = [(row.source, row.target, row.link) for row in rows]
+        return tables.read(Topology, table, where)
 
     def to_toml(self) -> str:
         """What `from_toml` reads."""
@@ -175,50 +171,3 @@ class Topology:
 
 def _lines(thing: Link | Speed) -> list[str]:
     return [f"{f.name} = {getattr(thing, f.name)!r}" for f in fields(thing)]
-
-
-def _read_rows(rows: Any, needed: set[str], where: str, hint: str) -> list[dict[str, Any]]:
-    tables = [_table(row) for row in cast("list[Any]", rows)] if isinstance(rows, list) else [None]
-    found = [table for table in tables if table and needed <= set(table)]
-    if len(found) < len(tables):
-        raise InputError(f"{where} must be tables with {' and '.join(sorted(needed))}.", hint=hint)
-    return found
-
-
-def _read(kind: type[Any], given: Any, where: str, hint: str) -> Any:
-    table = _table(given)
-    if table is None:
-        raise InputError(f"{where} is {given!r}.", hint=hint)
-    _check_names(table, kind, where)
-    return _build(kind, table, where)
-
-
-def _table(given: Any) -> dict[str, Any] | None:
-    return dict(cast("dict[str, Any]", given)) if isinstance(given, dict) else None
-
-
-def _build(kind: type[Any], table: dict[str, Any], where: str) -> Any:
-    words = {
-        "int": (int, "a whole number"),
-        "float": (int | float, "a number"),
-        "str": (str, "a text"),
-        "bool": (bool, "true or false"),
-    }
-    for field in fields(kind):
-        given = table.get(field.name)
-        wanted, word = words.get(str(field.type), (object, ""))
-        # To Python a truth value is a whole number too; to a reader it is a slip of the pen.
-        slipped = isinstance(given, bool) and wanted is not bool
-        if given is not None and (slipped or not isinstance(given, wanted)):
-            raise InputError(f"{where}: {field.name} = {given!r} is not {word}.")
-    try:
-        return kind(**table)
-    except TypeError as error:
-        raise InputError(f"{where}: {error}.") from None
-
-
-def _check_names(table: dict[str, Any], kind: type[Any], where: str) -> None:
-    known = [f.name for f in fields(kind)]
-    for name in table:
-        if name not in known:
-            raise InputError(f"{where}: there is no {name!r}.", hint=nearest_of(name, known))

@@ -15,14 +15,13 @@ A Python recipe has `recipe`, a dict of the same shape. Each part is one class b
 from __future__ import annotations
 
 import runpy
-import types
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
-from weft.core import files
-from weft.core.errors import InputError, nearest_of
+from weft.core import files, tables
+from weft.core.errors import InputError
 
 Extent = tuple[int, int, int]
 
@@ -215,9 +214,9 @@ class Recipe:
         return {name: part for name, part in asdict(self).items() if part is not None}
 
     @staticmethod
-    def of(said: Mapping[str, Any]) -> Recipe:
+    def of(said: Mapping[str, Any], where: str = "The recipe") -> Recipe:
         """From a dict of parts; unknown names and wrong types are refused."""
-        return _read(Recipe, said, "")
+        return tables.read(Recipe, said, where)
 
     @staticmethod
     def load(path: Path | str) -> Recipe:
@@ -234,62 +233,9 @@ class Recipe:
             said = files.toml(file)
         else:
             raise InputError(f"{file} is no recipe.", hint="Recipes end in .toml or .py.")
-        return Recipe.of(said)
+        return Recipe.of(said, str(file))
 
 
 def _at_least(name: str, value: float, least: int) -> None:
     if value < least:
         raise InputError(f"{name} = {value} in the recipe.", hint=f"It is {least} or more.")
-
-
-def _read(kind: Any, said: Any, where: str) -> Any:
-    """A dataclass from a mapping."""
-    if not isinstance(said, Mapping):
-        raise InputError(f"{where or 'The recipe'} is {said!r}.", hint="It is a table of names and values.")
-    names = [each.name for each in fields(kind)]
-    for name in said:
-        if name not in names:
-            raise InputError(f"{where}{name} in the recipe means nothing.", hint=nearest_of(str(name), names))
-    hints = get_type_hints(kind)
-    return kind(**{name: _value(hints[name], value, f"{where}{name}") for name, value in said.items()})
-
-
-def _value(kind: Any, value: Any, where: str) -> Any:
-    options = get_args(kind) if get_origin(kind) in (types.UnionType, Union) else (kind,)
-    parts = [option for option in options if is_dataclass(option)]
-    if value is None:
-        if type(None) in options:
-            return None
-        raise InputError(f"{where} is nothing in the recipe.", hint=f"It is {_said(kind)}.")
-    if parts:
-        return _read(parts[0], value, f"{where}.")
-    for option in options:
-        if option is not type(None) and _fits(option, value):
-            return tuple(value) if get_origin(option) is tuple else float(value) if option is float else value
-    raise InputError(f"{where} = {value!r} in the recipe.", hint=f"It is {_said(kind)}.")
-
-
-def _fits(kind: Any, value: Any) -> bool:
-    if get_origin(kind) is Literal:
-        return value in get_args(kind)
-    if get_origin(kind) is tuple:
-        inner = get_args(kind)
-        if not isinstance(value, list | tuple):
-            return False
-        inner = inner[:1] * len(value) if inner[-1] is Ellipsis else inner
-        return len(value) == len(inner) and all(map(_fits, inner, value))
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    return isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
-
-
-def _said(kind: Any) -> str:
-    if get_origin(kind) is Literal:
-        return " or ".join(f'"{word}"' for word in get_args(kind))
-    if get_origin(kind) in (types.UnionType, Union):
-        return " or ".join(_said(option) for option in get_args(kind) if option is not type(None))
-    if get_origin(kind) is tuple:
-        inner = get_args(kind)
-        many = "a list of" if inner[-1] is Ellipsis else f"{len(inner)} of"
-        return f"{many} {_said(inner[0])}"
-    return {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}[kind]
