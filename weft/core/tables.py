@@ -38,7 +38,7 @@ def read(kind: type[Kind], said: Any, where: str) -> Kind:
 
 def entry(kind: Any, given: Any, where: str, name: str) -> Any:
     """One value of a table: of one kind, or of one of several."""
-    if given is None and type(None) in _options(kind):
+    if type(None) in _options(kind) and _fits(type(None), given):
         return None
     for option in _options(kind):
         if is_dataclass(option):
