@@ -174,7 +174,7 @@ def _end_to_end(took: dict[tuple[str, ...], float], cases: list[paper.EndToEnd])
 
 
 def streamfusion() -> Iterator[Row]:
-    network = "perhaps its network: with 16 GB/s a machine, not 48, the Flux rows without stages are within 15 %"
+    network = "perhaps its network: with 16 GB/s a machine, not 48, Flux without stages is within 15 %"
     kernels = "perhaps NCCL's kernels: staged, they run beside attention, and slow it by a tenth here"
     for case in paper.ABLATION:
         topology = cluster(f"{case.machines}x8xa100")
