@@ -2,7 +2,8 @@
 
 The cores of a rented machine are shared with neighbours that no process list shows: the same attention
 takes 17 ms, and 29 ms of CPU time a second later. So right after every contender all ranks run a fixed
-attention, and the contender is counted in multiples of it, at the calibrated speed.
+attention, and the contender is counted in multiples of its CPU time, at the calibrated speed: where ranks
+take turns on the cores, the clock of one that waits for its first turn would begin too late.
 """
 
 from __future__ import annotations
@@ -40,8 +41,7 @@ def seconds_of(name: str, rounds: Sequence[Round], topology: Topology) -> float:
     """What a contender takes at the calibrated speed: the median over rounds of its multiple of the pace."""
     flops = 4 * HEADS * TOKENS**2 * DIM
     one = topology.call_seconds + flops / topology.flops
-    turns = max(1.0, topology.devices / topology.cores)
-    return turns * one * median(_multiple(name, played) for played in rounds)
+    return one * median(_multiple(name, played) for played in rounds)
 
 
 def _multiple(name: str, played: Round) -> float:
@@ -49,4 +49,4 @@ def _multiple(name: str, played: Round) -> float:
     names = list(played.took)
     paces = [other for other in names if other.startswith(PACE)]
     at = paces.index(PACE + name)
-    return 2 * played.took[name].wall / sum(played.took[paces[i]].wall for i in (at - 1, at))
+    return 2 * played.took[name].wall / sum(played.took[paces[i]].cpu for i in (at - 1, at))
