@@ -20,6 +20,8 @@ SUFFIXES = {".mp4": "av", ".gif": "PIL", ".png": "PIL"}
 """What can be written, and the package that writes it."""
 VISIBLE = 256
 """Videos of fewer pixels a side are enlarged."""
+CROWD = 512**2
+"""Pixels of a frame from which on several threads encode it sooner."""
 QUALITY = 92
 """Of JPEG and WebP."""
 SHOWN = 16
@@ -130,8 +132,10 @@ def _mp4(file: BytesIO, pixels: np.ndarray, tags: dict[str, str], fps: float) ->
         stream.height, stream.width = pixels.shape[1:3]
         stream.pix_fmt = "yuv420p"
         stream.codec_context.colorspace = 6  # BT.601, as frames are converted; players take HD for another
-        # What x264 writes depends on how many threads it has: as many everywhere.
-        stream.options = {"crf": "17", "threads": "4"} if codec == "libx264" else {"qscale": "2"}
+        # What x264 writes depends on how many threads it has: as many everywhere, and more only where they
+        # save more than they cost.
+        threads = "1" if math.prod(pixels.shape[1:3]) < CROWD else "4"
+        stream.options = {"crf": "17", "threads": threads} if codec == "libx264" else {"qscale": "2"}
         for picture in pixels:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
         container.mux(stream.encode())
