@@ -1,7 +1,4 @@
-"""Tables: TOML or JSON as a dataclass; a name that does not exist, or a value of another kind, is a sentence.
-
-read(Link, {"latency": 1e-6, "bandwidth": 5e10}, "cluster.toml [intra]")
-"""
+"""Tables: TOML or JSON as a dataclass; a name that does not exist, or a value of another kind, is refused."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ UNIONS = (types.UnionType, Union)
 
 
 def read(kind: type[Kind], said: Any, where: str) -> Kind:
-    """A dataclass, whose fields may be others and tuples of others.
+    """A dataclass, whose fields may be others and tuples of others; `where` begins what is refused.
 
     A field with the `metadata` {"name": …} is called so in the table, as Python may have no such name.
     """

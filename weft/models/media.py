@@ -21,7 +21,7 @@ SUFFIXES = {".mp4": "av", ".gif": "PIL", ".png": "PIL"}
 VISIBLE = 256
 """Videos of fewer pixels a side are enlarged."""
 CROWD = 512**2
-"""Pixels of a frame from which on several threads encode it sooner."""
+"""Pixels of a frame above which several threads encode it sooner (measured on two cores)."""
 QUALITY = 92
 """Of JPEG and WebP."""
 SHOWN = 16
