@@ -42,9 +42,11 @@ testbed: $(VENV)/weft.stamp
 bench: $(VENV)/bench.stamp
 	$(PY) -m bench.all
 
-# Every long test: faults at random moments, servers under load, all models on all ranks.
+# Every long test (faults at random moments, servers under load, all models on all ranks), then all others with
+# random examples that no run before had.
 soak: $(VENV)/test.stamp
 	$(PY) -m pytest -m soak --timeout 7200
+	$(PY) -m pytest --hypothesis-profile new
 
 # The wheel and the source package, in dist/.
 dist: $(VENV)/bin/python

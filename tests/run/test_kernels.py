@@ -146,8 +146,11 @@ def test_results_are_float32_or_better_and_as_good(
         (x.double().nan_to_num(neginf=0.0), y.nan_to_num(neginf=0.0))
         for x, y in zip(found, expected, strict=True)
     ]
-    # A weight inherits the rounding of its score, which is as large as the scale makes it.
-    assert max(error(x, y) / max(1.0, y.abs().max().item()) for x, y in pairs) < 5e-6 * max(1.0, tile.scale)
+    # A weight inherits the rounding of its score, a sum of products that may cancel; a gradient takes the scale once
+    # more. Of 24,000 random tiles the worst was 4.4 such units.
+    q, k, _ = exact.operands
+    unit = 2**-23 * max(1.0, abs(tile.scale) * (q.abs() @ k.abs().mT).max().item()) * max(1.0, tile.scale)
+    assert max(error(x, y) / max(1.0, y.abs().max().item()) for x, y in pairs) < 12 * unit
 
 
 @pytest.mark.parametrize("impl", IMPLS)
