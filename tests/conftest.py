@@ -11,8 +11,9 @@ from hypothesis import settings
 from tests.worlds import close_worlds, world
 from weft.run.pool import Pool
 
-# The same examples in every run, so that a change is judged by what it changed; `make soak` takes new ones, and a
-# failing one prints the blob that brings it back. No deadline: the machine is shared, and a first example may start a world.
+# The same examples in every run, so that a change is judged by what it changed; `make soak` takes new ones,
+# and a failing one prints the blob that brings it back. No deadline: the machine is shared, and a first
+# example may start a world.
 settings.register_profile("same", deadline=None, derandomize=True)
 settings.register_profile("new", deadline=None, derandomize=False, print_blob=True)
 settings.load_profile("same")

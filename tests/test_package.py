@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+import weft
 from weft import __version__
 from weft.cli.main import VERBS
 from weft.cli.packages import PACKAGES
+from weft.core.errors import MissingError
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -104,6 +106,7 @@ import sys
 from importlib.machinery import PathFinder
 from weft.cli.main import main
 from weft.cli.packages import PACKAGES
+from weft.core.errors import MissingError
 
 class Bare(PathFinder):
     @classmethod
@@ -140,3 +143,20 @@ def test_a_bare_installation_plans_and_says_what_the_rest_needs(tmp_path: Path) 
 
 def test_every_verb_was_tried_bare() -> None:
     assert {call[0] for call in BARE} == set(VERBS)
+
+
+def test_names_that_are_not_there_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacks(name: str, *_: Any) -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=missing)
+
+    with pytest.raises(AttributeError, match="module 'weft' has no attribute 'loom'"):
+        weft.loom  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.delitem(vars(weft), "attention", raising=False)
+    monkeypatch.setattr(weft, "import_module", lacks)
+    missing = "torch"
+    with pytest.raises(MissingError, match="weft.attention needs torch"):
+        weft.attention  # noqa: B018
+    missing = "numpy"  # a defect, not a choice
+    with pytest.raises(ModuleNotFoundError, match=r"weft\.run\.attention"):
+        weft.attention  # noqa: B018
+    assert {"attention", "switch"} <= set(dir(weft))

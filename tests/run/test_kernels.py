@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.run.dense import dense, error
-from weft.core.errors import InputError
+from weft.core.errors import InputError, MissingError
 from weft.core.indices import Indices
 from weft.core.mask import BlockMask
 from weft.core.schedule import Attend, Piece
@@ -146,8 +148,8 @@ def test_results_are_float32_or_better_and_as_good(
         (x.double().nan_to_num(neginf=0.0), y.nan_to_num(neginf=0.0))
         for x, y in zip(found, expected, strict=True)
     ]
-    # A weight inherits the rounding of its score, a sum of products that may cancel; a gradient takes the scale once
-    # more. Of 24,000 random tiles the worst was 4.4 such units.
+    # A weight inherits the rounding of its score, a sum of products that may cancel; a gradient takes the
+    # scale once more. Of 24,000 random tiles the worst was 4.4 such units.
     q, k, _ = exact.operands
     unit = 2**-23 * max(1.0, abs(tile.scale) * (q.abs() @ k.abs().mT).max().item()) * max(1.0, tile.scale)
     assert max(error(x, y) / max(1.0, y.abs().max().item()) for x, y in pairs) < 12 * unit
@@ -198,3 +200,19 @@ def test_tiles_that_are_all_active_need_no_mask() -> None:
 def test_an_unknown_kernel_is_refused_with_the_known_ones() -> None:
     with pytest.raises(InputError, match=f"flush.*{', '.join(IMPLEMENTATIONS)}"):
         choose("flush")
+
+
+def test_a_kernel_that_cannot_serve_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="bfloat16 and float16 on a GPU, not float32 on cuda"):
+        choose("triton", "float32", "cuda:1")
+    with pytest.raises(InputError, match="on the CPU, not float64 on cpu"):
+        choose("cpu", "float64")
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(MissingError, match="needs triton"):
+        choose("triton", "bfloat16", "cuda")
+
+
+def test_the_gpu_kernel_is_chosen_where_triton_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
+    monkeypatch.setattr("weft.run.kernels.gpu.Gpu", lambda: "compiled when it is made")
+    assert choose("triton", "bfloat16", "cuda:0") == "compiled when it is made"

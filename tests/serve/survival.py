@@ -233,9 +233,18 @@ class Run:
                 if pids := await self._busy():
                     done = len(left.answered)
                     with suppress(ProcessLookupError):
+                        before = await self._restarts()
                         os.kill(self.dice.choice(pids), signal.SIGKILL)
                         left.rank_kills += 1
+                        # The log of a server that is killed before it has noticed would not tell.
+                        await self._until(lambda before=before: self._restarted(before))
             await asyncio.sleep(0.02)
+
+    async def _restarts(self) -> int:
+        return (await self._answer("GET", "/v1/status"))["restarts"]
+
+    async def _restarted(self, before: int) -> bool:
+        return await self._restarts() > before
 
     async def _busy(self) -> list[int]:
         """The processes that make something."""
@@ -256,7 +265,7 @@ class Run:
             await asyncio.sleep(0.5)
 
     async def _take_stock(self) -> None:
-        self.left.restarts = (await self._answer("GET", "/v1/status"))["restarts"]
+        self.left.restarts = await self._restarts()
         for kind in ("videos", "images"):
             after = ""
             while True:

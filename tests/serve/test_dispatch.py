@@ -84,17 +84,47 @@ def test_who_was_to_stop_and_no_longer_is_goes_on(desk: Desk) -> None:
     assert desk.want((0, 1)) == [(0, "run"), (1, "run")]
 
 
-def test_while_the_leader_writes_the_file_the_others_are_free(desk: Desk) -> None:
+def test_while_the_leader_writes_the_file_all_its_ranks_are_free(desk: Desk) -> None:
     first, _ = desk.add(), desk.add()
     desk.want((0, 1))
-    desk.hear(first, "alone")
-    assert desk.want((0,), (1,)) == [(1, "run")]
+    desk.hear(first, "decoded")
+    assert desk.want((0, 1)) == [(0, "run"), (1, "run")]
     desk.hear(first, "made", b"data", job=first.id, name="video.mp4", timings={"denoise": 1.0})
     desk.hear(first, "done")
     made = desk.store.get(first.id)
     assert made is not None
     assert made.status == "completed"
-    assert desk.want((1,)) == []
+    assert desk.want((0, 1)) == []
+
+
+def test_who_is_lost_while_it_writes_its_file_is_made_again(desk: Desk) -> None:
+    first, second = desk.add(), desk.add()
+    desk.want((0,))
+    desk.hear(first, "step", b"state", step=9)
+    desk.hear(first, "decoded")
+    desk.want((0,))
+    desk.dispatch.lost()
+    assert {task.id: task.left for task in desk.dispatch.tasks()} == {first.id: 1, second.id: 10}
+    assert desk.want((0,), (1,)) == [(0, "run"), (1, "run")]
+
+
+def test_a_file_that_is_written_for_ever_is_stuck(desk: Desk) -> None:
+    job = desk.add()
+    desk.want((1,))
+    desk.hear(job, "decoded")
+    assert desk.dispatch.stuck() is None
+    desk.dispatch.batches[job.id].sign -= 1000
+    assert desk.dispatch.stuck() == (1, job.id)
+
+
+def test_one_deleted_while_its_file_is_written_is_forgotten(desk: Desk) -> None:
+    job = desk.add()
+    desk.want((0,))
+    desk.hear(job, "decoded")
+    desk.dispatch.drop(job.id)
+    desk.hear(job, "made", b"data", job=job.id, name="video.mp4", timings={})
+    desk.hear(job, "done")
+    assert not desk.dispatch.batches
 
 
 def test_a_job_without_its_picture_fails_and_keeps_no_ranks(desk: Desk) -> None:
@@ -120,6 +150,6 @@ def test_a_decoder_has_the_time_that_it_takes(desk: Desk) -> None:
     assert desk.dispatch.latency is not None
     batch = desk.dispatch.batches[job.id]
     batch.sign = time.monotonic() - 100
-    assert desk.dispatch.stuck() is batch
+    assert desk.dispatch.stuck() == (0, job.id)
     desk.dispatch.latency.observe_fixed(batch.shape, 90.0)
     assert desk.dispatch.stuck() is None

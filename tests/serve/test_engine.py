@@ -15,10 +15,11 @@ import pytest
 from tests.serve.ranks import FACTS, ThreadRanks, made
 from weft.core.topology import Topology
 from weft.serve import engine as engines
-from weft.serve.engine import Engine, Settings
+from weft.serve.engine import Engine
 from weft.serve.errors import Refused
 from weft.serve.jobs import Asked
 from weft.serve.latency import Latency
+from weft.serve.settings import Settings
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from PIL import Image
 from tests.models.toys import seeded
 from tests.worlds import world
 from weft.core.errors import CommError
-from weft.models import checkpoint
+from weft.models import checkpoint, media
 from weft.models.dit import DiTConfig, VideoDiT
 from weft.models.resume import State
 from weft.models.video import VideoPipeline
@@ -152,7 +152,7 @@ def test_a_rank_tells_what_it_does(alone: Server, monkeypatch: pytest.MonkeyPatc
     alone.run([0], [job(1)])
     told = alone.told(0)
     kinds = [said["told"] for said, _ in told]
-    assert kinds == ["step", "preview"] * STEPS + ["made", "done"]
+    assert kinds == ["step", "preview"] * STEPS + ["decoded", "made", "done"]
     assert all(said["batch"] == "video_1" for said, _ in told)
     steps = [(said, blob) for said, blob in told if said["told"] == "step"]
     assert [said["step"] for said, _ in steps] == [1, 2, 3, 4, 5]
@@ -332,3 +332,48 @@ def test_a_stop_that_came_too_late_is_forgotten_with_the_next_run() -> None:
     assert not inbox.wants_stop("a")
     there.close()
     here.close()
+
+
+def test_short_steps_are_told_of_together(alone: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment, "TELL_SECONDS", 1e9)
+    monkeypatch.setattr(segment, "SAVE_SECONDS", 1e9)
+    alone.run([0], [job(1)])
+    steps = [said for said, _ in alone.told(0) if said["told"] == "step"]
+    assert [(said["step"], said["steps"]) for said in steps] == [(STEPS, STEPS)]
+
+
+def test_a_file_that_cannot_be_written_fails_its_batch_and_the_next_is_made(
+    alone: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(*_: Any, **__: Any) -> bytes:
+        raise RuntimeError("no codec")
+
+    with monkeypatch.context() as broken:
+        broken.setattr("weft.models.media.encoded", breaks)
+        alone.run([0], [job(1)])
+        said = alone.told(0)[-1][0]
+        assert (said["told"], said["batch"], said["code"]) == ("failed", "video_1", "internal_error")
+        assert "no codec" in said["message"]
+    assert alone.made([0], [job(2)]).keys() == {"video_2"}
+
+
+def test_the_next_batch_begins_while_the_last_is_written(
+    alone: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, begun, go = media.encoded, threading.Event(), threading.Event()
+
+    def slow(*args: Any, **kwargs: Any) -> bytes:
+        begun.set()
+        assert go.wait(30)
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr("weft.models.media.encoded", slow)
+    alone.run([0], [job(1)])
+    alone.run([0], [job(2)])
+    assert begun.wait(30)
+    while alone.hear(0, "step")[0]["batch"] != "video_2":
+        pass  # its steps are made although nothing was written yet
+    go.set()
+    written = [alone.hear(0, "made")[0]["job"] for _ in range(2)]
+    assert written == ["video_1", "video_2"]
+    assert alone.hear(0, "done")[0]["batch"] == "video_2"

@@ -18,7 +18,7 @@ from weft.cli.packages import need
 from weft.core.errors import InputError
 
 if TYPE_CHECKING:
-    from weft.serve.engine import Settings
+    from weft.serve.settings import Settings
 
 POLICIES = ("elastic", "all", "one")
 PACKAGES = (
@@ -82,7 +82,7 @@ def run(
     _check_packages(own=checkpoint.is_own(directory))
     _check_numbers(ranks=ranks, port=port, max_queue=max_queue, nodes=nodes, node=node)
     _check_words(policy=(policy, POLICIES), dtype=(dtype, DTYPES))
-    from weft.serve.engine import Settings
+    from weft.serve.settings import Settings
 
     name = _name(served_name, directory, own=model is None)
     settings = Settings(

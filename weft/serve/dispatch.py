@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from weft.core.errors import InputError
+from weft.serve.batch import Batch
 from weft.serve.disk import Disk
-from weft.serve.jobs import Failure, Job, Shape
+from weft.serve.jobs import Failure, Job
 from weft.serve.latency import Latency
 from weft.serve.store import Store
 from weft.serve.tasks import Grant, Policy, Task
@@ -26,33 +26,6 @@ SLOW = 20.0
 
 class Send(Protocol):
     def __call__(self, number: int, said: dict[str, Any], blob: bytes = b"") -> None: ...
-
-
-@dataclass
-class Batch:
-    """Jobs of one shape that began together; `ranks` is empty while it waits."""
-
-    id: str
-    members: tuple[str, ...]
-    """All that its state has; `jobs` are those that somebody still waits for."""
-    jobs: list[str]
-    shape: Shape
-    arrived: float
-    deadline: float
-    priority: int
-    step: int = 0
-    ranks: tuple[int, ...] = ()
-    stopping: bool = False
-    sign: float = field(default_factory=time.monotonic)
-    """When it was last heard of."""
-    told: dict[str, Any] = field(default_factory=dict)
-    """What the last step said of itself."""
-
-    def task(self) -> Task:
-        return Task(
-            id=self.id, shape=self.shape, left=self.shape.steps - self.step, arrived=self.arrived,
-            deadline=self.deadline, priority=self.priority, ranks=self.ranks, began=True, jobs=len(self.jobs),
-        )  # fmt: skip
 
 
 class Dispatch:
@@ -79,7 +52,7 @@ class Dispatch:
         if saved is None:
             self.waiting[job.id] = job
             return
-        batch = self.batches.setdefault(saved.jobs[0], _batch([job], members=saved.jobs, step=saved.step))
+        batch = self.batches.setdefault(saved.jobs[0], Batch.of([job], members=saved.jobs, step=saved.step))
         if job.id not in batch.jobs:
             batch.jobs.append(job.id)
 
@@ -100,7 +73,8 @@ class Dispatch:
                  deadline=job.deadline, priority=job.priority)
             for job in self.waiting.values()
         ]  # fmt: skip
-        return [batch.task() for batch in self.batches.values() if batch.jobs] + waiting
+        begun = [batch for batch in self.batches.values() if batch.jobs and batch.writer is None]
+        return [batch.task() for batch in begun] + waiting
 
     def schedule(self) -> None:
         """Stop what should be elsewhere, start what has its ranks free; the rest comes when they are."""
@@ -124,21 +98,21 @@ class Dispatch:
     def hear(self, said: dict[str, Any], blob: bytes) -> None:
         """What the leader of a batch told."""
         batch = self.batches.get(str(said.get("batch")))
-        if batch is None or not batch.ranks:
+        if batch is None or batch.leader is None:
             return  # its ranks were lost meanwhile: it goes on from what was saved before
         batch.sign = time.monotonic()
         hears = {
             "step": self._step, "preview": self._preview, "timeline": self._timeline, "made": self._made,
-            "alone": self._alone, "stopped": self._stopped, "done": self._done, "failed": self._failed,
+            "decoded": self._decoded, "stopped": self._stopped, "done": self._done, "failed": self._failed,
         }  # fmt: skip
         hears[said["told"]](batch, said, blob)
 
     def lost(self) -> None:
         """All ranks are gone: what ran waits, at the step that was saved last; or has failed too often."""
         for batch in list(self.batches.values()):
-            if not batch.ranks:
+            if batch.leader is None:
                 continue
-            batch.ranks, batch.stopping = (), False
+            batch.ranks, batch.writer, batch.stopping = (), None, False
             saved = self.disk.state(batch.jobs[0]) if batch.jobs else None
             batch.step = saved.step if saved else 0
             for id in list(batch.jobs):
@@ -149,15 +123,15 @@ class Dispatch:
             if not batch.jobs:
                 self._forget(batch)
 
-    def stuck(self) -> Batch | None:
-        """A batch whose ranks run but do not get on."""
+    def stuck(self) -> tuple[int, str] | None:
+        """The leader and the id of a batch whose ranks run but do not get on."""
         for batch in self.batches.values():
-            if batch.ranks and self.latency is not None:
+            if batch.leader is not None and self.latency is not None:
                 jobs, fixed = max(1, len(batch.jobs)), self.latency.fixed(batch.shape)
                 left = batch.step < batch.shape.steps  # else it is decoded, where a step may not fit
                 step = self.latency.step(batch.shape, len(batch.ranks), jobs) if left else 0.0
                 if time.monotonic() - batch.sign > max(PATIENCE, SLOW * step, SLOW * jobs * fixed):
-                    return batch
+                    return batch.leader, batch.id
         return None
 
     def _gather(self, run: Grant) -> Batch:
@@ -165,7 +139,7 @@ class Dispatch:
         first = self.waiting[run.tasks[0]]
         rest = [self.waiting[id] for id in run.tasks[1:]]
         together = [job for job in rest if not first.asked.image and self._kind(job) == self._kind(first)]
-        batch = _batch([self.waiting.pop(job.id) for job in (first, *together)])
+        batch = Batch.of([self.waiting.pop(job.id) for job in (first, *together)])
         self.batches[batch.id] = batch
         return batch
 
@@ -239,9 +213,10 @@ class Dispatch:
     def _timeline(self, batch: Batch, said: dict[str, Any], blob: bytes) -> None:  # noqa: ARG002
         self.tell("timeline", batch.id, label=said["label"], spans=said["spans"])
 
-    def _alone(self, batch: Batch, said: dict[str, Any], blob: bytes) -> None:  # noqa: ARG002
-        """Only the leader has something left to do: others may have the rest."""
-        batch.step, batch.ranks = batch.shape.steps, batch.ranks[:1]
+    def _decoded(self, batch: Batch, said: dict[str, Any], blob: bytes) -> None:  # noqa: ARG002
+        """Only its files are left, which the leader writes beside whatever comes next."""
+        batch.writer, batch.step = batch.leader, batch.shape.steps
+        batch.ranks, batch.stopping = (), False
 
     def _stopped(self, batch: Batch, said: dict[str, Any], blob: bytes) -> None:
         batch.step, batch.ranks, batch.stopping = int(said["step"]), (), False
@@ -286,14 +261,3 @@ class Dispatch:
         del self.batches[batch.id]
         for id in batch.members:
             self.disk.drop_state(id)
-
-
-def _batch(jobs: Sequence[Job], members: Sequence[str] = (), step: int = 0) -> Batch:
-    """As urgent as the most urgent of them."""
-    ids = [job.id for job in jobs]
-    members = tuple(members or ids)
-    return Batch(
-        id=members[0], members=members, jobs=ids, shape=jobs[0].asked.shape, step=step,
-        arrived=min(job.created for job in jobs), deadline=min(job.deadline for job in jobs),
-        priority=max(job.priority for job in jobs),
-    )  # fmt: skip

@@ -17,12 +17,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from weft.core.topology import Topology
-from weft.serve.agent import Orders
 from weft.serve.disk import Disk, DiskFull
 from weft.serve.dispatch import Dispatch
 from weft.serve.errors import Refused
@@ -30,47 +29,20 @@ from weft.serve.jobs import TYPES, Asked, Failure, Job, Kind, Shape
 from weft.serve.latency import Latency
 from weft.serve.ranks import Ranks
 from weft.serve.scheduler import POLICIES
+from weft.serve.settings import Settings
 from weft.serve.store import KeyReused, Store
 from weft.serve.watch import Live, Watch
 
 log = logging.getLogger("weft.serve")
 TICK = 0.5
+STEPS = 0.1
+"""Seconds after which steps alone are a reason to decide anew; what comes and ends is one at once."""
+ROUTINE = ("step", "preview", "timeline")
 TIMES_ALONE = 3.0
 """A job should take no longer than so many times what it takes alone, unless it says."""
 STARTS = 3
 """How often a rank may end before it was ready until the server gives up."""
 PICTURE = "reference.png"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Of one server."""
-
-    model: Path
-    folder: Path
-    name: str
-    ranks: int = 2
-    policy: str = "elastic"
-    queue: int = 64
-    keep: float = 24 * 3600.0
-    """Seconds that results are kept."""
-    quota: int = 10 << 30
-    options: dict[str, Any] = field(default_factory=dict)
-    """Of `weft.serve.rank.main`: dtype, plan, mask."""
-    nodes: int = 1
-    master: str = ""
-    host: str = "127.0.0.1"
-    """Where ranks connect to; another address than loopback if they are on several machines."""
-    port: int = 0
-    token: str = ""
-    """That ranks of other machines show; one is made up where there are none."""
-
-    def orders(self, port: int, token: str, node: int = 0) -> Orders:
-        """For the agent of a machine."""
-        return Orders(
-            host=self.host, port=port, token=token, model=str(self.model), ranks=self.ranks,
-            options=self.options, nodes=self.nodes, node=node, master=self.master,
-        )  # fmt: skip
 
 
 class Engine:
@@ -104,7 +76,9 @@ class Engine:
         """Take no new jobs; wait until those that run are done, or the time is over. Nothing is lost."""
         self._draining = True
         until = time.monotonic() + seconds
-        while time.monotonic() < until and any(batch.ranks for batch in list(self.dispatch.batches.values())):
+        while time.monotonic() < until and any(
+            batch.leader is not None for batch in list(self.dispatch.batches.values())
+        ):
             time.sleep(0.05)
 
     def close(self) -> None:
@@ -235,25 +209,31 @@ class Engine:
         return Refused(503, "disk_full", message, retry=60)
 
     def _loop(self) -> None:
-        looked = 0.0
+        looked = decided = 0.0
         while not self._ended:
             try:
-                self._hear_all()
-                if time.monotonic() - looked > TICK:
-                    looked = time.monotonic()
+                news, now = self._hear_all(), time.monotonic()
+                if now - looked > TICK:
+                    looked = now
                     self._look()
-                if self.ranks.is_ready and not self._draining:
-                    self.dispatch.schedule()
-                self.watch.publish(self.dispatch)
+                if news or now - decided > STEPS:
+                    decided = now
+                    if self.ranks.is_ready and not self._draining:
+                        self.dispatch.schedule()
+                    self.watch.publish(self.dispatch)
             except Exception:  # whatever it is, other jobs go on
                 log.exception("An event could not be dealt with.")
 
-    def _hear_all(self) -> None:
-        """Wait for an event; then all that came meanwhile, before anything is decided."""
+    def _hear_all(self) -> bool:
+        """Wait for an event; then all that came meanwhile. False if batches got on and that is all."""
+        news, wait = False, TICK
         with suppress(queue.Empty):
-            self._hear(*self.events.get(timeout=TICK))
             while True:
-                self._hear(*self.events.get_nowait())
+                what, *said = self.events.get(timeout=wait)
+                self._hear(what, *said)
+                news |= what != "rank" or said[1]["told"] not in ROUTINE
+                wait = 0.0
+        return news
 
     def _hear(self, what: str, *said: Any) -> None:
         if what == "add":
@@ -280,8 +260,8 @@ class Engine:
     def _look(self) -> None:
         """What only time brings: silent ranks, stuck batches, results that expire."""
         self.ranks.look()
-        if (batch := self.dispatch.stuck()) is not None:
-            self.ranks.kill(batch.ranks[0], f"batch {batch.id} made no step")
+        if (stuck := self.dispatch.stuck()) is not None:
+            self.ranks.kill(stuck[0], f"batch {stuck[1]} made no step")
         for job in self.store.expired(time.time()):
             self.cancel_and_delete(job.id)
 

@@ -6,6 +6,7 @@ import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 from typing import Any, Literal, get_args
 
 from weft.core.errors import InputError
@@ -162,4 +163,9 @@ def _one_of(name: str, given: object, known: tuple[str, ...]) -> None:
 
 
 def _known(cls: type[Any], plain: Mapping[str, Any]) -> dict[str, Any]:
-    return {f.name: plain[f.name] for f in fields(cls) if f.name in plain}
+    return {name: plain[name] for name in _names(cls) if name in plain}
+
+
+@cache
+def _names(cls: type[Any]) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(cls))

@@ -77,14 +77,15 @@ class Metrics:
             self.restarts.inc()
 
     def _step(self, said: dict[str, Any]) -> None:
-        """`exposed` is the share of the step that ranks waited for others; `attend` has seconds of each rank,
-        `sent` bytes. Of `runs` attentions `first` were the first of their plan."""
-        seconds, ranks = said.get("seconds") or 0, said.get("ranks", ())
-        self.step.labels(self._engine.name).observe(seconds)
+        """Of `steps` that took `seconds` each. `exposed` is the share that ranks waited for others; `attend`
+        has seconds of each rank, `sent` bytes. Of `runs` attentions `first` were the first of their plan."""
+        seconds, ranks, steps = said.get("seconds") or 0, said.get("ranks", ()), said.get("steps", 1)
+        for _ in range(steps):
+            self.step.labels(self._engine.name).observe(seconds)
         for gauge, name in ((self.imbalance, "imbalance"), (self.density, "density")):
             if said.get(name) is not None:
                 gauge.set(said[name])
-        self.exposed.inc((said.get("exposed") or 0) * seconds * len(ranks))
+        self.exposed.inc((said.get("exposed") or 0) * steps * seconds * len(ranks))
         for counter, name in ((self.compute, "attend"), (self.sent, "sent")):
             for rank, amount in zip(ranks, said.get(name) or (), strict=False):
                 counter.labels(rank).inc(amount)

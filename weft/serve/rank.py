@@ -35,6 +35,7 @@ from weft.serve.facts import facts_of
 from weft.serve.segment import Segment
 from weft.serve.tasks import groups
 from weft.serve.work import Model, Work
+from weft.serve.writer import Writer
 
 BEAT_SECONDS = 1.0
 Leave = Callable[[int], Any]
@@ -170,6 +171,7 @@ class Worker:
     def __init__(self, channel: Channel, options: dict[str, Any], inbox: Inbox, beat: Beat) -> None:
         self.channel, self.options, self.inbox, self.beat = channel, options, inbox, beat
         self.rank, self.meshes = _join()
+        self.writer = Writer()
         self._woven: tuple[int, ...] = ()
 
     def load(self, folder: Path, name: str) -> None:
@@ -190,7 +192,7 @@ class Worker:
     def _pace(self, ranks: tuple[int, ...], work: Work) -> dict[str, Any] | None:
         """What a step takes once all is warm; only the leader of the ranks knows."""
         told: list[dict[str, Any]] = []
-        self._segment(ranks, work, tell=lambda said, _=b"": told.append(said))
+        self._segment(ranks, work, tell=lambda said, _=b"": told.append(said), pause=0.0)
         seconds = [said["seconds"] for said in told if said["told"] == "step"]
         shape = asdict(work.jobs[0].shape)
         return {"shape": shape, "ranks": len(ranks), "seconds": seconds[-1]} if seconds else None
@@ -198,12 +200,12 @@ class Worker:
     def run(self, said: dict[str, Any], blob: bytes) -> None:
         self._segment(tuple(said["ranks"]), Work.of(said, blob), tell=self.channel.send)
 
-    def _segment(self, ranks: tuple[int, ...], work: Work, tell: Callable[..., None]) -> None:
+    def _segment(self, ranks: tuple[int, ...], work: Work, tell: Callable[..., None], **how: float) -> None:
         with self.beat:
             self._weave(ranks)
             comm = world_of(self.meshes[ranks], 60.0).comm
             stops = partial(self.inbox.wants_stop, work.batch)
-            if not Segment(self.model, comm, tell, stops).run(work):
+            if not Segment(self.model, comm, self.writer, tell, stops, **how).run(work):
                 self._weave(())  # it may have been left in the middle of something
                 gc.collect()
                 if torch.cuda.is_available():

@@ -13,18 +13,19 @@ from statistics import fmean
 
 import torch
 
-from weft import __version__
-from weft.models import media
-from weft.models.resume import Made, Moment, State, Stopped, run
+from weft.models.resume import Moment, State, Stopped, run
 from weft.run import trace
 from weft.run.comm import Comm
 from weft.run.meter import Spent
 from weft.serve.preview import crude, own
 from weft.serve.spans import Spans
 from weft.serve.work import Model, Work
+from weft.serve.writer import Tell, Writer
 
 SAVE_SECONDS = 0.5
 SHOW_SECONDS = 0.3
+TELL_SECONDS = 0.2
+"""Steps that are shorter are told of together: each word costs the server a millisecond, which ranks lack."""
 STOP, REFUSED, MEMORY = 1, 2, 3
 """What a rank says after a step, if it says anything."""
 FAILURES = {
@@ -35,17 +36,20 @@ FAILURES = {
     ),
 }
 
-Tell = Callable[..., None]
-"""(message, blob) to the server."""
-
 
 class Segment:
     """One run of a `Work`; `asks_stop` is asked by the leader after each step."""
 
-    def __init__(self, model: Model, comm: Comm, tell: Tell, asks_stop: Callable[[], bool]) -> None:
-        self.model, self.comm, self.tell, self.asks_stop = model, comm, tell, asks_stop
+    def __init__(
+        self, model: Model, comm: Comm, writer: Writer, tell: Tell, asks_stop: Callable[[], bool],
+        pause: float | None = None,
+    ) -> None:  # fmt: skip
+        self.model, self.comm, self.writer, self.tell, self.asks_stop = model, comm, writer, tell, asks_stop
+        self.pause = TELL_SECONDS if pause is None else pause
         self.spans = Spans()
-        self._saved = self._shown = time.monotonic()
+        self._saved = self._shown = self._told = time.monotonic()
+        self._steps: list[tuple[float, list[list[int]]]] = []
+        """Seconds, and what each rank spent, of those that are not told of yet."""
 
     @property
     def leads(self) -> bool:
@@ -65,15 +69,14 @@ class Segment:
         timeline = self.spans.timeline(self.comm)
         if not self.leads:
             return True
-        if not isinstance(ended, Stopped) and self.comm.size > 1:
-            self.tell({"told": "alone", "batch": work.batch})  # a long video is written for seconds
         if timeline:
             self.tell({"told": "timeline", "batch": work.batch, **timeline})
         if isinstance(ended, Stopped):
             said = {"told": "stopped", "batch": work.batch, "step": ended.state.step}
             self.tell(said, ended.state.to_bytes())
         else:
-            self._hand_over(work, ended)
+            about = {"ranks": self.comm.size, "plans": self.spans.names(self.comm.size)}
+            self.writer.take(work, ended, about, self.tell)
         return True
 
     def _stops(self, work: Work, now: Moment) -> bool:
@@ -81,23 +84,36 @@ class Segment:
         stops = rows[0][-1] == STOP and now.step < work.jobs[0].steps
         if self.leads:
             clock = time.monotonic()
+            self._steps.append((now.seconds, [row[:-1] for row in rows]))
             due = clock - self._saved > SAVE_SECONDS and not stops
-            attend = [row[0] / 1e9 for row in rows]
-            self.tell(
-                {
-                    "told": "step", "batch": work.batch, "step": now.step, "seconds": now.seconds,
-                    "imbalance": max(attend) / fmean(attend) if any(attend) else None, "attend": attend,
-                    "exposed": min(1.0, fmean(row[1] for row in rows) / 1e9 / max(now.seconds, 1e-9)),
-                    "plan": ", ".join(self.spans.names(self.comm.size)) or "alone",
-                    "sent": [row[2] for row in rows], "density": self.spans.density,
-                    "runs": rows[0][3], "first": rows[0][4],
-                },
-                now.state().to_bytes() if due else b"",
-            )  # fmt: skip
+            ends = stops or now.step == work.jobs[0].steps
+            if due or ends or clock - self._told > self.pause:
+                self._tell_steps(work, now, now.state().to_bytes() if due else b"")
             self._saved = time.monotonic() if due else self._saved
             if work.previews and clock - self._shown > SHOW_SECONDS:
                 self._show(work, now)
         return stops
+
+    def _tell_steps(self, work: Work, now: Moment, state: bytes) -> None:
+        """Of the steps since this was last done: their mean time, and what ranks spent on all of them."""
+        steps, total = len(self._steps), sum(seconds for seconds, _ in self._steps)
+        of_ranks = zip(*(rows for _, rows in self._steps), strict=True)
+        spent = [Spent(*map(sum, zip(*rows, strict=True))) for rows in of_ranks]
+        self._steps, self._told = [], time.monotonic()
+        attend = [rank.attending / 1e9 for rank in spent]
+        waited = fmean(rank.waiting for rank in spent) / 1e9
+        self.tell(
+            {
+                "told": "step", "batch": work.batch, "step": now.step,
+                "steps": steps, "seconds": total / steps,
+                "imbalance": max(attend) / fmean(attend) if any(attend) else None, "attend": attend,
+                "exposed": min(1.0, waited / max(total, 1e-9)),
+                "plan": ", ".join(self.spans.names(self.comm.size)) or "alone",
+                "sent": [rank.sent for rank in spent], "density": self.spans.density,
+                "runs": spent[0].runs, "first": spent[0].first,
+            },
+            state,
+        )  # fmt: skip
 
     def _show(self, work: Work, now: Moment) -> None:
         for at, id in enumerate(work.ids):
@@ -128,30 +144,6 @@ class Segment:
         if self.leads:
             message = text if isinstance(error, _Failed) or code == MEMORY else str(error)
             self.tell({"told": "failed", "batch": work.batch, "code": name, "message": message})
-
-    def _hand_over(self, work: Work, made: Made) -> None:
-        """Each job as a file that says how it was made, but nothing that depends on the ranks."""
-        for job, id, frames in zip(work.jobs, work.ids, made.frames, strict=False):
-            began = time.monotonic()
-            shown = frames[:1] if job.kind == "image" else frames
-            about = {
-                "prompt": job.prompt, "seed": job.seed, "model": job.model, "steps": job.steps,
-                **({"negative": job.negative} if job.negative else {}),
-                **({"guidance": job.guidance} if job.guidance is not None else {}),
-                **({"more": job.more} if job.more else {}),
-                "versions": {"weft": __version__, "torch": str(torch.__version__)},
-            }  # fmt: skip
-            data = media.encoded(job.format, shown, about, fps=job.fps)
-            said = {
-                "told": "made", "batch": work.batch, "job": id, "name": f"{job.kind}.{job.format}",
-                "timings": {**made.spent, "media": time.monotonic() - began},
-                "about": {
-                    "frames": len(shown), "size": f"{shown.shape[2]}x{shown.shape[1]}", "fps": job.fps,
-                    "ranks": self.comm.size, "plans": self.spans.names(self.comm.size),
-                },
-            }  # fmt: skip
-            self.tell(said, data)
-        self.tell({"told": "done", "batch": work.batch})
 
 
 class _Failed(Exception):  # noqa: N818 - of this rank or another

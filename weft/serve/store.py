@@ -77,6 +77,7 @@ class Store:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._path = folder / "jobs.db"
         self._lock = threading.RLock()  # `before` may look around
+        self._durable: bool | None = None
         try:
             self._database = sqlite3.connect(
                 self._path, timeout=0.5, isolation_level=None, check_same_thread=False
@@ -264,7 +265,9 @@ class Store:
     def _writing(self, *, durable: bool) -> Generator[None]:
         """One transaction; on the disk at its end, or at the next durable one's if it may be told again."""
         with self._lock, self._database:
-            self._database.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+            if durable != self._durable:
+                self._database.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+                self._durable = durable
             self._database.execute("BEGIN")
             yield
 

@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from weft.serve.dispatch import Batch, Dispatch
+from weft.serve.batch import Batch
+from weft.serve.dispatch import Dispatch
 from weft.serve.jobs import Job
 
 if TYPE_CHECKING:
@@ -107,10 +108,11 @@ class Watch:
             if batch.ranks:
                 running.append(_shown(batch))
         order = sorted(dispatch.waiting.values(), key=lambda job: (-job.priority, job.deadline, job.id))
+        alone = {shape: dispatch.latency.alone(shape) for shape in {job.asked.shape for job in order}}
         for place, job in enumerate(order, start=1):
-            alone = dispatch.latency.alone(job.asked.shape)
-            live[job.id] = Live(queue_position=place, eta=behind + alone)
-            behind += alone
+            took = alone[job.asked.shape]
+            live[job.id] = Live(queue_position=place, eta=behind + took)
+            behind += took
         self._live, self._running, self._behind = live, running, behind
 
     @staticmethod
