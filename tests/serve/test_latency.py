@@ -19,7 +19,7 @@ from weft.core.topology import Topology
 from weft.plan.choose import choose
 from weft.serve import latency as latencies
 from weft.serve.jobs import Shape
-from weft.serve.latency import Latency, density, part
+from weft.serve.latency import SEEN, Latency, density, part
 from weft.serve.simulator import WAN
 from weft.simulate.clusters import cluster
 from weft.simulate.models import Model
@@ -214,9 +214,19 @@ def test_something_new_is_seen_while_another_thread_looks(latency: Latency) -> N
     grid = latency.grid
 
     def meanwhile(shape: Shape) -> Any:
-        latency._seen.setdefault((replace(shape, steps=len(latency._seen)), 8, 8), 1.0)
+        new = replace(shape, steps=len(latency._seen)), 8, 8
+        latency._seen = latencies._with(latency._seen, new, 1.0)
         return grid(shape)
 
     latency.predicted(VIDEO, 1), latency.predicted(VIDEO, 8)
     latency.grid = meanwhile  # type: ignore[method-assign]
     assert latency.step(VIDEO, 1) > 0
+
+
+def test_of_many_shapes_the_last_are_remembered() -> None:
+    latency = Latency(WAN, Topology.local(2))
+    for steps in range(1, 3 * SEEN):
+        latency.observe(Shape(frames=16, height=64, width=64, steps=steps, guided=False), 1, 1, 0.5)
+        latency.observe_fixed(Shape(frames=16, height=64, width=64, steps=steps, guided=False), 0.5)
+    assert len(latency._seen) == len(latency._fixed) == SEEN
+    assert latency.step(Shape(frames=16, height=64, width=64, steps=1, guided=False), 1) == pytest.approx(0.5)

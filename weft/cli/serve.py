@@ -146,7 +146,8 @@ def _join(settings: Settings, node: int) -> None:
         while agent.poll() is None and not ended.wait(0.2):
             pass
         end(agent)
-        ended.wait(AGAIN_SECONDS)
+        if not ended.wait(AGAIN_SECONDS):
+            print("weft: the ranks here have ended, as is said above; they are started again", flush=True)
 
 
 def _check_numbers(*, ranks: int, port: int, max_queue: int, nodes: int, node: int) -> None:

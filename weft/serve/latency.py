@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from weft.core.errors import InputError
 from weft.core.layout import Layout
@@ -28,13 +28,15 @@ from weft.simulate.models import Model
 from weft.simulate.whole import AROUND_ATTENTION, AROUND_MLP
 from weft.simulate.whole import step as around
 
+KeyT = TypeVar("KeyT")
+
 NEWS = 0.25  # the weight of the last step seen, in logarithms: one that was ten times too slow counts as 1.8
 PIXEL_SECONDS = 1.5e-8  # to decode a pixel (on several ranks) and write it to a file, until it was seen
 SWITCH = 0.1  # seconds to stop a task and have it run elsewhere
 BLOCK = 64
 TOKENS = 2**17
 """Dealing takes time and memory by the token, and clients may ask of any size: larger ones are scaled."""
-WAYS, PREDICTIONS = 32, 4096
+WAYS, PREDICTIONS, SEEN = 32, 4096, 64
 """That are remembered."""
 RULES = ("dense_steps", "dense_layers", "dense_last", "refresh", "recall", "block")
 """Options of a mask that say when it is used; see `weft.models.methods`."""
@@ -77,11 +79,9 @@ class Latency:
     def fixed(self, shape: Shape) -> float:
         """Seconds of all that is no step: encoding, decoding and writing the file."""
         guess = self.predicted_fixed(shape)
-        if not self._fixed:
+        if not (seen := self._fixed):
             return guess
-        # A list: meanwhile another thread may see something new.
-        near = min(list(self._fixed), key=lambda seen: abs(math.log(_pixels(seen) / _pixels(shape))))
-        return guess * self._fixed[near]
+        return guess * seen[min(seen, key=lambda other: abs(math.log(_pixels(other) / _pixels(shape))))]
 
     def predicted_fixed(self, shape: Shape) -> float:
         return PIXEL_SECONDS * _pixels(shape)
@@ -101,12 +101,12 @@ class Latency:
         """A step took so long."""
         if seconds > 0:
             key = shape, ranks, jobs
-            self._seen[key] = _blend(self._seen.get(key), seconds / self.predicted(*key))
+            self._seen = _with(self._seen, key, seconds / self.predicted(*key))
 
     def observe_fixed(self, shape: Shape, seconds: float) -> None:
         """All that is no step took so long."""
         if seconds > 0:
-            self._fixed[shape] = _blend(self._fixed.get(shape), seconds / self.predicted_fixed(shape))
+            self._fixed = _with(self._fixed, shape, seconds / self.predicted_fixed(shape))
 
     def memory(self, shape: Shape, ranks: int, jobs: int = 1) -> int:
         """Bytes that the fullest rank holds: all weights, one layer's activations, and the decoded pixels."""
@@ -169,19 +169,19 @@ class Latency:
 
     def _ratio(self, shape: Shape, ranks: int, jobs: int) -> float:
         """Seen over predicted, of what is nearest to it."""
-        key = shape, ranks, jobs
-        if not self._seen or key in self._seen:
-            return self._seen.get(key, 1.0)
+        key, seen = (shape, ranks, jobs), self._seen
+        if not seen or key in seen:
+            return seen.get(key, 1.0)
 
-        def far(seen: tuple[Shape, int, int]) -> tuple[float, ...]:
+        def far(each: tuple[Shape, int, int]) -> tuple[float, ...]:
             # Ratios of sizes: twice the ranks are as far as twice the tokens.
-            other, m, k = seen
+            other, m, k = each
             tokens = [math.prod(self.grid(each)) * (1 + each.guided) for each in (shape, other)]
             return abs(math.log(tokens[0] / tokens[1])) + abs(math.log(ranks / m)) + abs(
                 math.log(jobs / k)
             ), m
 
-        return self._seen[min(list(self._seen), key=far)]
+        return seen[min(seen, key=far)]
 
     def _density(self, grid: Grid) -> float:
         """The share of attention that the mask leaves, over all steps and layers."""
@@ -263,8 +263,15 @@ def _pixels(shape: Shape) -> int:
     return shape.frames * shape.height * shape.width
 
 
-def _blend(old: float | None, new: float) -> float:
-    return new if old is None else math.exp((1 - NEWS) * math.log(old) + NEWS * math.log(new))
+def _with(seen: dict[KeyT, float], key: KeyT, new: float) -> dict[KeyT, float]:
+    """What was seen and this, blended with what it was before; the oldest is forgotten.
+
+    A new one, since other threads look at the old.
+    """
+    others = {each: value for each, value in seen.items() if each != key}
+    if len(others) == SEEN:
+        del others[next(iter(others))]
+    return {**others, key: math.exp((1 - NEWS) * math.log(seen.get(key, new)) + NEWS * math.log(new))}
 
 
 def _reason(by_ranks: Mapping[int, float], best: int, cheapest: int) -> str:

@@ -2,8 +2,8 @@
 
     runs = elastic(tasks, now, world, latency)
 
-A policy is asked again whenever a job came, ended or made a step. A running task that it gives the same ranks
-goes on; one that it gives others, or none, stops at the end of its step.
+A policy is asked again when a job came or ended, and as steps are made. A running task that it gives the
+same ranks goes on; one that it gives others, or none, stops at the end of its step.
 """
 
 from __future__ import annotations
