@@ -133,8 +133,9 @@ def _together(policies: Sequence[str]) -> Iterator[list[str]]:
 def overhead(report: Report, url: str, pool: Pool, size: Size) -> None:
     pool.run(prepare)
     case = f"{size.videos} videos of {size.steps} steps at once"
+    made: list[str] = []
     contenders = {
-        SERVER: lambda seeds: asyncio.run(videos(url, seeds, size.steps)),
+        SERVER: lambda seeds: made.extend(asyncio.run(videos(url, seeds, size.steps))),
         EACH: lambda seeds: pool.run(each, seeds, size.steps),
         SHARED: lambda seeds: pool.run(shared, seeds, size.steps),
     }
@@ -145,6 +146,7 @@ def overhead(report: Report, url: str, pool: Pool, size: Size) -> None:
             began = time.perf_counter()
             contenders[name](range(turn * size.videos, (turn + 1) * size.videos))
             took[name] = Took(time.perf_counter() - began, 0.0)
+            asyncio.run(deleted(url, made))
         return [took]
 
     first = play(0)[0]  # plans are made, allocators grow, the scheduler sees what a step takes
@@ -172,14 +174,21 @@ def overhead(report: Report, url: str, pool: Pool, size: Size) -> None:
     )  # fmt: skip
 
 
-async def videos(url: str, seeds: Sequence[int], steps: int) -> None:
+async def videos(url: str, seeds: Sequence[int], steps: int) -> list[str]:
     """Until the last is made. One of them is watched, and then those that are left are asked after."""
     asks = load.Asks(steps=steps)
     async with load.Client(url) as client:
         ids = [await client.create(asks.body("video", seed)) for seed in seeds]
         for id in reversed(ids):
             await client.end(id)
+    return ids
+
+
+async def deleted(url: str, ids: list[str]) -> None:
+    """Which nobody has to wait for: a loop keeps nothing either."""
+    async with load.Client(url) as client:
         await client.delete(ids)
+    ids.clear()
 
 
 def mixed(report: Report, urls: Mapping[str, str], size: Size) -> None:
