@@ -200,12 +200,14 @@ class Worker:
     def run(self, said: dict[str, Any], blob: bytes) -> None:
         self._segment(tuple(said["ranks"]), Work.of(said, blob), tell=self.channel.send)
 
-    def _segment(self, ranks: tuple[int, ...], work: Work, tell: Callable[..., None], **how: float) -> None:
+    def _segment(
+        self, ranks: tuple[int, ...], work: Work, tell: Callable[..., None], pause: float | None = None
+    ) -> None:
         with self.beat:
             self._weave(ranks)
             comm = world_of(self.meshes[ranks], 60.0).comm
             stops = partial(self.inbox.wants_stop, work.batch)
-            if not Segment(self.model, comm, self.writer, tell, stops, **how).run(work):
+            if not Segment(self.model, comm, self.writer, tell, stops, pause).run(work):
                 self._weave(())  # it may have been left in the middle of something
                 gc.collect()
                 if torch.cuda.is_available():
