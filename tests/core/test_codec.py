@@ -110,7 +110,7 @@ def test_arrays_keep_dtype_and_shape():
         (
             '{"kind": "BlockMask", "q_len": 1, "kv_len": 1, "block_q": 1, "block_k": 1, "pattern_of": [0], '
             '"bits": 3}',
-            "BlockMask cannot be read",
+            "BlockMask.bits is 3. It is an array.",
         ),
         ("[" * 100_000, "not JSON"),
     ],

@@ -6,12 +6,28 @@ import base64
 import dataclasses
 import hashlib
 import json
-from typing import Any, TypeVar, cast
+from functools import cache
+from typing import Any, TypeVar, cast, get_type_hints
 
 import numpy as np
 
+from weft.core import tables
 from weft.core.errors import InputError
+from weft.core.files import parse_json
 
+DTYPES = (
+    "bool",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "float32",
+    "float64",
+)
 _KINDS: dict[str, type[Any]] = {}
 Kind = TypeVar("Kind")
 
@@ -57,20 +73,43 @@ def from_plain(plain: Any) -> Any:
         return fields
     if not isinstance(kind, str) or kind not in _KINDS:
         raise InputError(f"{kind!r} is not a value of weft.", hint=f"Known: {', '.join(sorted(_KINDS))}.")
-    known = {f.name for f in dataclasses.fields(_KINDS[kind])}
-    if unknown := sorted(set(fields) - known):
-        raise InputError(f"{kind} has no field {unknown[0]!r}.", hint=f"It has {', '.join(sorted(known))}.")
+    return _build(kind, fields)
+
+
+def _build(kind: str, fields: dict[str, Any]) -> Any:
+    """A value of fields that may be of any type."""
+    types = _types(_KINDS[kind])
+    for name, given in fields.items():
+        if name not in types:
+            raise InputError(
+                f"{kind} has no field {name[:80]!r}.", hint=f"It has {', '.join(sorted(types))}."
+            )
+        if not tables.check_of(types[name])(given):
+            hint = f"It is {tables.describe(types[name])}."
+            raise InputError(f"{kind}.{name} is {tables.shown(given)}.", hint=hint)
     try:
         return _KINDS[kind](**fields)
-    except (TypeError, AttributeError) as error:  # a field of another kind than the value looks for
-        raise InputError(f"{kind} cannot be read: {error}.") from None
+    except InputError:
+        raise
+    except (TypeError, AttributeError, ValueError, ArithmeticError, LookupError) as error:
+        raise InputError(f"{kind} cannot be read: {error}.") from None  # such as a field that is missing
+
+
+@cache
+def _types(kind: type[Any]) -> dict[str, Any]:
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.init}
 
 
 def _array_from_plain(table: dict[str, Any]) -> np.ndarray[Any, Any]:
     try:
+        if table["dtype"] not in DTYPES:
+            raise InputError(
+                f"An array is of {tables.shown(table['dtype'])}.", hint=f"Known: {', '.join(DTYPES)}."
+            )
         raw = np.frombuffer(base64.b64decode(table["data"]), dtype=table["dtype"])
         return raw.reshape(table["shape"])
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         hint = "It has data (base64 of its bytes), dtype and shape."
         raise InputError(f"An array cannot be read: {error!r}.", hint=hint) from None
 
@@ -79,11 +118,9 @@ def dumps(thing: Any) -> str:
     return json.dumps(to_plain(thing), sort_keys=True, separators=(",", ":"))
 
 
-def loads(text: str) -> Any:
-    try:
-        return from_plain(json.loads(text))
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise InputError(f"This is not JSON: {error}.") from None
+def loads(text: str | bytes) -> Any:
+    """A value from JSON that anybody may have written: one that is valid, or an InputError."""
+    return from_plain(parse_json(text, "This"))
 
 
 def digest(thing: Any) -> str:

@@ -1,14 +1,21 @@
-"""Files: written whole or not at all, what a disk refuses as a sentence, and where weft keeps things."""
+"""Files: written whole or not at all, what a disk refuses as a sentence, and where weft keeps things.
+
+Reading a file that somebody else wrote gives a value or an InputError, in bounded memory, whatever it holds.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import stat
 import sys
-from collections.abc import Generator
+from collections import Counter
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from weft.core.errors import InputError
 
@@ -16,6 +23,11 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+MAX_BYTES = 64 << 20
+"""Of a file that is read at once."""
+MAX_DEPTH = 64
+"""Of lists and objects in each other: readers of JSON may recurse."""
 
 _serial = count()
 
@@ -25,13 +37,73 @@ def cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft"
 
 
+def read_bytes(path: Path, *, limit: int = MAX_BYTES) -> bytes:
+    """Read a regular file of at most `limit` bytes; a pipe or a device could block or never end."""
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise InputError(f"{path} is not a regular file.", hint="Give a file.")
+        with path.open("rb") as stream:
+            data = stream.read(min(limit, status.st_size) + 1)  # that much is allocated
+    except (OSError, ValueError) as error:  # ValueError: a name with a null byte
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+    if len(data) > limit:
+        raise InputError(f"{path} has more than {limit:,} bytes.", hint="Give the file that weft wrote.")
+    return data
+
+
 def toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        return tomllib.loads(read_bytes(path).decode("utf-8"))
+    except RecursionError:
+        raise InputError(f"{path} is not TOML: it is nested too deeply.") from None
+    except ValueError as error:  # TOMLDecodeError and UnicodeDecodeError too
+        if isinstance(error, InputError):
+            raise
         raise InputError(f"{path} is not TOML: {error}.") from None
+
+
+def read_json(path: Path, *, limit: int = MAX_BYTES) -> dict[str, Any]:
+    """Read a file that holds one JSON object."""
+    found = parse_json(read_bytes(path, limit=limit), str(path))
+    if not isinstance(found, dict):
+        raise InputError(f"{path} holds a {type(found).__name__}; an object is required.")
+    return cast("dict[str, Any]", found)
+
+
+def parse_json(data: bytes | str, where: str) -> Any:
+    """Parse JSON that may be hostile; `where` begins the message of the InputError."""
+    try:
+        text = data if isinstance(data, str) else data.decode("utf-8-sig")
+        found = json.loads(text, object_pairs_hook=_unique)
+        if re.search(r"\\u[dD]", text):  # half a character, which nothing can print or write
+            json.dumps(found, ensure_ascii=False).encode()
+    except RecursionError:
+        raise InputError(f"{where} is not JSON: it is nested too deeply.") from None
+    except ValueError as error:  # JSONDecodeError, UnicodeError, and whole numbers of too many digits
+        raise InputError(f"{where} is not JSON: {str(error)[:200]}.") from None
+    level = [found]
+    for _ in range(MAX_DEPTH):
+        level = [child for each in level for child in _children(each)]
+        if not level:
+            return found
+    raise InputError(f"{where} is nested more than {MAX_DEPTH} deep.")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"the key {name[:80]!r} stands twice")
+    return table
+
+
+def _children(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return cast("dict[str, Any]", value).values()
+    return cast("list[Any]", value) if isinstance(value, list) else ()
 
 
 @contextmanager

@@ -12,6 +12,8 @@ from weft.core.codec import digest, value
 from weft.core.errors import InputError
 from weft.core.indices import EMPTY, Indices, IntArray, Runs, runs_in, split_evenly
 
+MAX_SIZE = 1 << 48
+
 
 @value
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class Layout:
     def __post_init__(self) -> None:
         if not self.shards:
             raise InputError(f"A layout of {self.dim} needs at least one rank.")
+        if self.size > MAX_SIZE:
+            raise InputError(f"size={self.size:,} of {self.dim}.", hint=f"It is at most {MAX_SIZE:,}.")
         held = Indices.from_runs(run for shard in self.shards for run in shard)
         if held != Indices.span(0, self.size):
             missing = Indices.span(0, self.size) - held

@@ -9,6 +9,8 @@ from functools import cached_property
 from weft.core.codec import value
 from weft.core.errors import InputError
 
+MAX_RANKS = 1 << 20
+
 
 @value
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class Mesh:
         for name, size in self.axes:
             if size < 1:
                 raise InputError(f"Mesh axis {name}={size} is empty.", hint="Sizes are 1 or more.")
+        if self.ranks > MAX_RANKS:
+            raise InputError(f"A mesh of {self.ranks:,} ranks.", hint=f"At most {MAX_RANKS:,} are possible.")
         if self.order and sorted(self.order) != list(range(self.ranks)):
             raise InputError(
                 f"The order {self.order} does not place {self.ranks} ranks on {self}.",

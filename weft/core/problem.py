@@ -11,6 +11,9 @@ from weft.core.layout import Layout
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
+MAX_ELEMENTS = 1 << 48
+"""Bytes of many transfers are added up in 64 bits."""
+
 
 def check_dtype(name: str) -> None:
     if name not in ITEM_BYTES:
@@ -35,7 +38,7 @@ class Problem:
             if getattr(self, name) < 1:
                 raise InputError(f"{name}={getattr(self, name)}.", hint="It must be 1 or more.")
         if self.heads % self.kv_heads:
-            near = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
+            near = [n for n in range(1, min(self.heads, 1024) + 1) if self.heads % n == 0]
             raise InputError(
                 f"{self.heads} query heads cannot share {self.kv_heads} key/value heads evenly.",
                 hint=f"kv_heads may be one of {near}.",
@@ -47,6 +50,12 @@ class Problem:
                 hint="Give both layouts the same number of ranks.",
             )
         check_dtype(self.dtype)
+        elements = self.batch * self.heads * self.head_dim * max(self.q.size, self.kv.size)
+        if elements > MAX_ELEMENTS:
+            raise InputError(
+                f"batch={self.batch:,}, heads={self.heads:,} and head_dim={self.head_dim:,} are too large.",
+                hint=f"A tensor has at most {MAX_ELEMENTS:,} elements.",
+            )
 
     @property
     def ranks(self) -> int:

@@ -11,8 +11,10 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from operator import lt
 from pathlib import Path
 
+from weft.core import files
 from weft.core.codec import dumps, loads, value
 from weft.core.errors import InputError
 from weft.core.indices import Indices
@@ -20,6 +22,8 @@ from weft.core.mask import BlockMask
 from weft.core.mesh import Mesh
 from weft.core.problem import Problem
 
+MAX_BYTES = 256 << 20
+"""Of a file."""
 TENSORS = ("q", "kv", "o", "do", "dq", "dkv", "x")
 
 
@@ -150,18 +154,56 @@ class Schedule:
 
     @staticmethod
     def load(path: str | Path) -> Schedule:
-        """What `weft plan --save` wrote."""
+        """Read what `weft plan --save` wrote, or anybody else: a schedule that is valid in its structure.
+
+        Whether it computes the attention is for `weft.schedule.verify` to say.
+        """
         try:
-            found = loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise InputError(f"{path} cannot be read: {error.strerror}.") from None
-        except (InputError, UnicodeDecodeError) as error:
+            found = loads(files.read_bytes(Path(path), limit=MAX_BYTES))
+            if not isinstance(found, Schedule):
+                raise InputError(f"It holds a {type(found).__name__}.")
+            found.check()
+        except InputError as error:
             raise InputError(
                 f"{path} holds no schedule: {error}", hint="weft plan MODEL --save writes one."
             ) from None
-        if not isinstance(found, Schedule):
-            raise InputError(f"{path} holds no schedule.", hint="weft plan MODEL --save writes one.")
         return found
+
+    def check(self) -> None:
+        """Raise an InputError that names the field where parts do not fit each other."""
+        problem, mask = self.problem, self.mask
+        for field, here, there in (
+            ("mesh ranks", self.mesh.ranks, problem.ranks),
+            ("mask.heads", mask.heads, problem.heads),
+            ("mask.q_len", mask.q_len, problem.q.size),
+            ("mask.kv_len", mask.kv_len, problem.kv.size),
+            ("len(kept)", len(self.kept) or problem.ranks, problem.ranks),
+        ):
+            if here != there:
+                raise InputError(f"{field} is {here:,}, the problem has {there:,}.")
+        for index, transfer in self.transfers():
+            self._check_piece(f"ops[{index}]", transfer.piece, transfer.src, transfer.dst)
+        for index, op in self.attends():
+            self._check_piece(f"ops[{index}].q", op.q, op.rank)
+            self._check_piece(f"ops[{index}].kv", op.kv, op.rank)
+        for rank, pieces in enumerate(self.kept):
+            for piece in pieces:
+                self._check_piece(f"kept[{rank}]", piece, rank)
+
+    def _check_piece(self, where: str, piece: Piece, *ranks: int) -> None:
+        problem = self.problem
+        if not all(0 <= rank < problem.ranks for rank in ranks):
+            raise InputError(f"{where}: ranks {ranks} are not among {problem.ranks:,}.")
+        if piece.tensor not in TENSORS:
+            raise InputError(f"{where}: tensor={piece.tensor[:80]!r}.", hint=f"Known: {', '.join(TENSORS)}.")
+        heads = problem.kv_heads if piece.tensor.endswith("kv") else problem.heads
+        for name, indices, size in (
+            ("heads", piece.heads, heads),
+            ("tokens", piece.tokens, problem.home(piece.tensor).size),
+        ):
+            edges = [edge for run in indices.runs for edge in run]
+            if edges and not (edges[0] >= 0 and edges[-1] <= size and all(map(lt, edges, edges[1:]))):
+                raise InputError(f"{where}: {name} {indices} are not sorted runs within 0 to {size:,}.")
 
     def transfers(self) -> Iterator[tuple[int, Transfer]]:
         for index, op in enumerate(self.ops):

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from weft.core.errors import InputError, nearest_of
 
 Kind = TypeVar("Kind")
 UNIONS = (types.UnionType, Union)
+MAX_INT = 2**63 - 1
+"""Larger ones do not fit into an array."""
+SHOWN = 160
+"""Characters of a value that a message shows."""
 
 
 def read(kind: type[Kind], said: Any, where: str) -> Kind:
@@ -20,7 +25,7 @@ def read(kind: type[Kind], said: Any, where: str) -> Kind:
     """
     known = {field.metadata.get("name", field.name): field for field in fields(cast("Any", kind))}
     if not isinstance(said, Mapping):
-        raise InputError(f"{where} is {said!r}.", hint=f"It is a table of {', '.join(known)}.")
+        raise InputError(f"{where} is {shown(said)}.", hint=f"It is a table of {', '.join(known)}.")
     table = cast("Mapping[str, Any]", said)
     for name in table:
         if name not in known:
@@ -44,7 +49,16 @@ def entry(kind: Any, given: Any, where: str, name: str) -> Any:
             return tuple(read(_inner(option), row, f"{where} [[{name}]]") for row in cast("list[Any]", given))
         if _fits(option, given):
             return tuple(given) if get_origin(option) is tuple else float(given) if option is float else given
-    raise InputError(f"{where}: {name} = {given!r}.", hint=f"It is {_said(kind)}.")
+    raise InputError(f"{where}: {name} = {shown(given)}.", hint=f"It is {describe(kind)}.")
+
+
+def shown(given: Any) -> str:
+    """A value for a message, however large."""
+    try:
+        text = repr(given)
+    except (ValueError, RecursionError):  # a whole number of more digits than Python prints
+        return "too large to show"
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]} …"
 
 
 def _options(kind: Any) -> tuple[Any, ...]:
@@ -56,28 +70,46 @@ def _inner(kind: Any) -> Any:
     return get_args(kind)[0] if get_origin(kind) is tuple else None
 
 
-def _fits(kind: Any, given: Any) -> bool:
-    if get_origin(kind) is Literal:
-        return given in get_args(kind)
-    if get_origin(kind) is tuple:
-        if not isinstance(given, list | tuple):
-            return False
-        inner, values = get_args(kind), cast("list[Any]", given)
-        inner = inner[:1] * len(values) if inner[-1] is Ellipsis else inner
-        return len(values) == len(inner) and all(map(_fits, inner, values))
+@cache
+def check_of(kind: Any) -> Callable[[Any], bool]:
+    """Return whether values are of an annotated type, as a function; made once for each type."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return lambda given: isinstance(given, str | int | None) and given in inner
+    if origin in UNIONS:
+        checks = [check_of(option) for option in inner]
+        return lambda given: any(check(given) for check in checks)
+    if origin is tuple:
+        parts = [check_of(each) for each in inner if each is not Ellipsis]
+        if inner[-1] is Ellipsis:
+            return lambda given: isinstance(given, list | tuple) and all(map(parts[0], cast("Any", given)))
+        return lambda given: (
+            isinstance(given, list | tuple)
+            and len(cast("Any", given)) == len(parts)
+            and all(check(each) for check, each in zip(parts, cast("Any", given), strict=True))
+        )
     # To Python a truth value is a whole number too; to a reader it is a slip of the pen.
-    if isinstance(given, bool) and kind is not bool:
-        return False
-    return isinstance(given, int | float) if kind is float else isinstance(given, kind)
+    if kind is int:
+        return lambda given: type(given) is int and abs(given) <= MAX_INT
+    if kind is float:
+        # NaN is not equal to itself.
+        return lambda given: given == given if type(given) is float else check_of(int)(given)
+    known = origin or kind
+    return (lambda _: True) if known is Any else (lambda given: isinstance(given, known))
 
 
-def _said(kind: Any) -> str:
+def _fits(kind: Any, given: Any) -> bool:
+    return check_of(kind)(given)
+
+
+def describe(kind: Any) -> str:
+    """Say in a few words which values an annotated type takes."""
     if get_origin(kind) is Literal:
         return " or ".join(f'"{word}"' for word in get_args(kind))
     if get_origin(kind) in UNIONS:
-        return " or ".join(_said(option) for option in get_args(kind) if option is not type(None))
+        return " or ".join(describe(option) for option in get_args(kind) if option is not type(None))
     if get_origin(kind) is tuple:
         many = "a list of" if get_args(kind)[-1] is Ellipsis else str(len(get_args(kind)))
-        return f"{many} {_said(_inner(kind)).removeprefix('a ')}s"
+        return f"{many} {describe(_inner(kind)).removeprefix('a ')}s"
     words = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
-    return words.get(kind, "a table")
+    return "an array" if "ndarray" in str(kind) else words.get(kind, "a table")

@@ -8,15 +8,21 @@ that is not there yet is a span of its own, on the lane that waits.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
 
+from weft.core import tables
 from weft.core.errors import InputError
+from weft.core.files import parse_json
 from weft.core.indices import IntArray, joined
+
+MAX_RANKS, MAX_BYTES = 4096, 1 << 50
+"""Of a file: a report draws all ranks, and adds bytes up in 64 bits."""
 
 
 class Span(NamedTuple):
@@ -136,15 +142,57 @@ class Timeline:
 
     @staticmethod
     def from_jsonl(text: str) -> Timeline:
+        """What `to_jsonl` wrote, or anybody else: a timeline that is valid, or an InputError."""
         try:
-            head, *spans = (json.loads(line) for line in text.splitlines() if line.strip())
-            head["memory"] = tuple(head.get("memory", ()))
-            head["clocks"] = tuple((ahead, unsure) for ahead, unsure in head.get("clocks", ()))
-            return Timeline(spans=tuple(Span(**span) for span in spans), **head)
-        except (ValueError, TypeError) as error:
+            lines = ((n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip())
+            head, *spans = ((n, parse_json(line, f"line {n}")) for n, line in lines)
+            known: dict[str, Any] = {**vars(tables.read(_Head, head[1], "line 1"))}
+            known["clocks"] = tuple((ahead, unsure) for ahead, unsure in known["clocks"])
+            return Timeline(
+                **known, spans=tuple(_span(span, f"line {n}", known["ranks"]) for n, span in spans)
+            )
+        except ValueError as error:  # also of InputErrors, and of a text without lines
+            raise InputError(f"This is no timeline: {error}", hint="Give a .jsonl that weft wrote.") from None
+
+
+@dataclass(frozen=True)
+class _Head:
+    """The first line of a file."""
+
+    name: str
+    ranks: int
+    measured: bool = False
+    topology: str = ""
+    machines: int = 1
+    memory: tuple[int, ...] = ()
+    clocks: tuple[tuple[float, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.ranks <= MAX_RANKS or not 1 <= self.machines <= MAX_RANKS:
             raise InputError(
-                f"This is no timeline: {error}.", hint="Give a .jsonl that weft wrote."
-            ) from None
+                f"ranks={self.ranks:,}, machines={self.machines:,}.", hint=f"Both are at most {MAX_RANKS:,}."
+            )
+
+
+_CHECKS = {name: tables.check_of(kind) for name, kind in get_type_hints(Span).items()}
+
+
+def _span(table: Any, where: str, ranks: int) -> Span:
+    if not isinstance(table, dict):
+        raise InputError(f"{where} is {tables.shown(table)}, no span.")
+    fields = cast("dict[str, Any]", table)
+    for name, given in fields.items():
+        if name not in _CHECKS or not _CHECKS[name](given):
+            raise InputError(f"{where}: {name[:80]} = {tables.shown(given)}.")
+    try:
+        span = Span(**fields)
+    except TypeError as error:
+        raise InputError(f"{where}: {error}.") from None
+    if not (0 <= span.rank < ranks and -1 <= span.peer < ranks and 0 <= span.num_bytes <= MAX_BYTES):
+        raise InputError(f"{where}: rank {span.rank}, peer {span.peer} and {span.num_bytes} bytes.")
+    if not (math.isfinite(span.start) and math.isfinite(span.end)):
+        raise InputError(f"{where}: it lasts from {span.start} to {span.end}.")
+    return span
 
 
 Intervals = list[tuple[float, float]]

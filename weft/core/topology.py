@@ -10,6 +10,7 @@ from pathlib import Path
 from weft.core import files, tables
 from weft.core.codec import value
 from weft.core.errors import InputError
+from weft.core.mesh import MAX_RANKS
 
 
 @value
@@ -114,6 +115,10 @@ class Topology:
             raise InputError(
                 f"A topology of {self.machines} machines × {self.devices} devices is empty.",
                 hint="Both are 1 or more.",
+            )
+        if self.ranks > MAX_RANKS:
+            raise InputError(
+                f"A topology of {self.ranks:,} ranks.", hint=f"At most {MAX_RANKS:,} are possible."
             )
         if not (math.isfinite(self.flops) and self.flops > 0):
             raise InputError(f"flops={self.flops} is no speed.", hint="Give FLOP/s of one device, above 0.")

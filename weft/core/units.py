@@ -22,6 +22,8 @@ def clock(seconds: float) -> str:
     >>> clock(187), clock(3729)
     ('3:07', '1:02:09')
     """
+    if not math.isfinite(seconds):
+        return "unknown"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

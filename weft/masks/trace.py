@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +14,7 @@ from weft.masks.grid import TokenGrid, nearest
 
 Arrays = dict[str, npt.NDArray[Any]]
 
+MAX_BYTES = 8 << 30
 KINDS = {"tiles": (3, ("b1",)), "bits": (3, ("u1",)), "counts": (1, ("i", "u"))}
 """What a file may hold: the axes of one mask and the kinds of numbers, of one byte where it says so."""
 WANTED = (
@@ -66,9 +66,14 @@ def _read(file: str) -> Arrays:
         raise InputError(f"There is no file {file!r}.", hint="Write trace:FILE, with a file that is there.")
     try:
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as found:
+            unpacked = sum(part.file_size for part in found.zip.infolist())
+            if unpacked > MAX_BYTES:  # a small file can unpack to anything
+                raise InputError(f"{path} unpacks to {unpacked:,} bytes.", hint=f"At most {MAX_BYTES:,}.")
             arrays = {name: np.asarray(found[name]) for name in found.files}
-    except (ValueError, OSError, EOFError, BadZipFile, AttributeError, TypeError):
-        # NumPy's own reasons (pickles, zip headers, one array instead of several) say nothing to a user.
+    except InputError:
+        raise
+    except Exception:
+        # The reasons of NumPy and of zip (pickles, headers, passwords) say nothing to a user.
         raise InputError(f"{path} is no .npz file of plain arrays.", hint=WANTED) from None
     for name, (axes, kinds) in KINDS.items():
         if (array := arrays.get(name)) is not None:

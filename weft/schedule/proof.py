@@ -12,6 +12,9 @@ from weft.core.mask import BoolArray
 from weft.core.schedule import TENSORS, Attend, Op, Piece, Schedule, Transfer
 from weft.schedule.cells import Cells
 
+MAX_CELLS = 1 << 34
+"""Bytes of an array; a small file can have many heads, ranks and tokens at the same time."""
+
 
 class Proof(ABC):
     """One pass over the operations of a schedule; the first broken rule raises."""
@@ -24,6 +27,9 @@ class Proof(ABC):
         self.cells = Cells(schedule)
         ranks, heads, kv_heads = self.problem.ranks, self.problem.heads, self.problem.kv_heads
         q_cells, kv_cells = self.cells.count(is_kv=False), self.cells.count(is_kv=True)
+        cells = heads * max(ranks * max(q_cells, kv_cells), q_cells * kv_cells)
+        if cells > MAX_CELLS:
+            self.fail(f"a proof would take {cells:,} cells.", hint=f"At most {MAX_CELLS:,} are possible.")
         self.held = {
             "q": np.zeros((ranks, heads, q_cells), dtype=bool),
             "kv": np.zeros((ranks, kv_heads, kv_cells), dtype=bool),
