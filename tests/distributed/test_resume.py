@@ -108,7 +108,7 @@ def complete(folder: Path) -> list[Path]:
 
 
 def cut(path: Path) -> None:
-    file = max(path.glob("*.distcp"), key=lambda file: file.stat().st_size)
+    file = max(path.glob("*.safetensors"), key=lambda file: file.stat().st_size)
     os.truncate(file, file.stat().st_size // 2)
 
 

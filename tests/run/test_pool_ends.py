@@ -68,7 +68,7 @@ class Script:
         return [pid for pid in pids if running(pid) and session_of(pid) == self.process.pid]
 
     def files(self) -> list[Path]:
-        return list(Path(self.directory.name).glob("weft-*"))
+        return list(Path(self.directory.name).glob("weft-pool-*"))
 
     def errors(self) -> str:
         assert self.process.stderr is not None
@@ -88,13 +88,13 @@ def test_nothing_is_left_after_close(busy: str, tmp_path: Path, monkeypatch: pyt
     pool = Pool(2)
     pids = pool.pids
     assert all(running(pid) for pid in pids)
-    assert list(tmp_path.glob("weft-*"))
+    assert list(tmp_path.glob("weft-pool-*"))
     if busy == "busy":
         pool.start(time.sleep, 100.0)
     pool.close()
     pool.close()
     assert not any(running(pid) for pid in pids)
-    assert not list(tmp_path.glob("weft-*"))
+    assert not list(tmp_path.glob("weft-pool-*"))
 
 
 def test_nothing_is_left_when_the_body_raises() -> None:

@@ -14,7 +14,6 @@ import os
 import pickle
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -38,6 +37,7 @@ from weft.run.rank import (
     meet,
     start_ranks,
 )
+from weft.run.scratch import make_scratch
 
 __all__ = ["Failure", "Pool", "RankFailure"]
 
@@ -196,7 +196,8 @@ class _Ranks:
         self._told = 0.0
         self._processes: list[ForkServerProcess] = []
         self._pipes: list[Connection] = []
-        self._directory = tempfile.mkdtemp(prefix="weft-pool-")
+        folder, self._lock = make_scratch("pool")
+        self._directory = str(folder)
         # multiprocessing's finalizer and not weakref's: at exit it runs before multiprocessing
         # joins its children, which would wait for ever for ranks that nobody has ended.
         parts = (self._processes, self._pipes, self._directory)
@@ -285,6 +286,7 @@ class _Ranks:
     def end(self, *, grace: bool) -> None:
         self._finalizer.cancel()
         end_ranks(self._processes, self._pipes, self._directory, grace=grace)
+        os.close(self._lock)
 
 
 def failures_in(answers: dict[int, Answer]) -> dict[int, Failure]:

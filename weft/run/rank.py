@@ -22,6 +22,8 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from weft.core.errors import InputError
+from weft.run import network
+from weft.run.scratch import use_for_multiprocessing
 
 STOP, WHERE = b"stop", b"where"  # the two messages that are not a pickled call
 STOP_SECONDS = 2.0  # for a rank at rest to leave its process group
@@ -118,7 +120,7 @@ def get_ready(threads: int, transport: str) -> None:
 
     os.environ["WEFT_TRANSPORT"] = transport
     os.environ["OMP_NUM_THREADS"] = str(threads)  # for what a rank may start itself
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    os.environ["GLOO_SOCKET_IFNAME"] = network.LOOPBACK  # also if the user's own is for several machines
     torch.set_num_threads(threads)
 
 
@@ -140,6 +142,7 @@ def meet(seconds: float) -> None:
 
 def _start_forkserver() -> None:
     """Start the process that ranks are forked from: with torch imported, and not one thread."""
+    use_for_multiprocessing()
     forkserver.set_forkserver_preload(PRELOAD)
     before = {name: os.environ.get(name) for name in THREAD_VARIABLES}
     resource_tracker.ensure_running()  # here, because its own start unblocks SIGINT

@@ -1,4 +1,4 @@
-"""What `weft run` starts as each rank: a script that leaves its traceback to the launcher to show."""
+"""What `weft.run.launch` starts as each rank: a script that leaves its traceback to the launcher to show."""
 
 from __future__ import annotations
 
@@ -32,22 +32,25 @@ def main() -> None:
         sys.exit(128 + signal.SIGINT)
     except SystemExit as error:
         if error.code not in (None, 0):
-            _tell(error.code if isinstance(error.code, str) else "")
+            _report(error.code if isinstance(error.code, str) else "")
         raise SystemExit(1 if isinstance(error.code, str) else error.code) from None
     except BaseException as error:
         own = _own(error.__traceback__, script)
-        _tell("".join(traceback.format_exception(type(error), error, own)))
+        _report("".join(traceback.format_exception(type(error), error, own)))
         sys.exit(1)
 
 
-def _tell(stack: str) -> None:
-    """Write the file that torch's agent reads, with a finer time: a peer may fail in the same second."""
+def _report(stack: str) -> None:
+    """Write the file that the launcher reads, in torch's format but with a finer time.
+
+    A peer may fail in the same second.
+    """
     now = time.time_ns()
     about = {"timestamp": str(now // 10**9), "nanoseconds": str(now)}
-    told = {"message": {"message": "", "extraInfo": about | ({"py_callstack": stack} if stack else {})}}
+    report = {"message": {"message": "", "extraInfo": about | ({"py_callstack": stack} if stack else {})}}
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        # Whole or not at all: the agent may end this rank in the middle of it, and reads what is there.
-        Path(f"{path}.new").write_text(json.dumps(told))
+        # Whole or not at all: the launcher may end this rank in the middle of it, and reads what is there.
+        Path(f"{path}.new").write_text(json.dumps(report))
         Path(f"{path}.new").replace(path)
 
 
@@ -65,6 +68,8 @@ def _end_with_parent() -> None:
 
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)
+    if os.environ.get("WEFT_LAUNCHER", str(os.getppid())) != str(os.getppid()):
+        sys.exit("The launcher ended before this rank began.")
 
 
 if __name__ == "__main__":

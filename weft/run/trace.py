@@ -18,12 +18,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from weft.core.errors import InputError
+from weft.core.files import read_bytes
 from weft.core.schedule import Schedule
 from weft.core.timeline import Span, Timeline
 
 if TYPE_CHECKING:
     from weft.run.program import Program
     from weft.run.steps import Frame
+
+MAX_BYTES = 1 << 30
+"""Of the file of a rank."""
 
 
 class Watch(Protocol):
@@ -95,7 +99,7 @@ def read_trace(directory: str | Path, call: int | None = None) -> Timeline:
 
 
 def _read(path: Path) -> Timeline:
-    text = path.read_text(encoding="utf-8")
+    text = read_bytes(path, limit=MAX_BYTES).decode("utf-8", "replace")
     return Timeline.from_jsonl(text[: text.rfind("\n") + 1])
 
 

@@ -10,7 +10,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.core.errors import CommError, InputError
@@ -130,18 +129,13 @@ def place() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def meet(generation: int) -> None:
-    """Join the world of a launcher that starts ranks again: each time under another name.
+def init_world(store: Any) -> None:
+    """Join the world of the ranks that share `store`, a new one for each generation of ranks.
 
-    torch's own store still has the addresses of those before, who may be gone.
+    An old store still has the addresses of ranks that may be gone.
     """
     rank, world = place()
-    if world == 1 or dist.is_initialized():
-        return
-    here = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and rank == 0
-    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=here)
-    named = PrefixStore(f"weft{generation}", store)
-    dist.init_process_group(_backend(), store=named, rank=rank, world_size=world, timeout=PATIENCE)
+    dist.init_process_group(_backend(), store=store, rank=rank, world_size=world, timeout=PATIENCE)
 
 
 def machines() -> int:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from weft.core.errors import CommError
 from weft.run.comm import Message
+from weft.run.exchange import host_device
 
 Works = Mapping[int, Any]  # torch's Work, by peer; None for a rank outside the group
 
@@ -61,9 +62,7 @@ class GroupComm:
     def gather_numbers(self, numbers: list[int]) -> list[list[int]]:
         if self.size == 1:
             return [numbers]  # a collective of one takes half a millisecond
-        # A group that has only NCCL cannot move numbers that lie in host memory.
-        only_gpu = dist.get_backend(self.group) == "nccl"
-        mine = torch.tensor(numbers, dtype=torch.int64, device="cuda" if only_gpu else "cpu")
+        mine = torch.tensor(numbers, dtype=torch.int64, device=host_device(self.group))
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
         try:
             work = dist.all_gather(everyone, mine, group=self.group, async_op=True)
