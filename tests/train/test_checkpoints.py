@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.worlds import world
 from weft.core.errors import InputError, WeftError
@@ -113,19 +114,52 @@ def test_ranks_resume_bit_for_bit_and_on_other_numbers_of_ranks(tmp_path: Path) 
     assert world(2).run(load_here, tmp_path / "one") == [load_here(tmp_path / "one")] * 2
 
 
+def scattered(folder: Path) -> list[list[float]]:
+    """Save tensors that are split along other dims, and replicated; load them split otherwise."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    whole = {name: torch.arange(35.0).reshape(5, 7) + at for at, name in enumerate("wxyz")}
+    before = [
+        (Replicate(), Shard(1)),
+        (Shard(0), Shard(1)),
+        (Replicate(), Replicate()),
+        (Shard(1), Replicate()),
+    ]
+    after = [(Shard(0), Replicate()), (Replicate(), Shard(0)), (Shard(0), Shard(1)), (Shard(0), Shard(0))]
+
+    def state(values: float, placements: list[Any]) -> dict[str, Any]:
+        named = zip(whole.items(), placements, strict=True)
+        return {name: distribute_tensor(x * values, mesh, placed) for (name, x), placed in named}
+
+    checkpoints = Checkpoints(folder)
+    checkpoints.save(1, state(1.0, before) | {"scalar": torch.tensor(3.0), "empty": torch.zeros(0, 2)})
+    checkpoints.finish()
+    found = state(0.0, after) | {"scalar": torch.tensor(0.0), "empty": torch.zeros(0, 2)}
+    checkpoints.load(1, found)
+    return [found[name].full_tensor().flatten().tolist() for name in whole] + [[found["scalar"].item()]]
+
+
+def test_tensors_are_saved_once_and_come_back_however_they_are_split(tmp_path: Path) -> None:
+    expected = [[float(n + at) for n in range(35)] for at in range(4)] + [[3.0]]
+    assert world(4).run(scattered, tmp_path) == [expected] * 4
+    files = list(tmp_path.rglob("*.safetensors"))
+    stored = [safe_open(file, "pt") for file in files]
+    sizes = [each.get_tensor(name).numel() for each in stored for name in each.keys()]  # noqa: SIM118
+    assert len(files) == 4 and sum(sizes) == 4 * 35 + 1
+
+
 class Gate:
     """Holds back the writing of files until it is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.arrived, self.open = threading.Event(), threading.Event()
-        save = module.save
+        write = module.write
 
-        def late(*args: Any, **options: Any) -> None:
+        def late(*args: Any, **options: Any) -> Any:
             self.arrived.set()
             assert self.open.wait(30)
-            save(*args, **options)
+            return write(*args, **options)
 
-        monkeypatch.setattr(module, "save", late)
+        monkeypatch.setattr(module, "write", late)
 
 
 def steps(folder: Path) -> list[int]:
@@ -155,17 +189,17 @@ def test_training_goes_on_while_a_copy_is_written_and_the_old_ones_wait(
 
 
 def cut(path: Path) -> None:
-    os.truncate(path / "__0_0.distcp", (path / "__0_0.distcp").stat().st_size // 2)
+    os.truncate(path / "rank-00000.safetensors", (path / "rank-00000.safetensors").stat().st_size // 2)
 
 
 def flip(path: Path) -> None:
-    data = bytearray((path / "__0_0.distcp").read_bytes())
+    data = bytearray((path / "rank-00000.safetensors").read_bytes())
     data[len(data) // 2] ^= 1
-    (path / "__0_0.distcp").write_bytes(data)
+    (path / "rank-00000.safetensors").write_bytes(data)
 
 
 def lose(path: Path) -> None:
-    (path / ".metadata").unlink()
+    (path / "values.json").unlink()
 
 
 def unfinish(path: Path) -> None:
@@ -180,8 +214,8 @@ def tear(path: Path) -> None:
     ("harm", "said"),
     [
         (cut, "bytes of"),
-        (flip, "__0_0.distcp is not what was written"),
-        (lose, ".metadata is missing"),
+        (flip, "rank-00000.safetensors is not what was written"),
+        (lose, "values.json is missing"),
         (unfinish, "it is unfinished"),
         (tear, "cannot be read"),
     ],
@@ -252,7 +286,7 @@ def fill_the_disk_of(rank: int, folder: Path) -> tuple[str, list[int], int | Non
     training.step()
     checkpoints.save(1, training.state())
     checkpoints.finish()
-    with largest_file(3000 if dist.get_rank() == rank else 1 << 40):
+    with largest_file(1000 if dist.get_rank() == rank else 1 << 40):
         checkpoints.save(2, training.state())
         with pytest.raises(WeftError) as caught:
             checkpoints.finish()

@@ -157,6 +157,12 @@ def test_what_cannot_be_used_is_counted_and_named(tmp_path, caplog) -> None:
         Folder(tmp_path, 5, 16)
 
 
+def test_frames_of_too_many_pixels_are_left_out(mixed, monkeypatch) -> None:
+    monkeypatch.setattr("weft.train.folder.MAX_PIXELS", 100)
+    with pytest.raises(InputError, match=r"b\.mp4 has frames of \d+ × \d+ pixels"):
+        Folder(mixed, frames=2, size=8).batch([0])
+
+
 def test_a_clip_that_breaks_late_is_replaced_by_the_next_good_one(tmp_path, caplog) -> None:
     for i in range(4):
         video(tmp_path / f"{i}.mp4", film(TONES[i : i + 9]))
@@ -189,8 +195,8 @@ def test_only_so_much_is_kept(mixed, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        (b'{"file": "a.mp4", "caption": "a"', r"Line 3 of .*captions.jsonl is no JSON: Expecting"),
-        (b'{"file": "a.mp4", "caption": "\xff"}', "Line 3 of .* is no JSON: .*utf-8"),
+        (b'{"file": "a.mp4", "caption": "a"', r"Line 3 of .*captions.jsonl is not JSON: Expecting"),
+        (b'{"file": "a.mp4", "caption": "\xff"}', "Line 3 of .* is not JSON: .*utf-8"),
         (b'["a.mp4", "a cat"]', "Line 3 of .* has no file or no caption"),
         (b'{"file": "a.mp4"}', "Line 3 of .* has no file or no caption"),
         (b'{"file": "a.mp4", "caption": 7}', "Line 3 of .* has no file or no caption"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.core.errors import InputError
+from weft.core.files import parse_json, read_bytes
 
 LOG = "log.jsonl"
+MAX_BYTES = 1 << 30
 RATES = ("samples", "tokens")
 FloatArray = npt.NDArray[np.float64]
 
@@ -59,7 +60,8 @@ class Run:
 
     @property
     def total(self) -> int:
-        return int(self.facts.get("total") or self.last)
+        total = self.facts.get("total")
+        return total if total and _is_count(total) else self.last
 
     @property
     def window(self) -> int:
@@ -106,10 +108,7 @@ class Run:
 def read(path: Path) -> Run:
     """A run's folder, or its log."""
     log = path / LOG if path.is_dir() else path
-    try:
-        lines = log.read_bytes().splitlines()
-    except OSError as error:
-        raise InputError(f"{log} cannot be read: {error.strerror}.") from None
+    lines = read_bytes(log, limit=MAX_BYTES).splitlines()
     records = list(_records(lines))
     by_step = {one["step"]: one for one in records if one["kind"] == "step"}
     if not by_step:
@@ -121,7 +120,7 @@ def read(path: Path) -> Run:
     held_out = {one["step"]: _number(one.get("loss")) for one in records if one["kind"] == "validation"}
     return Run(
         name=log.resolve().parent.name,
-        facts=runs[-1] if runs else {},
+        facts=_facts(runs[-1]) if runs else {},
         step=np.array(sorted(by_step), float),
         values=values | {name: values[name] / seconds for name in RATES},
         validation=np.array(sorted(held_out.items()), float).reshape(-1, 2),
@@ -156,18 +155,31 @@ def share(one: Reading) -> float:
 def _records(lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
         try:
-            found = json.loads(line)
-        except ValueError:
+            found = parse_json(line, LOG)
+        except InputError:
             continue
-        if isinstance(found, dict) and isinstance(found.get("step"), int) and "kind" in found:
+        if isinstance(found, dict) and isinstance(found.get("kind"), str) and _is_count(found.get("step")):
             yield found
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**53
+
+
+def _facts(run: dict[str, Any]) -> dict[str, Any]:
+    """What is known of a run, of which whatever is of another type is not."""
+    kinds = {"recipe": dict, "ranks": int, "parameters": int, "torch": str, "total": int}
+    facts = {name: run[name] for name, kind in kinds.items() if isinstance(run.get(name), kind)}
+    if recipe := facts.get("recipe"):
+        facts["recipe"] = {name: part for name, part in recipe.items() if isinstance(part, dict)}
+    return facts
 
 
 def _layers(records: Sequence[dict[str, Any]]) -> dict[str, tuple[Reading, ...]]:
     found: dict[Any, dict[int, Reading]] = {}
     for one in records:
         if one["kind"] == "sparsity":
-            found.setdefault(one.get("layer"), {})[one["step"]] = Reading(
+            found.setdefault(_layer(one.get("layer")), {})[one["step"]] = Reading(
                 one["step"],
                 one.get("mode") == "sparse",
                 _numbers(one.get("sparsity")),
@@ -181,6 +193,10 @@ def _layers(records: Sequence[dict[str, Any]]) -> dict[str, tuple[Reading, ...]]
     return {str(layer): tuple(some[step] for step in sorted(some)) for layer, some in found.items()}
 
 
+def _layer(value: Any) -> int | str:
+    return value if _is_count(value) else str(value)
+
+
 def _held(steps: FloatArray, readings: Sequence[Reading], name: str) -> FloatArray:
     """A layer's number at each step: that of the latest reading, NaN before the first."""
     values = [share(one) if name == "share" else mean(np.atleast_1d(getattr(one, name))) for one in readings]
@@ -189,8 +205,11 @@ def _held(steps: FloatArray, readings: Sequence[Reading], name: str) -> FloatArr
 
 
 def _number(value: Any) -> float:
-    """JSON has no NaN: it is a word there."""
-    return math.nan if value is None else float(value)
+    """JSON has no NaN: it is a word there. What is no number is NaN, too."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
 
 
 def _numbers(value: Any) -> FloatArray:

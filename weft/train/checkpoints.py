@@ -7,64 +7,42 @@
     checkpoints.load(100, state)     # in place, also on another number of ranks
 
     step-00000100/
-        __0_0.distcp, __1_0.distcp   what each rank wrote, in the format of torch.distributed.checkpoint
-        .metadata                    which part of which tensor lies where
+        rank-00000.safetensors …     what each rank wrote of the tensors, see `weft.train.storage`
+        values.json                  what is no tensor
         manifest.json                their sizes and digests; written last: without it there is no checkpoint
 
 A state is a dict of tensors, DTensors and plain values, nested. What is no DTensor is the same on all
-ranks, and is saved once.
+ranks, and is saved once. Nothing is pickled, neither in files nor between ranks: a folder is data, not code.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 import shutil
-import warnings
+import stat
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.utils._pytree import MappingKey, keystr, tree_flatten_with_path
 
 from weft.core.errors import CommError, InputError, WeftError
-from weft.core.files import whole
+from weft.core.files import read_json, whole
+from weft.run.exchange import all_gather_json
+from weft.train.storage import FORMAT, NAMES, Print, State, Taken, fill, take, write
 
 MANIFEST = "manifest.json"
-CHUNK = 1 << 20
-AROUND = 2048
-"""Bytes, about, of a saved tensor beside its numbers."""
-
-T = TypeVar("T")
-State = dict[str, Any]
+ERRORS = {kind.__name__: kind for kind in (InputError, WeftError)}
+"""What ranks raise for the error of another one, by name."""
 
 
-class Print(NamedTuple):
-    """What a file must still be when it is read."""
-
-    size: int
-    digest: str
-
-    @staticmethod
-    def of(file: Path) -> Print:
-        digest = hashlib.blake2b(digest_size=16)
-        with file.open("rb") as stream:
-            while chunk := stream.read(CHUNK):
-                digest.update(chunk)
-            return Print(stream.tell(), digest.hexdigest())
+class OldFormatError(InputError):
+    """A checkpoint that only an unpickler could read."""
 
 
 class Checkpoints:
@@ -75,7 +53,7 @@ class Checkpoints:
         # A group of their own: training goes on in the other one while a thread writes.
         group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self._group = group if isinstance(group, dist.ProcessGroup) else None
-        self._rank = 0 if self._group is None else self._group.rank()
+        self._rank, self._size = (0, 1) if group is None else (dist.get_rank(), dist.get_world_size())
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[None] | None = None
         self._damaged: set[Path] = set()
@@ -83,15 +61,14 @@ class Checkpoints:
     def save(self, step: int, state: State) -> None:
         """Copy `state` now and write the copy later; waits for the save before, and raises its error."""
         self.finish()
-        copies: list[State] = []
+        taken: list[Taken] = []
 
-        def begin() -> tuple[Path, int]:
-            needed = _bytes(state)
-            copies.append(_copy(state))
-            return (self._make_way(step) if self._rank == 0 else self.folder), needed
+        def begin() -> str:
+            taken.append(take(state, rank=self._rank, ranks=self._size))
+            return str(self._make_way(step)) if self._rank == 0 else ""
 
-        path, needed = self._together(begin)[0]
-        self._pending = self._thread.submit(self._write, step, path, copies.pop(), needed)
+        path = Path(self._together(begin)[0])
+        self._pending = self._thread.submit(self._write, step, path, taken.pop())
 
     def finish(self) -> None:
         """Wait for the save that is under way."""
@@ -107,42 +84,21 @@ class Checkpoints:
     def load(self, step: int, state: State) -> None:
         """Fill the tensors of `state` and replace its other values."""
         self.finish()
-        path = self._first(lambda: self._complete(step))
-        planner = DefaultLoadPlanner()
+        name, files = self._first(lambda: self._complete(step))
+        self._together(lambda: fill(state, self.folder / name, files))
 
-        def read() -> None:
-            _hush()
-            load(state, storage_reader=FileSystemReader(path), planner=planner, process_group=self._group)
-            # Torch reads what it is asked for; what it is not asked for would be lost without a word.
-            if planner.metadata and (
-                more := sorted(planner.metadata.state_dict_metadata.keys() - planner.state_dict.keys())
-            ):
-                raise InputError(
-                    f"{path} has {', '.join(more[:3])}{' …' if more[3:] else ''}, which this run has not.",
-                    hint="Go on with the recipe and the version of weft that wrote it.",
-                )
-
-        self._together(read)
-
-    def _write(self, step: int, path: Path, state: State, needed: int) -> None:
+    def _write(self, step: int, path: Path, taken: Taken) -> None:
         """On every rank, in the thread."""
         try:
-            files = self._together(lambda: self._write_files(path, state))
+            files = self._together(lambda: write(path, taken, rank=self._rank))
             self._first(lambda: self._close(step, path, files))
         except CommError:  # nobody to agree with: the next start removes what there is
             raise
         except WeftError as error:
-            raise self._first(partial(self._give_up, path, needed, str(error))) from error
+            message, hint = self._first(partial(self._give_up, path, taken.num_bytes, str(error)))
+            raise WeftError(message, hint=hint) from error
 
-    def _write_files(self, path: Path, state: State) -> dict[str, Print]:
-        _hush()
-        save(state, storage_writer=FileSystemWriter(path), process_group=self._group)
-        mine = list(path.glob(f"__{self._rank}_*"))
-        if self._rank == 0:
-            mine.append(path / ".metadata")
-        return {file.name: Print.of(file) for file in mine}
-
-    def _close(self, step: int, path: Path, files: Iterable[dict[str, Print]]) -> None:
+    def _close(self, step: int, path: Path, files: Iterable[dict[str, Any]]) -> None:
         """The manifest makes it a checkpoint; only then may an older one go."""
         prints = {name: print for each in files for name, print in each.items()}
         if away := [name for name in prints if not (path / name).exists()]:
@@ -151,22 +107,20 @@ class Checkpoints:
                 hint="Put the run's folder on a disk that all machines share.",
             )
         with whole(path / MANIFEST) as temporary, temporary.open("w", encoding="utf-8") as stream:
-            json.dump({"step": step, "files": prints}, stream, indent=1)
+            json.dump({"format": FORMAT, "step": step, "files": prints}, stream, indent=1)
             stream.flush()
             os.fsync(stream.fileno())
         good = [found for found in self._found() if found not in self._damaged]
         for found in {*self._found()} - {*good[-self.keep :]}:
             _remove(found)
 
-    def _give_up(self, path: Path, needed: int, reason: str) -> WeftError:
+    def _give_up(self, path: Path, needed: int, reason: str) -> tuple[str, str]:
+        """Remove what was written; return the message and the hint of the error that all ranks raise."""
         _remove(path)
-        free = shutil.disk_usage(self.folder).free
-        if free < needed:  # torch loses the system's own words when a file cannot grow
-            reason = "The disk is full."
-        left = [_step(found) for found in self._found()]
-        return WeftError(
+        free, left = shutil.disk_usage(self.folder).free, [_step(found) for found in self._found()]
+        return (
             f"{path} was not written. {reason} It needs about {needed:,} bytes, and {free:,} are free.",
-            hint=f"The checkpoint of step {left[-1]} is untouched." if left else "There is no older one.",
+            f"The checkpoint of step {left[-1]} is untouched." if left else "There is no older one.",
         )
 
     def _found(self) -> list[Path]:
@@ -183,12 +137,13 @@ class Checkpoints:
             self.tell(f"passed over the checkpoint {path}: {wrong}")
         return None
 
-    def _complete(self, step: int) -> Path:
+    def _complete(self, step: int) -> tuple[str, list[str]]:
+        """The name of a checkpoint's folder, and those of the files in it."""
         there = {_step(path): path for path in self._found() if (path / MANIFEST).exists()}
         if step not in there:
             has = f"It has {', '.join(map(str, there))}." if there else "It has none."
             raise InputError(f"{self.folder} has no checkpoint of step {step}.", hint=has)
-        return there[step]
+        return there[step].name, list(_prints(there[step]))
 
     def _make_way(self, step: int) -> Path:
         """A name for a new checkpoint; what an earlier run could not finish is removed."""
@@ -203,62 +158,84 @@ class Checkpoints:
             raise InputError(f"{path} is there already.", hint="Go on from it, or save in another folder.")
         return path
 
-    def _first(self, work: Callable[[], T]) -> T:
-        """Let rank 0 do something, and all ranks have its result or its error."""
-        return cast(T, self._together(lambda: work() if self._rank == 0 else None)[0])
+    def _first(self, work: Callable[[], Any]) -> Any:
+        """Let rank 0 do something, and all ranks have its result, as JSON, or its error."""
+        return self._together(lambda: work() if self._rank == 0 else None)[0]
 
-    def _together(self, work: Callable[[], T]) -> list[T]:
-        """What `work` returned on every rank; if it failed on any, all raise that error."""
+    def _together(self, work: Callable[[], Any]) -> list[Any]:
+        """What `work` returned on every rank, as JSON; if it failed on any, all raise that error."""
         value, failure, cause = None, None, None
         try:
             value = work()
-        except (Exception, CheckpointException) as error:  # torch's own is no Exception
+        except Exception as error:
             failure, cause = self._failure(error), error
-        everyone: list[Any] = [(value, failure)]
+        results = [(value, failure)]
         if self._group is not None:
-            everyone *= self._group.size()
             try:
-                dist.all_gather_object(everyone, (value, failure), group=self._group)
-            except RuntimeError as error:
-                raise CommError(
-                    f"Rank {self._rank} lost another rank at a checkpoint: {failure or error}"
-                ) from error
-        for _, failed in everyone:
+                results = all_gather_json(results[0], group=self._group)
+            except CommError as error:
+                message = f"Rank {self._rank} lost another rank at a checkpoint: {failure or error.message}"
+                raise CommError(message, hint=error.hint) from error
+        for _, failed in results:
             if failed is not None:
-                raise failed from cause
-        return [value for value, _ in everyone]
+                kind, message, hint = failed
+                raise ERRORS[kind](message, hint=hint) from cause
+        return [value for value, _ in results]
 
-    def _failure(self, error: BaseException) -> WeftError:
-        """As an error that can be sent, naming the rank it comes from."""
-        rank = self._rank
-        if isinstance(error, CheckpointException):
-            rank, (error, _) = next(iter(error.failures.items()))
+    def _failure(self, error: Exception) -> tuple[str, str, str]:
+        """Kind, message and hint, naming the rank where the error does not."""
         if isinstance(error, WeftError):
-            return error
-        return WeftError(f"Rank {rank}: {type(error).__name__}: {str(error).rstrip('.')}.")
+            kind = next(name for name, kind in ERRORS.items() if isinstance(error, kind))
+            return kind, error.message, error.hint
+        return "WeftError", f"Rank {self._rank}: {type(error).__name__}: {str(error).rstrip('.')}.", ""
 
 
 def _step(path: Path) -> int:
     """-1 for what is no checkpoint."""
-    named = re.fullmatch(r"step-(\d{8,})", path.name)
+    named = re.fullmatch(r"step-(\d{8,15})", path.name)
     return int(named[1]) if named else -1
+
+
+def _prints(path: Path) -> dict[str, Print]:
+    """The files of a checkpoint, by the manifest."""
+    manifest = read_json(path / MANIFEST)
+    files = manifest.get("files")
+    if isinstance(files, dict) and any(name.endswith(".distcp") for name in files):
+        raise OldFormatError(
+            f"{path} is of an older weft, in a format of torch that can run code when it is read.",
+            hint=f"Finish that run with the weft that wrote it, or begin another --out with model.start = "
+            f'"{path.parent.parent / "model"}".',
+        )
+    if manifest.get("format") != FORMAT or not isinstance(files, dict) or not files:
+        raise InputError(f"{MANIFEST} is of {str(manifest.get('format'))[:80]!r}, not of {FORMAT!r}.")
+    for name, entry in files.items():
+        match entry:
+            case [int(), str()] if NAMES.fullmatch(name):
+                continue
+        raise InputError(f"{MANIFEST} has {name[:80]!r}, which is no file of a checkpoint.")
+    return {name: Print(*entry) for name, entry in files.items()}
 
 
 def _damage(path: Path) -> str:
     """What is wrong with a checkpoint; nothing, if it is as it was written."""
+    if not (path / MANIFEST).exists():
+        return "it is unfinished"
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        prints = {name: Print(*entry) for name, entry in manifest["files"].items()}
+        prints = _prints(path)
         for name, print in prints.items():
-            if (size := (path / name).stat().st_size) != print.size:
-                return f"{name} has {size:,} bytes of {print.size:,}"
+            status = (path / name).lstat()
+            if not stat.S_ISREG(status.st_mode):
+                return f"{name} is not a regular file"
+            if status.st_size != print.size:
+                return f"{name} has {status.st_size:,} bytes of {print.size:,}"
         changed = [name for name, print in prints.items() if Print.of(path / name) != print]
         return f"{changed[0]} is not what was written" if changed else ""
     except FileNotFoundError as error:
-        missing = Path(str(error.filename)).name
-        return "it is unfinished" if missing == MANIFEST else f"{missing} is missing"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"it cannot be read ({error!r})"
+        return f"{Path(str(error.filename)).name} is missing"
+    except OldFormatError:
+        raise
+    except (OSError, InputError) as error:
+        return f"it cannot be read ({error})"
 
 
 def _remove(path: Path) -> None:
@@ -266,35 +243,3 @@ def _remove(path: Path) -> None:
     with suppress(OSError):  # what cannot go stays whole; a new checkpoint is no worse for it
         (path / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _copy(state: State) -> State:
-    """In host memory, before anything changes."""
-    stager = DefaultStager(
-        StagingOptions(
-            use_pinned_memory=False,
-            use_shared_memory=False,
-            use_async_staging=False,
-            use_non_blocking_copy=False,
-        )
-    )
-    copied = stager.stage(state)
-    stager.close()
-    assert isinstance(copied, dict)
-    return copied
-
-
-def _bytes(state: State) -> int:
-    """Of all tensors, on all ranks together, with what torch writes around each."""
-    total = 0
-    for path, leaf in tree_flatten_with_path(state)[0]:
-        if any(isinstance(key, MappingKey) and not isinstance(key.key, str) for key in path):
-            # Torch saves such a key as a string, and does not find it when it loads.
-            raise InputError(f"state{keystr(path)} has a key that is no string.", hint="Name it by str().")
-        total += AROUND + (leaf.numel() * leaf.element_size() if isinstance(leaf, Tensor) else 0)
-    return total
-
-
-def _hush() -> None:
-    """One process alone is nothing to be warned of."""
-    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)

@@ -15,7 +15,7 @@ reaches the model. Blocks that are computed again for their gradients get the ma
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import asdict, fields
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,11 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from weft.core.files import parse_json
 from weft.core.mask import BlockMask
 from weft.masks.grid import TokenGrid
 from weft.models.producers import Where
 from weft.models.scores import sample
 from weft.run.attention import let_go
+from weft.run.exchange import broadcast_json
 from weft.run.switch import everyone
 from weft.run.world import World
 from weft.train import coarse
@@ -154,10 +156,8 @@ class DSV:
         self._observe()
         known = self.dispatcher.costs
         if self.part.gate == "cost" and (known is None or known.ranks != world.comm.size):
-            costs = [Costs.measure(*size, part=self.part, world=world)]
-            if dist.is_initialized():  # ranks with other clips have to decide alike
-                dist.broadcast_object_list(costs)
-            self.dispatcher.costs = costs[0]
+            costs = asdict(Costs.measure(*size, part=self.part, world=world))
+            self.dispatcher.costs = Costs(**broadcast_json(costs))  # all ranks must decide alike
         self._losses, self._profiles = {}, {}
 
     def _reduce(self, world: World) -> None:
@@ -223,7 +223,7 @@ class DSV:
         for name, moment in self._moments().items():
             for at, value in moment.items():
                 value.copy_(state[name][at])
-        rest = json.loads(state["rest"])
+        rest = parse_json(state["rest"], "Its rest")
         self.dispatcher.load_state_dict(rest["dispatcher"])
         self.plans.known = {key: (shares, name) for key, (shares, name) in rest["plans"].items()}
 

@@ -25,11 +25,16 @@ from typing import Any
 import numpy as np
 
 from weft.core.errors import InputError
+from weft.core.files import parse_json, read_bytes
 from weft.models.vocabulary import Vocabulary
 
 VIDEOS = (".mp4", ".webm", ".gif")
 CAPTIONS = "captions.jsonl"
 MEMORY = 256 << 20
+MAX_CAPTIONS = 1 << 30
+"""Bytes of a captions.jsonl."""
+MAX_PIXELS = 1 << 26
+"""Of a frame: a small file can hold a very large one."""
 TOLD = 5
 """Skipped clips that a message names."""
 
@@ -159,14 +164,10 @@ def read_captions(path: Path) -> list[tuple[str, str]]:
     if not path.is_file():
         raise InputError(f"There is no {path}.", hint=f"It has a line for each clip, such as {example}")
     found = list[tuple[str, str]]()
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+    for number, line in enumerate(read_bytes(path, limit=MAX_CAPTIONS).splitlines(), 1):
         if not line.strip():
             continue
-        try:
-            said = json.loads(line)
-        except ValueError as error:
-            raise InputError(f"Line {number} of {path} is no JSON: {error}") from error
-        match said:
+        match parse_json(line, f"Line {number} of {path}"):
             case {"file": str(file), "caption": str(caption)} if file:
                 name = PurePosixPath(file)
             case _:
@@ -224,7 +225,10 @@ def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
         with av.open(str(path), metadata_errors="replace") as container:  # titles are not always in UTF-8
             if not container.streams.video:
                 raise UnreadableError("has no pictures")
-            yield container, container.streams.video[0]
+            stream = container.streams.video[0]
+            if stream.width * stream.height > MAX_PIXELS:
+                raise UnreadableError(f"has frames of {stream.width} × {stream.height} pixels")
+            yield container, stream
     except (FFmpegError, OSError) as error:
         raise UnreadableError(f"cannot be read: {error.strerror}") from error
 

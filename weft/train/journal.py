@@ -15,7 +15,8 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.core.files import whole, writing
+from weft.core.errors import InputError
+from weft.core.files import parse_json, whole, writing
 from weft.train.live import Live, mean
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class Journal:
     def has(self, kind: str, step: int) -> bool:
         """Whether there is such a record."""
         lines = self.path.read_bytes().splitlines()
-        return any(json.loads(line)["kind"] == kind for line in lines if _step(line) == step)
+        return any(_record(line).get("kind") == kind for line in lines if _step(line) == step)
 
     def close(self) -> None:
         """Leave the terminal in order and TensorBoard's file complete."""
@@ -148,10 +149,17 @@ def _reopened(path: Path) -> FileIO:
 
 def _step(line: bytes) -> float:
     """Of a record; before everything if there is none."""
+    step = _record(line).get("step")
+    return step if isinstance(step, int | float) else -math.inf
+
+
+def _record(line: bytes) -> dict[str, Any]:
+    """Of a line that anything may have happened to; empty if it is none."""
     try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return -math.inf
+        found = parse_json(line, NAME)
+    except InputError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _replace(path: Path, lines: list[bytes], wanted: list[bool]) -> None:

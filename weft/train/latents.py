@@ -8,7 +8,6 @@ line for each of its clips, in order.
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from weft.core.files import parse_json
 from weft.train.folder import CAPTIONS, Stored, UnreadableError, read_captions
 
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -73,7 +73,7 @@ def _look(file: Path, beside: list[str]) -> _File:
         with safe_open(file, "pt") as stored:
             latents, about = stored.get_slice("latents"), stored.metadata() or {}
             shape, kind = tuple(latents.get_shape()), latents.get_dtype()
-            captions = json.loads(about["captions"]) if "captions" in about else beside
+            captions = parse_json(about["captions"], "captions") if "captions" in about else beside
     except (SafetensorError, OSError, ValueError) as error:
         raise UnreadableError(f"cannot be read: {error}") from error
     if len(shape) not in (4, 5) or kind not in FLOATS:
@@ -81,7 +81,9 @@ def _look(file: Path, beside: list[str]) -> _File:
     count = shape[0] if len(shape) == 5 else 1
     if not isinstance(captions, list) or len(captions) != count:
         raise UnreadableError(f"has {count} clips, and not as many captions")
-    return _File(shape[-4:], [str(caption) for caption in captions])
+    if not all(isinstance(caption, str) for caption in captions):
+        raise UnreadableError("has captions that are no texts")
+    return _File(shape[-4:], captions)
 
 
 def _said(shape: tuple[int, ...]) -> str:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 from torch import Tensor
 
 from weft.core.layout import Layout
@@ -18,6 +17,7 @@ from weft.models.producers import Where
 from weft.models.sparsity import problem_of
 from weft.plan.choose import choose
 from weft.run.call import topology_for
+from weft.run.exchange import broadcast_json
 
 DRIFT = 1 / 16
 """How far the share of a head may move before its block's plan is chosen again."""
@@ -39,8 +39,6 @@ class Plans:
             found = chosen.ranked[0].strategy
             if found.balance == "none":  # this mask may have nothing to balance, but later ones will
                 found = replace(found, balance="balanced")
-            names = [str(found)]
-            if dist.is_initialized():  # ranks with other clips have other masks, and resume by the same state
-                dist.broadcast_object_list(names)
-            self.known[key] = budgets.tolist(), names[0]
+            # Ranks with other clips have other masks, and resume by the same state.
+            self.known[key] = budgets.tolist(), str(broadcast_json(str(found)))
         return self.known[key][1]

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.utils import clip_grad_norm_
 
 from weft import __version__
-from weft.core.errors import InputError, WeftError
+from weft.core.errors import InputError
 from weft.core.files import whole
 from weft.models import checkpoint, flow
 from weft.models.dit import DiTConfig, VideoDiT
@@ -41,10 +41,8 @@ from weft.train.journal import Journal
 from weft.train.optimise import follow, optimisers, rate
 from weft.train.ranks import Ranks, full, local
 from weft.train.recipe import Recipe
+from weft.train.refusals import check_same, diverged, reading
 from weft.train.stop import Stop
-
-LOOSE = {"steps": 0, "accumulate": 0, "checkpointing": False}
-"""Of a recipe, what may change when a run goes on; how often it is saved and on how many ranks, too."""
 
 
 def train(recipe: Recipe, folder: Path, *, live: bool = True) -> int:
@@ -129,10 +127,8 @@ class Trainer:
         # Agreed on before anything changes, so that no rank goes on alone.
         loss, stopping = self.ranks.mean([loss, float(self.stop.asked)])
         if not math.isfinite(loss) or not math.isfinite(norm):
-            raise WeftError(
-                f"Step {step}: the loss is {loss:g} and its gradient's norm {norm:g}.",
-                hint="Lower train.rate or use float32, in another --out with model.start = …/model.",
-            )
+            video, _ = self.clips.load(self.clips.indices(step)[self.mine])
+            raise diverged(step, loss, norm, video)
         for optimiser in self.optimisers:
             for group in optimiser.param_groups:
                 group["lr"] = rate(part, step)
@@ -247,7 +243,8 @@ class Trainer:
             set_model_state_dict(self.model, state["model"])
             set_optimizer_state_dict(self.model, self.optimisers, state["optimiser"])
             if self.sparse is not None:
-                self.sparse.load_state_dict(state["sparse"])
+                with reading(f"The state of [sparse] at step {found} of {self.folder}"):
+                    self.sparse.load_state_dict(state["sparse"])
             self.done = found
         if self.journal is not None:
             self.journal.rewind(self.done)
@@ -267,14 +264,7 @@ class Trainer:
         if clips := getattr(self.clips.source, "digest", None):
             said["clips"] = {"digest": clips}
         if file.exists():
-            old, usual = json.loads(file.read_text(encoding="utf-8")), Recipe().to_json()
-            for name in ("model", "data", "train", "sparse", "clips"):
-                new = usual.get(name) or {}  # an option that a run is older than is as it was without it
-                before, now = ({**new, **(each.get(name) or {}), **LOOSE} for each in (old, said))
-                if before != now:
-                    raise InputError(
-                        f"{self.folder} has a run with another [{name}].", hint="Give another --out."
-                    )
+            check_same(file, said)
         if self.ranks.rank:
             return  # all have looked, so that all refuse
         with whole(file) as temporary:
