@@ -72,3 +72,14 @@ def test_what_cannot_be_told_is_refused(prompt: str, says: str) -> None:
 def test_joints_do_not_fill_other_slots() -> None:
     first, last = (encode(f"a star {joint} a circle") for joint in JOINTS)
     assert [a == b for a, b in zip(first, last, strict=True)] == [True] * 3 + [False] + [True] * 4
+
+
+def test_a_long_prompt_of_unknown_words_has_a_short_error() -> None:
+    prompt = " ".join(f"{'x' * 100}{at}" for at in range(3000))
+    with pytest.raises(InputError) as error:
+        parse(prompt)
+    assert len(str(error.value)) < 600
+    for prompt in ("red " * 2000 + "blue", "red over " * 1000):
+        with pytest.raises(InputError) as error:
+            parse(prompt)
+        assert len(str(error.value)) < 300

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from weft.core.errors import InputError, MissingError
+from weft.core.files import read_json
 
 INDEX = "model_index.json"
+HINT = "Give a local folder, as pipe.save_pretrained(…) writes it; weft downloads nothing."
 OWN = "VideoPipeline"
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 """The files of weft's own; the first has the name of its class."""
@@ -35,7 +36,7 @@ def shipped() -> Path:
 def is_own(directory: Path) -> bool:
     """Whether it is of a `weft.models.video.VideoPipeline`."""
     path = directory / CONFIG
-    return path.is_file() and json.loads(path.read_text(encoding="utf-8")).get("_class_name") == OWN
+    return path.is_file() and read_json(path).get("_class_name") == OWN
 
 
 def check(directory: Path) -> None:
@@ -43,7 +44,7 @@ def check(directory: Path) -> None:
     if not (directory / INDEX).is_file() and not is_own(directory):
         raise InputError(
             f"{directory} is no Diffusers checkpoint directory: it has no {INDEX}.",
-            hint="Give a local folder, as pipe.save_pretrained(…) writes it; weft downloads nothing.",
+            hint=HINT,
         )
     check_whole(directory)
 
@@ -51,7 +52,7 @@ def check(directory: Path) -> None:
 def check_whole(directory: Path) -> None:
     """Refuse a model of weft's own that would not compute what was judged when it was trained."""
     path = directory / CONFIG
-    if is_own(directory) and (missing := json.loads(path.read_text(encoding="utf-8")).get(LEFT_OUT)):
+    if is_own(directory) and (missing := read_json(path).get(LEFT_OUT)):
         raise InputError(
             f"{directory} was trained with {missing}, which it is without: it would show something else.",
             hint="Begin a run without it there (model.start = that folder), and take the model/ of that one.",
@@ -71,12 +72,14 @@ def transformers(directory: Path) -> dict[str, str]:
     if is_own(directory):
         return {"transformer": "VideoDiT"}
     index = _index(directory)
-    parts = {
-        name: said[1] for name, said in index.items() if isinstance(said, list) and "transformer" in name
+    parts = {name: said[-1] for name, said in index.items() if isinstance(said, list) and said}
+    found = {
+        name: kind
+        for name, kind in parts.items()
+        if "transformer" in name and isinstance(kind, str) and "Transformer" in kind
     }
-    found = {name: kind for name, kind in parts.items() if kind and "Transformer" in kind}
     if not found:
-        kind, names = index["_class_name"], ", ".join(name for name in index if name[0] != "_")
+        kind, names = index["_class_name"], ", ".join(name for name in index if name[:1] != "_")
         raise InputError(f"{directory} is of a {kind}, which has no transformer.", hint=f"It has {names}.")
     return found
 
@@ -115,7 +118,12 @@ def quiet_libraries() -> Iterator[None]:
 
 
 def _index(directory: Path) -> dict[str, Any]:
-    return json.loads((directory / INDEX).read_text())
+    index = read_json(directory / INDEX)
+    if not isinstance(index.get("_class_name"), str):
+        raise InputError(f"{directory / INDEX} does not name the class of its pipeline.", hint=HINT)
+    if outside := [name for name in index if not name.isidentifier()]:  # parts are folders of these names
+        raise InputError(f"{directory / INDEX} has a part {outside[0][:80]!r}, which is no name.", hint=HINT)
+    return index
 
 
 def _class(directory: Path, name: str) -> Any:
@@ -123,22 +131,27 @@ def _class(directory: Path, name: str) -> Any:
 
     with quiet_libraries():  # it is imported only now
         found = getattr(diffusers, name, None)
-    if found is None:
+    if not hasattr(found, "from_pretrained"):
         raise InputError(
-            f"{directory} has a {name}, which the installed Diffusers {diffusers.__version__} does not know.",
+            f"{directory} has a {name[:80]}, which Diffusers {diffusers.__version__} does not know.",
             hint="Upgrade diffusers, or use weft.parallelize in a script of your own.",
         )
     return found
 
 
 def _load(kind: Any, directory: Path, options: dict[str, Any]) -> Any:
+    from safetensors import SafetensorError
+
     try:
         with quiet_libraries():
             return kind.from_pretrained(directory, local_files_only=True, **options)
     except ValueError as error:
         if find_spec("accelerate") is not None:
-            raise
+            raise InputError(f"Diffusers cannot load {directory}: {error}", hint=HINT) from error
         raise MissingError(
             f"Diffusers cannot load {directory} without accelerate: {error}",
             hint="Add it with: pip install 'weft[models]'",
         ) from error
+    except (OSError, LookupError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
+        reason = f"{type(error).__name__}: {error}"[:500]
+        raise InputError(f"Diffusers cannot load {directory}: {reason}", hint=HINT) from error

@@ -20,12 +20,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from weft.core import tables
 from weft.core.errors import InputError
 from weft.models.adapter import Adapter, Cut
 from weft.models.prompt import Prompt, by_row
 
 Size = tuple[int, int, int]
 """Frames, rows, columns."""
+MAX_SIZE = 1 << 20
+"""Of what a model has one layer, row or column each: a config is not always of one's own."""
 THETA = 100.0
 """Rotations are from one radian a patch to a hundredth: grids have tens of patches a side, not thousands."""
 TICKS = 1000.0
@@ -59,6 +62,9 @@ class DiTConfig:
     """Videos are made at a fraction of their height and width; an upscaler does the rest."""
 
     def __post_init__(self) -> None:
+        for name in ("words", "length", "channels", "depth", "mlp"):
+            if not 1 <= getattr(self, name) <= MAX_SIZE:
+                raise InputError(f"{name}={getattr(self, name)}.", hint=f"It is from 1 to {MAX_SIZE:,}.")
         if self.upscale < 1 or any(size % self.upscale for size in self.patch[1:]):
             raise InputError(
                 f"upscale={self.upscale} with patches of {'×'.join(map(str, self.patch))} pixels.",
@@ -103,8 +109,9 @@ class DiTConfig:
     def from_json(said: Mapping[str, Any]) -> DiTConfig:
         """Other entries are left alone."""
         names = [field.name for field in fields(DiTConfig)]
-        own: dict[str, Any] = {name: said[name] for name in names if name in said}
-        return DiTConfig(**{**own, "video": tuple(own["video"]), "patch": tuple(own["patch"])})
+        return tables.read(
+            DiTConfig, {name: said[name] for name in names if name in said}, "The model's config"
+        )
 
 
 class VideoDiT(nn.Module):

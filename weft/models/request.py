@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from weft.core.errors import InputError
+from weft.core.files import read_json
 from weft.models.checkpoint import pipeline_class
 from weft.models.media import VIDEOS
 
@@ -96,7 +96,7 @@ def _unknown(pipeline: Any, name: str, takes: Mapping[str, Any]) -> InputError:
 def _guidance(model: Path, takes: Mapping[str, Any]) -> str:
     """Guidance that was distilled into a model is another argument than that of two branches."""
     config = model / "transformer" / "config.json"
-    distilled = config.is_file() and json.loads(config.read_text()).get("guidance_embeds")
+    distilled = config.is_file() and read_json(config).get("guidance_embeds")
     return "true_cfg_scale" if "true_cfg_scale" in takes and not distilled else "guidance_scale"
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from weft.core.errors import InputError
+from weft.core.files import parse_json
 
 VERSION = "weft state 1"
 CONTAINERS = {"list": list, "tuple": tuple}
@@ -28,7 +29,7 @@ class State:
     def to_bytes(self) -> bytes:
         """safetensors, with JSON as their metadata."""
         tensors: dict[str, Tensor] = {}
-        said = {"step": self.step, "values": _packed(self.values, tensors)}
+        said = {"step": self.step, "values": pack(self.values, tensors)}
         return save(tensors, {"format": VERSION, "state": json.dumps(said)})
 
     @staticmethod
@@ -36,12 +37,13 @@ class State:
         """Tensors that were on a GPU come to this process's."""
         try:
             tensors = load(data)
-            told = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {})
+            header = parse_json(data[8 : 8 + int.from_bytes(data[:8], "little")], "Its header")
+            told = header.get("__metadata__", {})
             if told.get("format") != VERSION:
                 raise InputError(f"It is of {told.get('format')!r}, and this weft goes on from {VERSION!r}.")
-            said = json.loads(told["state"])
-            return State(int(said["step"]), _unpacked(said["values"], tensors))
-        except (SafetensorError, KeyError, TypeError, ValueError, AttributeError) as error:
+            said = parse_json(told["state"], "Its metadata")
+            return State(int(said["step"]), unpack(said["values"], tensors))
+        except (SafetensorError, LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             hint = "Begin at step 0, without a state."
             raise InputError(f"{len(data)} bytes are no state of a pipeline: {error}", hint=hint) from error
 
@@ -66,12 +68,12 @@ def copied(value: Any) -> Any:
     )
 
 
-def _packed(value: Any, tensors: dict[str, Tensor]) -> Any:
+def pack(value: Any, tensors: dict[str, Tensor]) -> Any:
     """The same as JSON, in which tensors are names: each list, tuple, dict and tensor is {what: …}."""
     if isinstance(value, dict):
-        return {"dict": {name: _packed(each, tensors) for name, each in value.items()}}
+        return {"dict": {name: pack(each, tensors) for name, each in value.items()}}
     if isinstance(value, list | tuple):
-        return {type(value).__name__: [_packed(each, tensors) for each in value]}
+        return {type(value).__name__: [pack(each, tensors) for each in value]}
     if isinstance(value, Tensor | np.ndarray | np.generic):
         name, what = str(len(tensors)), "tensor"
         if not isinstance(value, Tensor):
@@ -81,14 +83,14 @@ def _packed(value: Any, tensors: dict[str, Tensor]) -> Any:
     return value
 
 
-def _unpacked(said: Any, tensors: dict[str, Tensor]) -> Any:
+def unpack(said: Any, tensors: dict[str, Tensor]) -> Any:
     if not isinstance(said, dict):
         return said
     ((what, held),) = said.items()
     if what == "dict":
-        return {name: _unpacked(each, tensors) for name, each in held.items()}
+        return {name: unpack(each, tensors) for name, each in held.items()}
     if what in CONTAINERS:
-        return CONTAINERS[what](_unpacked(each, tensors) for each in held)
+        return CONTAINERS[what](unpack(each, tensors) for each in held)
     if what == "array":
         return tensors[held].numpy()[()]  # of no dims a number
     return tensors[held].cuda() if what == "gpu" else tensors[held]

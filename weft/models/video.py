@@ -21,7 +21,7 @@ from safetensors.torch import save as to_bytes
 from torch import Tensor, nn
 
 from weft.core.errors import InputError
-from weft.core.files import whole
+from weft.core.files import read_json, whole
 from weft.models import flow
 from weft.models.checkpoint import CONFIG, LEFT_OUT, OWN, WEIGHTS, check_whole
 from weft.models.dit import DiTConfig, VideoDiT
@@ -104,18 +104,20 @@ class VideoPipeline:
         folder = Path(directory)
         if whole:
             check_whole(folder)
-        said = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        said = read_json(folder / CONFIG)
         own = Vocabulary.from_json(said["vocabulary"]) if "vocabulary" in said else None
-        pipe = VideoPipeline(VideoDiT(DiTConfig.from_json(said)).eval(), own)
         try:
             weights = load_file(folder / WEIGHTS)
+            config = DiTConfig.from_json(said)
+            _check_size(config, weights, folder)
+            pipe = VideoPipeline(VideoDiT(config).eval(), own)
             if pipe.upscaler is not None:
                 own = [name for name in weights if name.startswith(UPSCALER)]
                 pipe.upscaler.load_state_dict(
                     {name.removeprefix(UPSCALER): weights.pop(name) for name in own}
                 )
             pipe.transformer.load_state_dict(weights)
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             raise InputError(
                 f"{folder / WEIGHTS} is no whole file: {error}", hint="Copy it again."
             ) from error
@@ -178,6 +180,22 @@ class VideoPipeline:
         device = next(self.transformer.parameters()).device
         own = encode if self.vocabulary is None else self.vocabulary.encode
         return torch.tensor([own(text) for text in texts], device=device)
+
+
+def _check_size(config: DiTConfig, weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Before memory is taken: refuse a config whose model is far larger than its weights.
+
+    What differs by less is told, by name, when weights are loaded into it.
+    """
+    blocks = f"blocks.{config.depth - 1}."
+    if any(name.startswith(blocks) for name in weights):
+        with torch.device("meta"):
+            needed = sum(x.numel() for x in VideoDiT(config).state_dict().values())
+        if needed <= 2 * sum(x.numel() for x in weights.values()) + (1 << 20):
+            return
+    raise InputError(
+        f"The weights in {folder} are not those of its {CONFIG}.", hint="Copy both files from the same model."
+    )
 
 
 def _shown(video: Tensor, output_type: str) -> Any:

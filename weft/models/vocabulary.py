@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from weft.core import tables
 from weft.core.errors import InputError
 
 PADDING, UNKNOWN = 0, 1
@@ -42,7 +43,7 @@ class Vocabulary:
 
     @staticmethod
     def from_json(said: Mapping[str, Any]) -> Vocabulary:
-        return Vocabulary(tuple(said["words"]), said["length"])
+        return tables.read(Vocabulary, said, "The model's vocabulary")
 
     @cached_property
     def _ids(self) -> dict[str, int]:

@@ -24,6 +24,7 @@ JOINTS = ("and", "over")
 # A word's place is its id in every trained model: only ever append.
 WORDS = ("", *COLOURS, *KINDS, CAMERA, *DIRECTIONS, STILL, SHAKING, *JOINTS)
 LENGTH = 8
+MAX_SHOWN_WORDS, MAX_SHOWN_LETTERS, MAX_SHOWN_PROMPT = 5, 40, 120
 
 _SLOTS = {"colour": COLOURS, "kind": (*KINDS, CAMERA), "motion": (*DIRECTIONS, STILL, SHAKING)}
 _SLOT_OF = {word: slot for slot, words in _SLOTS.items() for word in words}
@@ -73,7 +74,8 @@ def parse(prompt: str) -> tuple[Phrase, ...]:
         slot = _SLOT_OF[word]
         if getattr(last, slot) not in ("", word):
             raise InputError(
-                f"{prompt!r} tells two things at once of one shape: {getattr(last, slot)} and {word}.",
+                f"{prompt[:MAX_SHOWN_PROMPT]!r} tells two things at once of one shape: "
+                f"{getattr(last, slot)} and {word}.",
                 hint='Join two shapes by "and" or "over".',
             )
         phrases[-1] = replace(last, **{slot: word})
@@ -81,7 +83,7 @@ def parse(prompt: str) -> tuple[Phrase, ...]:
         return ()
     if len(phrases) > 2 or any(not (p.colour or p.kind) for p in phrases):
         raise InputError(
-            f"{prompt!r} is not one shape, nor two that are joined.",
+            f"{prompt[:MAX_SHOWN_PROMPT]!r} is not one shape, nor two that are joined.",
             hint='Try "a red circle moving left over a blue square".',
         )
     return tuple(p if p.motion else replace(p, motion=STILL) for p in phrases)
@@ -100,13 +102,15 @@ def encode(prompt: str) -> list[int]:
 
 def _known(prompt: str) -> list[str]:
     words = [_meant(word) for word in re.findall(r"[^\W_]+", prompt.lower()) if not _SILENT.fullmatch(word)]
-    strange = [word for word in dict.fromkeys(words) if word not in WORDS]
-    if strange:
+    unknown = [word for word in dict.fromkeys(words) if word not in WORDS]
+    if unknown:
+        # A prompt may come from anyone: neither the search nor the message grows with it.
+        strange = [word[:MAX_SHOWN_LETTERS] for word in unknown[:MAX_SHOWN_WORDS]]
         near = {w: get_close_matches(w, (*WORDS[1:], *_MEANT), n=2, cutoff=0.6) for w in strange}
         guesses = "; ".join(f"for {w}: {' or '.join(found)}" for w, found in near.items() if found)
         raise InputError(
-            f"The model does not know {', '.join(strange)}.",
-            hint=f"Near ones {guesses}." if guesses else f"It knows {', '.join(WORDS[1:])}.",
+            f"The model does not know {', '.join(strange)}{', …' * (len(unknown) > len(strange))}.",
+            hint=(f"Near ones {guesses}. " if guesses else "") + f"It knows {', '.join(WORDS[1:])}.",
         )
     return words
 
