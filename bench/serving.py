@@ -13,6 +13,8 @@ Mixed: images and long videos arrive at random times, the same for a server with
 server. The limit of what is in time is that of a fluid: at each deadline no more work than both ranks do; of
 the images' latency, that of one alone. Batches do less work than their jobs, so they may come above.
 
+Estimates: see `bench.serving_estimates`.
+
 Simulated: the same schedulers on 8 to 64 GPUs, images and videos of a model like Wan2.1-14B, whose times are
 the planner's.
 """
@@ -35,6 +37,7 @@ from typing import Any
 from rich.progress import Progress
 
 from bench.rows import Line, Report, Row, Took, interleave, main, median_ratio, quartiles, undisturbed
+from bench.serving_estimates import busy_cores, estimates
 from bench.serving_rank import each, prepare, shared
 from weft.run.pool import Pool
 from weft.serve import load, simulator
@@ -115,6 +118,11 @@ def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - the co
         if size.mixed:
             progress.update(task, description="mixed")
             mixed(report, urls, size)
+    progress.update(task, description="estimates")
+    with ExitStack() as stack:
+        with busy_cores():
+            url = stack.enter_context(served("elastic"))
+        estimates(report, url, quick=quick)
     progress.update(task, description="simulated")
     simulated(report, size)
     progress.remove_task(task)

@@ -25,6 +25,8 @@ from weft.serve.disk import Disk
 from weft.serve.errors import Refused
 from weft.serve.host import Protocol
 from weft.serve.jobs import TYPES, Asked, Failure, Job, Kind
+from weft.serve.reserve import DiskFull
+from weft.serve.spool import SpoolFile
 from weft.serve.store import KeyReused, Store
 from weft.serve.watch import Live
 
@@ -47,7 +49,8 @@ class Fake:
         self.trouble = ""
         self.name, self.state, self.pace, self.limit, self.world = "shapes", "ok", pace, limit, world
         self.largest = largest  # pixels of all frames
-        self.store, self.disk = Store(folder), Disk(folder / "jobs", quota=2**30)
+        self.store = Store(folder)
+        self.disk = Disk(folder / "jobs", quota=2**33, reserve=self.store.reserve)
         self.on_event: list[Callable[[str, dict[str, Any]], None]] = []
         self._previews: dict[str, tuple[int, bytes]] = {}
         self._began, self._ended = time.time(), threading.Event()
@@ -73,7 +76,7 @@ class Fake:
 
     def submit(
         self, asked: Asked, *, priority: int = 0, deadline: float | None = None, key: str | None = None,
-        body: bytes = b"", image: bytes | None = None,
+        body: bytes = b"", image: SpoolFile | None = None,
     ) -> Job:  # fmt: skip
         if len(self.store.active()) >= self.limit:
             raise Refused(429, "queue_full", f"{self.limit} jobs wait already. Try again later.", retry=3)
@@ -90,8 +93,11 @@ class Fake:
         except KeyReused as error:
             raise Refused(409, "idempotency_key_reused", str(error), param="Idempotency-Key") from error
         if image:
-            self.disk.write(job.id, "reference.png", image)
+            self.disk.move(job.id, "reference.png", image)
         return job
+
+    def about(self) -> dict[str, Any]:
+        return self.facts or {}
 
     def job(self, id: str) -> Job | None:
         return self.store.get(id)
@@ -106,7 +112,11 @@ class Fake:
 
     def cancel_and_delete(self, id: str) -> bool:
         self.cancel(id)
-        gone = self.store.delete(id)
+        try:
+            gone = self.store.delete(id)
+        except DiskFull:
+            self.disk.remove(id)
+            gone = self.store.delete(id)
         self.disk.remove(id)
         return bool(gone)
 
@@ -189,12 +199,14 @@ class Fake:
 
     def _work(self) -> None:
         while not self._ended.wait(max(self.pace, 0.002)):
+            self.store.reserve.restore()
             active = self.store.active() if self.facts else []
-            for job in [j for j in active if j.status == "queued"][: 2 - _running(active)]:
-                self.store.begin(job.id)
-            for job in active:
-                if job.status == "in_progress":
-                    self._step(job)
+            with suppress(DiskFull):  # tried again, as the engine does
+                for job in [j for j in active if j.status == "queued"][: 2 - _running(active)]:
+                    self.store.begin(job.id)
+                for job in active:
+                    if job.status == "in_progress":
+                        self._step(job)
 
     def _step(self, job: Job) -> None:
         asked = job.asked
@@ -210,8 +222,12 @@ class Fake:
             self._tell("step", seconds=self.pace, imbalance=1.07, exposed=0.0, ranks=self._ranks(job, [job]))
         else:
             made, name = media(asked), "output." + asked.format
-            with suppress(InputError):  # it was deleted meanwhile
+            try:
                 self.disk.write(job.id, name, made)
+            except DiskFull:
+                raise
+            except InputError:
+                pass  # it was deleted meanwhile
             self._previews.pop(job.id, None)
             timings = {**job.timings, "decode": 0.02}
             done = self.store.complete(job.id, name, len(made), timings, time.time() + 86400)

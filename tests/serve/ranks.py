@@ -6,12 +6,11 @@ import hashlib
 import json
 import queue
 import threading
-import time
 from contextlib import suppress
 from typing import Any
 
 from weft.core.errors import CommError
-from weft.serve.channel import Channel
+from weft.run.secure import connect
 from weft.serve.ranks import Ranks
 
 FACTS: dict[str, Any] = {
@@ -32,6 +31,8 @@ class ThreadRanks(Ranks):
         super().__init__(*given)
         self.threads: dict[int, _Rank] = {}
         self.pace, self.poison = 0.002, ""
+        self.paces: dict[str, float] = {}
+        """Seconds of a step, of jobs of this prompt."""
         self.segments: list[tuple[str, tuple[int, ...], int]] = []
         """(batch, ranks, first step) of each that began."""
 
@@ -55,12 +56,13 @@ class _Rank(threading.Thread):
     def __init__(self, ranks: ThreadRanks, number: int) -> None:
         super().__init__(daemon=True)
         self.ranks, self.number, self.stops = ranks, number, set()
+        self.gone = threading.Event()
         self.commands: queue.Queue[tuple[dict[str, Any], bytes]] = queue.Queue()
-        assert ranks._listener is not None
-        self.channel = Channel.connect("127.0.0.1", ranks._listener.getsockname()[1], ranks._token)
+        self.channel = connect(ranks.address, ranks._token, "rank")
         self.start()
 
     def end(self) -> None:
+        self.gone.set()
         self.channel.close()
         self.commands.put(({"do": "end"}, b""))
 
@@ -108,11 +110,13 @@ class _Rank(threading.Thread):
         ids = [job["id"] for job in jobs]
         assert not first or json.loads(blob) == [*ids, first], "another state than its own"
         for step in range(first + 1, jobs[0]["steps"] + 1):
-            time.sleep(self.ranks.pace / len(ranks))
+            pace = self.ranks.paces.get(jobs[0]["prompt"], self.ranks.pace)
+            if self.gone.wait(pace / len(ranks)):
+                raise CommError("ended in a step")
             if self.ranks.poison and self.ranks.poison in jobs[0]["prompt"]:
                 self.end()
                 raise CommError("poison")
-            state, took = json.dumps([*ids, step]).encode(), self.ranks.pace
+            state, took = json.dumps([*ids, step]).encode(), pace
             self._say("step", state, batch=batch, step=step, seconds=took, imbalance=1.0, exposed=0.0)
             for job in jobs:
                 self._say("preview", b"png%d" % step, batch=batch, job=job["id"], step=step)

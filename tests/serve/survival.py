@@ -12,114 +12,23 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 
-from tests.serve.hosting import ROOT
-from weft.serve.host import bind
+from tests.serve.faults import FaultInjector
+from tests.serve.full_disk import mounted
+from tests.serve.probe import HealthProbe
+from tests.serve.storm import Left, Server, Storm
 
 AGAIN = 0.2
 """Seconds until a request that was not answered is sent again."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Storm:
-    requests: int
-    together: int = 6
-    specs: int = 4
-    """Of which one in two is a video."""
-    steps: int = 6
-    every: float = 0.0
-    """Seconds between two kills of a rank; 0 is as soon as there was progress since the last."""
-    rank_kills: int = 2
-    """At most."""
-    server_kills: int = 1
-    """At even shares of what is done."""
-    ranks: int = 2
-    nodes: int = 1
-    """With so many ranks each; those after the first are ranks for its server."""
-    policy: str = "elastic"
-    transport: str = "auto"
-    """Of $WEFT_TRANSPORT; "group" is what ranks of different machines have."""
-    patience: float = 300.0
-
-    def body(self, spec: int) -> tuple[str, dict[str, Any]]:
-        seed, said = spec // 2, {"prompt": "a red circle moving left", "num_inference_steps": self.steps}
-        if spec % 2:
-            return "videos", said | {"seed": seed}
-        return "images", said | {"seed": seed, "response_format": "url"}
-
-
-@dataclass
-class Left:
-    """What a storm left: what each id is by the server, its digest, and how the server did."""
-
-    jobs: dict[str, dict[str, Any]] = field(default_factory=dict)
-    expected: dict[int, str] = field(default_factory=dict)
-    found: dict[str, tuple[int, str]] = field(default_factory=dict)
-    """By id: the spec that was asked for, and the digest of what came."""
-    answered: list[str] = field(default_factory=list)
-    rank_kills: int = 0
-    server_kills: int = 0
-    restarts: int = 0
-    widest: int = 0
-    """The most ranks that a job was seen on."""
-    lives: list[list[tuple[float, int, int]]] = field(default_factory=list)
-    """Of each life of the server: seconds, bytes and descriptors."""
-    log: list[dict[str, Any]] = field(default_factory=list)
-
-
-class Server:
-    """`weft serve` on one folder and one port, however often it is started."""
-
-    def __init__(self, folder: Path, storm: Storm) -> None:
-        self.folder, self.storm = folder, storm
-        with bind("127.0.0.1", 0) as free:
-            self.port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.log = folder / "log.jsonl"
-        self.process: subprocess.Popen[bytes] | None = None
-        self.others: list[subprocess.Popen[bytes]] = []
-
-    def start(self) -> None:
-        if self.storm.nodes == 1:
-            self.process = self._node(0)
-            return
-        with bind("127.0.0.1", 0) as free:
-            master = f"127.0.0.1:{free.getsockname()[1]}"
-        token = self.folder / "token"
-        token.write_text("a-secret-of-all-nodes\n")
-        token.chmod(0o600)
-        words = ("--nodes", self.storm.nodes, "--master", master, "--token-file", token)
-        self.process, *self.others = (
-            self._node(node, *words, "--node", node) for node in range(self.storm.nodes)
-        )
-
-    def _node(self, node: int, *more: object) -> subprocess.Popen[bytes]:
-        data, ranks = self.folder / f"data{node}", self.storm.ranks
-        words = ("--data", data, "--port", self.port, "--ranks", ranks, "--policy", self.storm.policy, *more)
-        with self.log.open("ab") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", "weft", "serve", *map(str, words), "--max-queue", "100000"], cwd=ROOT,
-                stdout=subprocess.DEVNULL, stderr=log,
-                env=os.environ | {"WEFT_TRANSPORT": self.storm.transport},
-            )  # fmt: skip
-
-    def signal(self, number: int) -> int:
-        """And wait for its end."""
-        assert self.process is not None
-        self.process.send_signal(number)
-        return self.process.wait(60)
 
 
 class Run:
@@ -128,6 +37,9 @@ class Run:
     def __init__(self, storm: Storm, folder: Path) -> None:
         self.storm, self.server, self.left = storm, Server(folder, storm), Left()
         self.dice = random.Random(0)
+        data = folder / "data0"
+        self.faults = FaultInjector(storm.faults, self.server.url, data, self._pid, self._delete_one)
+        self.probe = HealthProbe(self.server.port, lambda: self.faults.disk)
         self.http: httpx.AsyncClient = None  # type: ignore[assignment]
 
     async def all(self) -> Left:
@@ -141,8 +53,10 @@ class Run:
                     id = await self._made(spec, f"undisturbed {spec}")
                     self.left.expected[spec] = await self._digest(id)
                 watching = asyncio.ensure_future(self._watch())
+                self.probe.start()
                 await asyncio.wait_for(self._storm(), self.storm.patience)
                 watching.cancel()
+                self.probe.stop()
                 await self._take_stock()
             assert self.server.signal(signal.SIGTERM) == 0
             for node in self.server.others:  # they would wait for the server to come back
@@ -151,6 +65,7 @@ class Run:
         finally:
             if watching is not None:
                 watching.cancel()
+                self.probe.stop()
             for node in (self.server.process, *self.server.others):
                 if node is not None and node.poll() is None:
                     node.kill()
@@ -172,7 +87,8 @@ class Run:
 
         killing = asyncio.ensure_future(self._kill())
         try:
-            await asyncio.gather(*(one(number) for number in range(self.storm.requests)))
+            requests = asyncio.gather(*(one(number) for number in range(self.storm.requests)))
+            await self.faults.run_beside(requests)
         finally:
             killing.cancel()
 
@@ -218,25 +134,30 @@ class Run:
     async def _kill(self) -> None:
         storm, left = self.storm, self.left
         due = [(n + 1) * storm.requests // (storm.server_kills + 1) for n in range(storm.server_kills)]
-        done = -1
+        done, next_rank = -1, time.monotonic() + storm.every
         while True:
-            if due and len(left.answered) >= due[0] and await self._busy():
+            if due and len(left.answered) >= due[0] and (self.faults.is_disk_full or await self._busy()):
                 due.pop(0)
+                self.probe.server_is_killed()
                 self.server.signal(signal.SIGKILL)
                 left.server_kills += 1
                 self.server.start()
+                self.probe.server_is_started()
                 left.lives.append([])
                 await self._ready()
-            elif left.rank_kills < storm.rank_kills and len(left.answered) > done:
-                if storm.every:
-                    await asyncio.sleep(storm.every)
-                if pids := await self._busy():
-                    done = len(left.answered)
-                    with suppress(ProcessLookupError):
-                        before = await self._restarts()
-                        os.kill(self.dice.choice(pids), signal.SIGKILL)
-                        left.rank_kills += 1
-                        await self._noticed(before)
+            elif (
+                left.rank_kills < storm.rank_kills
+                and len(left.answered) > done
+                and time.monotonic() >= next_rank
+                and (pids := await self._busy())
+            ):
+                done, next_rank = len(left.answered), time.monotonic() + storm.every
+                with suppress(ProcessLookupError):
+                    before = await self._restarts()
+                    os.kill(self.dice.choice(pids), signal.SIGKILL)
+                    left.rank_kills += 1
+                    self.faults.rank_lost.set()
+                    await self._noticed(before)
             await asyncio.sleep(0.02)
 
     async def _restarts(self) -> int:
@@ -256,18 +177,46 @@ class Run:
         self.left.widest = max([self.left.widest, *(len(run["ranks"]) for run in steps)])
         return [ranks[rank] for run in steps for rank in run["ranks"] if rank in ranks]
 
+    def _pid(self) -> int:
+        assert self.server.process is not None
+        return self.server.process.pid
+
+    async def _delete_one(self) -> str | None:
+        """Check and delete a job that was made, which must work at once, whatever happens."""
+        left = self.left
+        if not (ids := [id for id in left.answered if id not in self.faults.deleted]):
+            return None
+        id, status = self.dice.choice(ids), 0
+        left.found[id] = left.found[id][0], await self._digest(id)
+        while status not in (200, 404):
+            try:
+                answer = await self.http.delete(f"/v1/{id.partition('_')[0]}s/{id}")
+            except httpx.HTTPError:  # the server was killed, maybe after it had deleted it
+                status = -1
+                await asyncio.sleep(AGAIN)
+                continue
+            assert answer.status_code == 200 or (answer.status_code == 404 and status), answer.text
+            status = answer.status_code
+        return id
+
     async def _watch(self) -> None:
-        began = time.monotonic()
+        left, began = self.left, time.monotonic()
         while True:
             with suppress(psutil.Error):
-                assert self.server.process is not None
-                process = psutil.Process(self.server.process.pid)
-                sample = time.monotonic() - began, process.memory_info().rss, process.num_fds()
-                self.left.lives[-1].append(sample)
+                process = psutil.Process(self._pid())
+                seconds, size, files = time.monotonic() - began, process.memory_info().rss, process.num_fds()
+                left.peak_bytes = max(left.peak_bytes, size)
+                left.peak_descriptors = max(left.peak_descriptors, files)
+                if self.faults.is_calm:
+                    left.lives[-1].append((seconds, size, files))
             await asyncio.sleep(0.5)
 
     async def _take_stock(self) -> None:
-        self.left.restarts = await self._restarts()
+        left, probe = self.left, self.probe
+        left.restarts, left.faults, left.deleted = (
+            await self._restarts(), self.faults.counts, self.faults.deleted,
+        )  # fmt: skip
+        left.probes, left.false_probes, left.slowest_probe = probe.counts, probe.false, probe.slowest
         for kind in ("videos", "images"):
             after = ""
             while True:
@@ -276,14 +225,18 @@ class Run:
                 if not page["has_more"]:
                     break
                 after = f"&after={page['last_id']}"
-        for id, (spec, _) in self.left.found.items():
-            self.left.found[id] = spec, await self._digest(id)
+        for id, (spec, digest) in self.left.found.items():
+            self.left.found[id] = spec, digest or await self._digest(id)
 
 
 def survive(storm: Storm, folder: Path) -> Left:
     """Run it, and check that nothing was lost, made twice or made otherwise."""
-    left = asyncio.run(Run(storm, folder).all())
-    wanted = storm.requests + storm.specs
+    with ExitStack() as stack:
+        if size := storm.faults.disk_bytes:
+            stack.enter_context(mounted(folder / "data0", size))
+        left = asyncio.run(Run(storm, folder).all())
+    (folder / "figures.json").write_text(json.dumps(left.figures()))
+    wanted = storm.requests + storm.specs - len(left.deleted)
     assert len(left.answered) == len(set(left.answered)) == storm.requests
     assert len(left.jobs) == wanted, f"{len(left.jobs)} jobs for {wanted} requests"
     assert Counter(job["status"] for job in left.jobs.values()) == {"completed": wanted}
@@ -293,4 +246,5 @@ def survive(storm: Storm, folder: Path) -> Left:
     ends = Counter(line["job"] for line in left.log if line["message"] == "job ended")
     assert all(count == 1 for count in ends.values())
     assert left.server_kills == storm.server_kills
+    assert left.false_probes == []
     return left

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import json
 import logging
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.serve.fake import Fake, made, serving
+from tests.serve.fake import Fake, serving
 from tests.serve.hosting import until
+from tests.serve.test_uploads import picture
 from weft.serve import logs
 from weft.serve.app import Limits, create_app
 from weft.serve.errors import Refused
@@ -213,18 +216,6 @@ def test_the_page_is_served(http: httpx.Client) -> None:
     assert http.get("/page/page.js").headers["content-type"].startswith("text/javascript")
 
 
-def test_so_many_requests_at_a_time(tmp_path: Any) -> None:
-    with made(tmp_path, pace=0.05) as engine, serving(engine, limits=Limits(requests=1)) as url:
-        id = httpx.post(
-            f"{url}/v1/videos", timeout=60, json={"prompt": "a", "num_inference_steps": 900}
-        ).json()["id"]
-        with httpx.stream("GET", timeout=60, url=f"{url}/v1/videos/{id}/events"):
-            busy = httpx.get(f"{url}/v1/videos", timeout=60)
-            assert httpx.get(f"{url}/live", timeout=60).status_code == 200
-        assert (busy.status_code, busy.json()["error"]["code"]) == (503, "busy")
-        assert busy.headers["retry-after"]
-
-
 def test_the_document_describes_every_route_with_its_errors(engine: Fake) -> None:
     said = httpx.Response(200, json=document(engine, None)).json()
     assert "/v1/videos" in said["paths"]
@@ -251,3 +242,56 @@ def document(engine: Fake, key: str | None) -> dict[str, Any]:
 def test_the_server_has_no_torch() -> None:
     code = "import sys; from weft.serve import app, host; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.fixture
+def shapes(engine: Fake) -> Iterator[Fake]:
+    """A model with few words, which begins with no picture."""
+    assert engine.facts is not None
+    before = engine.facts
+    takes = [name for name in before["takes"] if name != "image"]
+    engine.facts = {**before, "takes": takes, "vocabulary": ["red", "circle"], "closed_vocabulary": True}
+    yield engine
+    engine.facts = before
+
+
+def test_a_picture_for_a_model_that_takes_none_is_refused_however_it_comes(
+    shapes: Fake, http: httpx.Client
+) -> None:
+    data, jobs = picture(), len(shapes.store.active())
+    inline = {"image_url": "data:image/png;base64," + base64.b64encode(data).decode()}
+    form = {"prompt": (None, "a red circle"), "input_reference": ("a.png", data, "image/png")}
+    for answer in (
+        http.post("/v1/videos", json={"prompt": "a red circle", "input_reference": inline}),
+        http.post("/v1/videos", files=form),
+        http.post("/v1/videos/sync", files=form),
+    ):
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "input_reference"), answer.text
+        assert "takes no input_reference" in error["message"]
+    assert http.post("/v1/videos", files={"prompt": (None, "a red circle")}).status_code == 200
+    assert len(shapes.store.active()) <= jobs + 1
+
+
+@pytest.mark.parametrize("path", ["/v1/videos", "/v1/videos/sync", "/v1/images/generations"])
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": "a cat"}, "prompt"),
+        ({"prompt": "a red circle", "negative_prompt": "a cat"}, "negative_prompt"),
+        ({"prompt": "a red blue circle"}, "prompt"),
+        ({"prompt": "cat " * 900}, "prompt"),
+    ],
+)
+def test_words_that_the_model_does_not_know_are_refused_with_those_it_knows(
+    shapes: Fake, http: httpx.Client, path: str, body: dict[str, Any], param: str
+) -> None:
+    answer = http.post(path, json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_prompt", param)
+    assert len(error["message"]) < 600
+    if "cat" in str(body):
+        assert "does not know cat. It knows red, orange," in error["message"]
+    assert http.get("/v1/models").json()["data"][0]["weft"]["vocabulary"] == ["red", "circle"]
+    assert http.get("/v1/plan").status_code == 200
+    assert shapes.state == "ok"

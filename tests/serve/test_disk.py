@@ -268,3 +268,28 @@ def test_sweep_leaves_what_is_needed(tmp_path: Path) -> None:
     agree(disk, tmp_path)
     assert disk.state(running) and not disk.state(done) and not disk.state(A)
     store.close()
+
+
+def test_uploads_count_and_leave_room_for_results(disk: Disk, tmp_path: Path) -> None:
+    with disk.spool() as first, disk.spool() as second:
+        assert first.path.stat().st_mode & 0o777 == 0o600
+        first.write(b"a" * 200)
+        assert disk.used() == 200
+        with pytest.raises(DiskFull, match="Too many uploads"):
+            second.write(bytes(51))
+        second.write(bytes(50))
+        disk.move(A, "reference.png", first)
+        second.write(bytes(200))  # what was moved is the job's
+    assert disk.read(A, "reference.png") == b"a" * 200
+    agree(disk, tmp_path)
+    disk.write(A, "video.mp4", bytes(700))
+    with disk.spool() as third, pytest.raises(DiskFull, match="needs 101 B"):
+        third.write(bytes(101))
+    agree(disk, tmp_path)
+
+
+def test_uploads_of_a_server_that_was_killed_are_removed(disk: Disk, tmp_path: Path) -> None:
+    with disk.spool() as upload:
+        upload.write(b"half")
+        assert Disk(tmp_path, quota=1000).used() == 0
+        assert files(tmp_path) == {}

@@ -11,12 +11,15 @@ import pytest
 
 from tests.serve.ranks import FACTS
 from weft.core.topology import Topology
+from weft.serve import watchdog
+from weft.serve.admission import Admission
 from weft.serve.disk import Disk
 from weft.serve.dispatch import Dispatch
 from weft.serve.jobs import Asked, Failure, Job
 from weft.serve.latency import Latency
 from weft.serve.store import Store
 from weft.serve.tasks import Grant, Task
+from weft.serve.watchdog import overdue
 
 
 class Desk:
@@ -112,9 +115,9 @@ def test_a_file_that_is_written_for_ever_is_stuck(desk: Desk) -> None:
     job = desk.add()
     desk.want((1,))
     desk.hear(job, "decoded")
-    assert desk.dispatch.stuck() is None
+    assert overdue(desk.dispatch) is None
     desk.dispatch.batches[job.id].sign -= 1000
-    assert desk.dispatch.stuck() == (1, job.id)
+    assert overdue(desk.dispatch) == (1, f"batch {job.id} made no step", True)
 
 
 def test_one_deleted_while_its_file_is_written_is_forgotten(desk: Desk) -> None:
@@ -150,6 +153,102 @@ def test_a_decoder_has_the_time_that_it_takes(desk: Desk) -> None:
     assert desk.dispatch.latency is not None
     batch = desk.dispatch.batches[job.id]
     batch.sign = time.monotonic() - 100
-    assert desk.dispatch.stuck() == (0, job.id)
+    assert overdue(desk.dispatch) == (0, f"batch {job.id} made no step", True)
     desk.dispatch.latency.observe_fixed(batch.shape, 90.0)
-    assert desk.dispatch.stuck() is None
+    assert overdue(desk.dispatch) is None
+
+
+def test_ranks_of_a_cancelled_batch_are_replaced_if_its_step_ends_too_late(desk: Desk) -> None:
+    job = desk.add()
+    desk.want((0, 1))
+    batch = desk.dispatch.batches[job.id]
+    assert desk.dispatch.latency is not None
+    desk.dispatch.latency.observe(batch.shape, 2, 1, 60.0, steps=20)
+    assert overdue(desk.dispatch) is None, "somebody waits for it"
+    desk.dispatch.drop(job.id)
+    late = overdue(desk.dispatch)
+    assert late is not None
+    assert (late[0], job.id in late[1]) == (0, True)
+    batch.sign -= 57
+    assert overdue(desk.dispatch) is None, "it ends in 3 s"
+    assert batch.dropped is not None
+    batch.dropped -= 6
+    assert overdue(desk.dispatch) is not None, "it should have ended by now"
+    desk.hear(job, "stopped", step=1)
+    assert overdue(desk.dispatch) is None
+
+
+def test_ranks_of_a_cancelled_batch_that_is_decoded_or_written(desk: Desk) -> None:
+    decoded, written = desk.add(), desk.add()
+    desk.want((0,), (1,))
+    for job in (decoded, written):
+        desk.hear(job, "step", step=10)
+    desk.hear(written, "decoded")
+    assert desk.dispatch.latency is not None
+    desk.dispatch.latency.observe_fixed(desk.dispatch.batches[decoded.id].shape, 100.0)
+    for job in (decoded, written):
+        desk.dispatch.drop(job.id)
+    late = overdue(desk.dispatch)
+    assert late is not None and late[0] == 0, "who writes a file holds up nobody"
+
+
+def test_jobs_are_not_blamed_for_ranks_that_the_server_replaced(desk: Desk) -> None:
+    job = desk.add()
+    for _ in range(5):
+        desk.want((0,))
+        desk.dispatch.lost(blamed=False)
+    kept = desk.store.get(job.id)
+    assert kept is not None
+    assert (kept.status, kept.attempts) == ("queued", 0)
+    for _ in range(3):
+        desk.want((0,))
+        desk.dispatch.lost()
+    failed = desk.store.get(job.id)
+    assert failed is not None and failed.failure is not None
+    assert failed.failure.code == "rank_lost"
+
+
+def test_jobs_whose_common_step_would_be_too_long_are_made_one_by_one(desk: Desk) -> None:
+    jobs = [desk.add() for _ in range(3)]
+    latency = desk.dispatch.latency
+    assert latency is not None
+    shape = jobs[0].asked.shape
+    for count in (1, 2, 3):
+        latency.observe(shape, 2, count, float(count), steps=20)
+    grant = Grant(tuple(job.id for job in jobs), (0, 1))
+    desk.dispatch.policy = lambda *_: [grant] if grant.tasks[0] in desk.dispatch.waiting else []
+    desk.dispatch.admission = Admission(latency, max_step=2.5)
+    desk.dispatch.schedule()
+    assert [batch.jobs for batch in desk.dispatch.batches.values()] == [[jobs[0].id, jobs[1].id]]
+    assert list(desk.dispatch.waiting) == [jobs[2].id]
+
+
+def test_jobs_share_a_batch_only_where_that_leaves_their_bits(desk: Desk) -> None:
+    assert desk.dispatch.latency is not None
+    facts: Any = desk.dispatch.latency.facts
+    for batches, members in ((True, 2), (False, 1)):
+        desk.dispatch.latency.facts = {**facts, "batches": batches}
+        one, other = desk.add(), desk.add()
+        batch = desk.dispatch._gather(Grant((one.id, other.id), (0,)))
+        assert len(batch.members) == members
+        desk.dispatch.drop(other.id)
+
+
+def test_client_that_cancels_again_and_again_does_not_restart_ranks_for_ever(desk: Desk, monkeypatch) -> None:
+    replaced = 0
+    for _ in range(2 * watchdog.MAX_REPLACEMENTS):
+        job = desk.add()
+        desk.want((0, 1))
+        batch = desk.dispatch.batches[job.id]
+        desk.dispatch.drop(job.id)
+        assert batch.dropped is not None
+        batch.dropped -= 6
+        replaced += overdue(desk.dispatch) is not None
+        desk.hear(job, "stopped", step=1)
+    assert replaced == watchdog.MAX_REPLACEMENTS
+    monkeypatch.setattr(watchdog, "REPLACEMENT_SECONDS", -1.0)
+    job = desk.add()
+    desk.want((0, 1))
+    desk.dispatch.drop(job.id)
+    desk.dispatch.batches[job.id].dropped = 0.0
+    assert overdue(desk.dispatch) is not None

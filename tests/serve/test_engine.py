@@ -10,11 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from tests.serve.ranks import FACTS, ThreadRanks, made
+from tests.serve.fake import serving
+from tests.serve.ranks import FACTS, ThreadRanks, _Rank, made
 from weft.core.topology import Topology
 from weft.serve import engine as engines
+from weft.serve import watchdog
 from weft.serve.engine import Engine
 from weft.serve.errors import Refused
 from weft.serve.jobs import Asked
@@ -69,7 +72,7 @@ def test_a_job_is_made_and_its_result_is_in_its_folder(tmp_path: Path) -> None:
         assert found[0].read_bytes() == made({"prompt": "a loom", "seed": 3})
         assert found[1] == "video/mp4"
         assert done.expires is not None and done.expires > time.time() + 3600
-        assert engine.live(job.id) is None
+        until(lambda: engine.live(job.id) is None)
 
 
 def test_news_come_at_every_step_and_end_with_the_job(tmp_path: Path) -> None:
@@ -252,3 +255,123 @@ def test_what_there_is_to_see(tmp_path: Path) -> None:
         assert [rank["rank"] for rank in seen["ranks"]] == [0, 1]
         assert seen["running"][0]["batch"] == job.id
         assert engine.live(job.id).eta > 0  # type: ignore[union-attr]
+
+
+def cancel_in_a_step(engine: Engine, id: str, beside: str) -> None:
+    """Until its ranks are free, and all of them are there again."""
+    until(lambda: {id, beside} <= {batch["batch"] for batch in engine.snapshot()["running"]})
+    engine.cancel_and_delete(id)
+    until(lambda: id not in engine.dispatch.batches)
+    until(lambda: engine.status() == "ok")
+
+
+def test_a_cancelled_step_that_takes_for_ever_is_ended_and_others_lose_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More often than a job may lose its ranks; the job beside never makes one whole step between."""
+    monkeypatch.setattr(watchdog, "CANCEL_SECONDS", 0.2)
+    with running(tmp_path, policy="one") as engine:
+        engine.ranks.paces = {"slow": 600.0, "beside": 600.0}  # type: ignore[attr-defined]
+        beside = engine.submit(asked(prompt="beside", seed=4))
+        for at in range(4):
+            cancel_in_a_step(engine, engine.submit(asked(prompt="slow", seed=at)).id, beside.id)
+            assert engine.restarts == at + 1
+        kept = engine.job(beside.id)
+        assert kept is not None
+        assert (kept.active, kept.attempts) == (True, 0)
+        engine.ranks.paces = {}  # type: ignore[attr-defined]
+        engine.ranks.fail(0)  # type: ignore[attr-defined] - so that it begins anew, and fast
+        until(lambda: ended(engine, beside.id))
+        found = engine.content(beside.id)
+        assert found is not None
+        assert found[0].read_bytes() == made({"prompt": "beside", "seed": 4})
+
+
+def test_after_a_cancel_the_status_tells_what_ranks_still_do_and_a_drain_does_not_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watchdog, "CANCEL_SECONDS", 1e9)
+    with running(tmp_path) as engine:
+        engine.ranks.paces = {"slow": 600.0}  # type: ignore[attr-defined]
+        job = engine.submit(asked(prompt="slow"))
+        until(lambda: engine.snapshot()["running"])
+        engine.cancel_and_delete(job.id)
+        until(lambda: engine.snapshot()["running"][0]["cancelled"])
+        seen = engine.snapshot()
+        assert seen["running"][0]["stopping"]
+        assert seen["running"][0]["jobs"] == []
+        assert [rank["job"] for rank in seen["ranks"]].count(job.id) == len(seen["running"][0]["ranks"])
+        began = time.monotonic()
+        engine.drain(70)
+        assert time.monotonic() - began < 60
+
+
+def test_a_request_beyond_the_limits_is_refused_and_explained(tmp_path: Path) -> None:
+    with running(tmp_path, max_time=60.0, max_step=10.0) as engine:
+        large = asked(height=1280, width=720, frames=32)
+        with pytest.raises(Refused, match="admits 60 s") as refused:
+            engine.submit(large)
+        assert (refused.value.status, refused.value.code) == (400, "too_long")
+        assert not engine.store.active()
+        plan = engine.explain(large)
+        assert (plan["admitted"], plan["refusal"]) == (False, refused.value.message)
+        about = engine.about()
+        assert about["limits"]["max_time_seconds"] == 60
+        assert about["default"]["num_frames"] == 16
+        assert engine.submit(asked()).status == "queued"
+
+
+def test_jobs_of_a_server_with_other_limits_are_refused_and_those_of_the_same_are_kept(
+    tmp_path: Path,
+) -> None:
+    slow = {"max_time": 3600.0, "max_step": 3600.0}
+    with running(tmp_path, **slow) as engine:
+        engine.ranks.pace = 600.0  # type: ignore[attr-defined]
+        long, short = engine.submit(asked(height=256, width=256)), engine.submit(asked(steps=1))
+        until(lambda: engine.store.counts()["in_progress"])
+    with running(tmp_path, **slow) as engine:
+        engine.ranks.pace = 600.0  # type: ignore[attr-defined]
+        latency = engine.dispatch.latency
+        assert latency is not None
+        assert {job.id for job in engine.store.active()} == {long.id, short.id}
+        between = (latency.alone(long.asked.shape) + latency.alone(short.asked.shape)) / 2
+    with running(tmp_path, max_time=between) as engine:
+        until(lambda: ended(engine, long.id, short.id))
+        jobs = [engine.job(each.id) for each in (long, short)]
+        assert [job.failure and job.failure.code for job in jobs] == ["too_long", None]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_ranks_that_name_a_path_do_not_tell_it_to_clients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    say = _Rank._say
+
+    def named(self: Any, told: str, blob: bytes = b"", **said: Any) -> None:
+        if told == "failed":
+            said["message"] = f"{tmp_path}/weights of mine.bin cannot be read, says /opt/venv/lib/torch.py"
+        say(self, told, blob, **said)
+
+    monkeypatch.setattr(ThreadRanks, "broken", when)
+    monkeypatch.setattr(_Rank, "_say", named)
+    with running(tmp_path, ready=False) as engine, serving(engine) as url:
+        until(lambda: engine.status() == "failed")
+        said = httpx.get(f"{url}/health").json()["reason"]
+        assert said.endswith("weights of mine.bin cannot be read, says torch.py")
+        for path in ("/health", "/v1/status", "/v1/models"):
+            text = httpx.get(f"{url}{path}").text
+            assert not [root for root in ("/opt", "/tmp", str(tmp_path)) if root in text]
+
+
+def test_a_result_that_cannot_be_written_tells_no_path(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with running(tmp_path) as engine, serving(engine) as url:
+        engine.ranks.pace = 0.02  # type: ignore[attr-defined]
+        job = engine.submit(asked())
+        (tmp_path / "data" / "jobs" / job.id).write_text("in the place of its folder")
+        until(lambda: ended(engine, job.id))
+        error = httpx.get(f"{url}/v1/videos/{job.id}").json()["error"]
+        assert (error["code"], "/" in error["message"]) == ("internal_error", False)
+        assert "log of the server" in error["message"]
+    assert [record for record in caplog.records if record.exc_info]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 
-from weft.serve.errors import Refused, by_status, invalid, shown
+from weft.serve.errors import Refused, by_status, invalid, shown, without_paths
 from weft.serve.wire import ImageAsks, VideoAsks
 
 
@@ -64,3 +66,20 @@ def test_what_was_given_is_shown_short_and_on_one_line() -> None:
         "null",
         "1.5",
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "public"),
+    [
+        ("/root/models/wan/model_index.json cannot be read.", "model_index.json cannot be read."),
+        ("[Errno 2] No such file: '/srv/my models/m/x.bin'", "[Errno 2] No such file: 'x.bin'"),
+        ("see ~/secrets/key, or file:///etc/passwd", "see key, or passwd"),
+        ("(/a/b/c.py:12)", "(c.py:12)"),
+        ("/srv/my models/m is no model", "m is no model"),
+        ("/srv/my models/m/config.json: bad", "config.json: bad"),
+        ("10 MB/s and/or 3/4; POST x", "10 MB/s and/or 3/4; POST x"),
+        ("", ""),
+    ],
+)
+def test_errors_of_the_inside_are_told_without_paths(text: str, public: str) -> None:
+    assert without_paths(text, Path("/srv/my models/m"), Path("/srv")) == public

@@ -12,6 +12,7 @@ from tests.models.checkpoints import CALLS, TINY
 from tests.models.toys import seeded
 from weft.models.dit import DiTConfig, VideoDiT
 from weft.models.video import VideoPipeline
+from weft.models.vocabulary import Vocabulary
 from weft.models.words import LENGTH, WORDS
 from weft.serve.facts import facts_of
 
@@ -26,12 +27,20 @@ def test_own_model() -> None:
         "width": 24, "multiple": [4, 8, 8], "first": 0, "patch": [4, 8, 8], "steps": 30, "guidance": 2.0,
         "fps": 16.0, "heads": 3, "head_dim": 12, "depth": 6, "width_model": 36, "text_tokens": LENGTH,
         "dtype": "float32", "params": sum(x.numel() for x in model.parameters()), "alike": ["more"],
-        "needs_image": False,
+        "needs_image": False, "vocabulary": list(WORDS[1:]), "closed_vocabulary": True,
     }  # fmt: skip
     assert {name: facts[name] for name in expected} == expected
     assert facts["bytes"] == 4 * facts["params"]
     assert {"prompt", "generator", "num_frames"} <= set(facts["takes"])
     assert "self" not in facts["takes"]
+
+
+def test_own_model_with_words_of_its_own_refuses_none() -> None:
+    words = Vocabulary.of(["a dog", "a cat"])
+    config = DiTConfig(words=4 + 1, length=32, video=(8, 16, 24), patch=(4, 8, 8), width=36, heads=3)
+    assert len(words.words) == config.words
+    facts = facts_of(VideoPipeline(seeded(VideoDiT(config), dtype=torch.float32), words), "tiny")
+    assert (facts["vocabulary"], facts["closed_vocabulary"]) == (["a", "cat", "dog"], False)
 
 
 @pytest.mark.parametrize(

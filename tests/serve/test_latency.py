@@ -19,7 +19,7 @@ from weft.core.topology import Topology
 from weft.plan.choose import choose
 from weft.serve import latency as latencies
 from weft.serve.jobs import Shape
-from weft.serve.latency import SEEN, Latency, density, part
+from weft.serve.latency import Latency, density, part
 from weft.serve.simulator import WAN
 from weft.simulate.clusters import cluster
 from weft.simulate.models import Model
@@ -94,15 +94,17 @@ def test_the_density_of_a_mask(mask: str, expected: float) -> None:
     assert density(mask, (4, 16, 16), SMALL) == pytest.approx(expected, rel=0.15)
 
 
-def test_what_was_seen_corrects_what_is_predicted(latency: Latency) -> None:
-    before = {shape: latency.step(shape, 2) for shape in (VIDEO, IMAGE)}
+def test_observed_steps_correct_predictions_of_all_sizes_ranks_and_step_counts(latency: Latency) -> None:
+    before = {shape: latency.step(shape, 2) for shape in (VIDEO, IMAGE, OTHER)}
     for _ in range(30):
         latency.observe(IMAGE, 2, 1, 3 * before[IMAGE])
     assert latency.step(IMAGE, 2) == pytest.approx(3 * before[IMAGE])
-    assert latency.step(VIDEO, 2) == pytest.approx(3 * before[VIDEO]), "nothing nearer is known"
-    latency.observe(VIDEO, 4, 1, 0.5 * latency.predicted(VIDEO, 4))
-    assert latency.step(VIDEO, 2) == pytest.approx(0.5 * before[VIDEO]), "half the ranks are nearer"
-    assert latency.step(OTHER, 2) == pytest.approx(3 * latency.predicted(OTHER, 2))
+    assert latency.step(replace(IMAGE, steps=3), 2) == pytest.approx(3 * before[IMAGE])
+    assert latency.step(OTHER, 2) == pytest.approx(3 * before[OTHER], rel=0.3)
+    for _ in range(30):
+        latency.observe(VIDEO, 4, 1, 0.5 * latency.predicted(VIDEO, 4))
+    assert latency.step(VIDEO, 2) == pytest.approx(0.5 * before[VIDEO], rel=0.2), "the same machine"
+    assert latency.step(IMAGE, 2) == pytest.approx(3 * before[IMAGE], rel=0.1)
 
 
 def test_one_slow_step_is_soon_forgotten(latency: Latency) -> None:
@@ -110,16 +112,6 @@ def test_one_slow_step_is_soon_forgotten(latency: Latency) -> None:
     for seconds in [usual] * 5 + [10 * usual] + [usual] * 10:
         latency.observe(IMAGE, 1, 1, seconds)
     assert latency.step(IMAGE, 1) == pytest.approx(usual, rel=0.05)
-    latency.observe(IMAGE, 1, 1, 0.0)
-    assert latency.step(IMAGE, 1) > 0
-
-
-def test_the_fixed_part_is_seen_too(latency: Latency) -> None:
-    guess = latency.fixed(VIDEO)
-    latency.observe_fixed(VIDEO, 4 * guess)
-    latency.observe_fixed(IMAGE, 9 * latency.predicted_fixed(IMAGE))
-    assert latency.fixed(VIDEO) == pytest.approx(4 * guess)
-    assert latency.fixed(OTHER) == pytest.approx(9 * latency.predicted_fixed(OTHER))
 
 
 def test_weights_of_all_parts_count(latency: Latency) -> None:
@@ -206,27 +198,3 @@ def test_what_is_remembered_of_what_was_asked_is_bounded(
     for frames in range(1, 90, 8):
         latency.step(replace(IMAGE, frames=frames), 1)
     assert len(kept) <= 4
-
-
-def test_something_new_is_seen_while_another_thread_looks(latency: Latency) -> None:
-    """Another thread may come between any two steps of this one: here it does."""
-    latency.observe(IMAGE, 1, 1, 1.0)
-    grid = latency.grid
-
-    def meanwhile(shape: Shape) -> Any:
-        new = replace(shape, steps=len(latency._seen)), 8, 8
-        latency._seen = latencies._with(latency._seen, new, 1.0)
-        return grid(shape)
-
-    latency.predicted(VIDEO, 1), latency.predicted(VIDEO, 8)
-    latency.grid = meanwhile  # type: ignore[method-assign]
-    assert latency.step(VIDEO, 1) > 0
-
-
-def test_of_many_shapes_the_last_are_remembered() -> None:
-    latency = Latency(WAN, Topology.local(2))
-    for steps in range(1, 3 * SEEN):
-        latency.observe(Shape(frames=16, height=64, width=64, steps=steps, guided=False), 1, 1, 0.5)
-        latency.observe_fixed(Shape(frames=16, height=64, width=64, steps=steps, guided=False), 0.5)
-    assert len(latency._seen) == len(latency._fixed) == SEEN
-    assert latency.step(Shape(frames=16, height=64, width=64, steps=1, guided=False), 1) == pytest.approx(0.5)

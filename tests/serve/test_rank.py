@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,11 @@ from weft.models.dit import DiTConfig, VideoDiT
 from weft.models.resume import State
 from weft.models.video import VideoPipeline
 from weft.models.words import LENGTH, WORDS
+from weft.run.channel import Channel, Closed
+from weft.run.listener import listen
+from weft.run.scratch import scratch
+from weft.run.secure import Identity, accept
 from weft.serve import segment
-from weft.serve.channel import Channel, Closed, listen
 from weft.serve.facts import facts_of
 from weft.serve.jobs import Asked
 from weft.serve.rank import Inbox, main
@@ -56,14 +60,17 @@ class Server:
     """The other end of some ranks."""
 
     def __init__(self) -> None:
-        self.listener = listen("127.0.0.1")
+        self._stack = ExitStack()
+        self.address = str(self._stack.enter_context(scratch("test")) / "ranks")
+        self.listener = self._stack.enter_context(listen(Path(self.address)))
         self.channels: dict[int, Channel] = {}
         self.listener.settimeout(60)
         self.facts: dict[str, Any] = {}
 
     def welcome(self, ranks: int) -> None:
         for _ in range(ranks):
-            channel = Channel.accept(self.listener.accept()[0], TOKEN)
+            channel, purpose = accept(self.listener.accept()[0], Identity(TOKEN))
+            assert purpose == "rank"
             hello, _ = channel.receive()
             assert hello["told"] == "hello"
             assert hello["world"] == ranks
@@ -107,7 +114,7 @@ class Server:
     def close(self) -> None:
         for channel in self.channels.values():
             channel.close()
-        self.listener.close()
+        self._stack.close()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -122,8 +129,9 @@ def one_thread() -> Iterator[None]:
 def alone(folder: Path) -> Iterator[Server]:
     """One rank, in a thread."""
     server, left = Server(), []
-    address = server.listener.getsockname()
-    thread = threading.Thread(target=main, args=(address, TOKEN, str(folder), {"name": "tiny"}, left.append))
+    thread = threading.Thread(
+        target=main, args=(server.address, TOKEN, str(folder), {"name": "tiny"}, left.append)
+    )
     thread.start()
     server.welcome(1)
     yield server
@@ -138,7 +146,7 @@ def alone(folder: Path) -> Iterator[Server]:
 def pair(folder: Path) -> Iterator[Server]:
     """Two real ranks."""
     server, pool = Server(), world(2)
-    pool.start(main, server.listener.getsockname(), TOKEN, str(folder), {"name": "tiny"})
+    pool.start(main, server.address, TOKEN, str(folder), {"name": "tiny"})
     server.welcome(2)
     yield server
     server.end()
@@ -224,9 +232,7 @@ def test_beats(alone: Server) -> None:
 def test_a_rank_leaves_with_its_server(folder: Path) -> None:
     for farewell in ("exit", "close"):
         server, left = Server(), threading.Event()
-        thread = threading.Thread(
-            target=_until_left, args=(server.listener.getsockname(), str(folder), left), daemon=True
-        )
+        thread = threading.Thread(target=_until_left, args=(server.address, str(folder), left), daemon=True)
         thread.start()
         server.welcome(1)
         if farewell == "exit":
@@ -249,7 +255,7 @@ def test_anything_else_ends_the_process_and_is_told(folder: Path, monkeypatch: p
 
     def live() -> None:
         try:
-            main(server.listener.getsockname(), TOKEN, str(folder), {}, lambda _: None)
+            main(server.address, TOKEN, str(folder), {}, lambda _: None)
         except CommError as error:
             errors.append(error)
 
@@ -322,9 +328,7 @@ def test_guidance_is_what_was_asked_for_also_if_it_is_none_at_all(folder: Path) 
 
 
 def test_a_stop_that_came_too_late_is_forgotten_with_the_next_run() -> None:
-    with listen("127.0.0.1") as listener:
-        here = Channel.connect("127.0.0.1", listener.getsockname()[1], TOKEN)
-        there = Channel.accept(listener.accept()[0], TOKEN)
+    here, there = map(Channel, socket.socketpair())
     inbox = Inbox(here, lambda _: None)
     for said in ({"do": "stop", "batch": "a"}, {"do": "run", "batch": "b"}):
         there.send(said)

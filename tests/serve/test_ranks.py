@@ -8,17 +8,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
-from weft.core.errors import InputError
-from weft.serve import channel as channels
-from weft.serve.agent import Orders
-from weft.serve.channel import Channel, Closed, listen
+from weft.run import channel as channels
+from weft.run.channel import Channel, Closed
+from weft.run.nodes import Nodes
+from weft.run.secure import connect
+from weft.serve.agent import AgentConfig
 from weft.serve.ranks import Ranks
-
-TOKEN = "secret"
 
 
 class _Ranks(Ranks):
@@ -28,16 +26,15 @@ class _Ranks(Ranks):
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
-    monkeypatch.setattr(channels, "STUCK", 0.3)
-    ranks = _Ranks(1, lambda *_: None, queue.Queue(), TOKEN)  # type: ignore[arg-type,return-value]
+    monkeypatch.setattr(channels, "SEND_TIMEOUT_SECONDS", 0.3)
+    ranks = _Ranks(1, lambda *_: None, queue.Queue())  # type: ignore[arg-type,return-value]
     ranks.start()
     yield ranks
     ranks.close()
 
 
 def joined(ranks: Ranks) -> Channel:
-    assert ranks._listener is not None
-    rank = Channel.connect("127.0.0.1", ranks._listener.getsockname()[1], TOKEN)
+    rank = connect(ranks.address, ranks._token, "rank")
     rank.send({"told": "hello", "rank": 0, "world": 1, "pid": 0, "host": "a thread"})
     assert rank.receive()[0]["do"] == "join"
     return rank
@@ -67,14 +64,6 @@ def test_nobody_waits_for_connections_after_the_end(ranks: Ranks) -> None:
     assert not waits()
 
 
-def test_a_place_that_cannot_be_is_told(ranks: Ranks) -> None:
-    assert ranks._listener is not None
-    taken: Any = ranks._listener.getsockname()
-    for host, port in (taken, ("192.0.2.1", 0)):
-        with pytest.raises(InputError, match="cannot be waited for at"):
-            listen(host, port)
-
-
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_what_starts_ranks_and_ends_or_brings_none_is_a_try_and_is_told(
     monkeypatch: pytest.MonkeyPatch, nodes: int
@@ -83,16 +72,17 @@ def test_what_starts_ranks_and_ends_or_brings_none_is_a_try_and_is_told(
     code = {"now": "import sys; sys.exit(3)", "never": "import sys; sys.stdin.read()"}
     begun: list[str] = []
 
-    def start(orders: Orders) -> subprocess.Popen[bytes]:
-        begun.append(orders.model)
-        command = [sys.executable, "-S", "-c", code[orders.model]]
+    def start(config: AgentConfig) -> subprocess.Popen[bytes]:
+        begun.append(config.model)
+        command = [sys.executable, "-S", "-c", code[config.model]]
         return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def ranks_by(model: str) -> Ranks:
         return Ranks(
             2,
-            lambda port, token: Orders(host="", port=port, token=token, model=model, ranks=1, nodes=nodes),
+            lambda address, token: AgentConfig(address=address, token=token, model=model, ranks=1),
             queue.Queue(),
+            Nodes(count=nodes, token="a-token-of-all-nodes"),
         )
 
     monkeypatch.setattr("weft.serve.ranks.start", start)
@@ -116,10 +106,8 @@ def test_a_rank_that_ends_before_it_is_ready_counts_by_its_number(ranks: Ranks) 
         assert ranks.events.get(timeout=5)[0] == "lost"
     assert ranks.trouble == "Rank 0 ended before it was ready."
     assert ranks.failures == 2
-    assert ranks._listener is not None
-    port = ranks._listener.getsockname()[1]
     for number, tries in ((None, 2), (0, 3)):  # an agent of another machine, which tries again; a rank
-        rank = Channel.connect("127.0.0.1", port, TOKEN)
+        rank = connect(ranks.address, ranks._token, "rank")
         rank.send({"told": "failed", "rank": number, "message": f"No {number}."})
         with pytest.raises(Closed):
             rank.receive()
@@ -132,3 +120,12 @@ def test_a_rank_that_ends_before_it_is_ready_counts_by_its_number(ranks: Ranks) 
     rank.close()
     assert ranks.events.get(timeout=5)[0] == "lost"
     assert not ranks.failures  # it was ready: that is a loss, and no failure to start
+
+
+def test_rank_of_another_world_is_named(ranks: Ranks) -> None:
+    rank = connect(ranks.address, ranks._token, "rank")
+    rank.send({"told": "hello", "rank": 0, "world": 4, "pid": 0, "host": "a thread"})
+    with pytest.raises(Closed):
+        rank.receive()
+    assert ranks.trouble.startswith("A rank is one of 4, and this server has 1.")
+    rank.close()

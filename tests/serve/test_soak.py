@@ -10,7 +10,9 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from tests.serve.survival import Storm, survive  # noqa: E402
+from tests.serve.faults import SOAK_FAULTS  # noqa: E402
+from tests.serve.storm import Storm  # noqa: E402
+from tests.serve.survival import survive  # noqa: E402
 
 MEMORY = 24 * 2**20
 DESCRIPTORS = 24
@@ -23,10 +25,12 @@ def test_a_thousand_requests_survive_a_long_storm(tmp_path: Path) -> None:
     requests = int(os.environ.get("WEFT_SOAK_REQUESTS", "1000"))
     storm = Storm(
         requests=requests, specs=20, together=16, steps=8, every=20.0, rank_kills=10**6, server_kills=3,
-        patience=7000.0,
+        patience=7000.0, faults=SOAK_FAULTS,
     )  # fmt: skip
     left = survive(storm, tmp_path)
     assert left.rank_kills >= 3
+    for fault in ("full disks", "deletions on a full disk", "floods", "streams 503", "oversize refused"):
+        assert left.faults[fault], fault
     for life in left.lives:
         third = len(life) // 3
         if third < 20:

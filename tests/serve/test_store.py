@@ -379,3 +379,31 @@ def test_a_page_says_what_is_wrong_with_its_cursor(store: Store) -> None:
         store.page("video", limit=1, after=new_id("image", 1))
     with pytest.raises(InputError, match="asc or desc"):
         store.page("video", limit=1, order="id; DROP TABLE jobs")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("kind", ["new", "empty", "ours", "shared"])
+def test_other_users_cannot_read_the_jobs(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "data"
+    if kind != "new":
+        folder.mkdir()
+        folder.chmod(0o755)
+    if kind == "ours":
+        Store(folder).close()
+        for path in (folder, *folder.iterdir()):
+            path.chmod(path.stat().st_mode | 0o055)
+    if kind == "shared":
+        (folder / "notes.txt").write_text("of somebody")
+    store = Store(folder)
+    create(store)
+    files = [path for path in folder.iterdir() if path.name.startswith("jobs.db")]
+    assert len(files) >= 3
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+    assert folder.stat().st_mode & 0o777 == (0o755 if kind == "shared" else 0o700)
+    assert [record.message for record in caplog.records if "other users" in record.message] == [
+        "the folder of the jobs is open to other users; give one of its own"
+    ] * (kind == "shared")
+    store.close()
+    Store(folder).close()  # whose database is there by now
+    assert folder.stat().st_mode & 0o777 == (0o755 if kind == "shared" else 0o700)

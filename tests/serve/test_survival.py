@@ -8,12 +8,14 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from tests.serve.survival import Left, Storm, survive  # noqa: E402
+from tests.serve.faults import SMALL_FAULTS  # noqa: E402
+from tests.serve.storm import Left, Storm  # noqa: E402
+from tests.serve.survival import survive  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Left:
-    storm = Storm(requests=20, rank_kills=2, server_kills=1, patience=800.0)
+    storm = Storm(requests=20, rank_kills=2, server_kills=1, patience=800.0, faults=SMALL_FAULTS)
     return survive(storm, tmp_path_factory.mktemp("small"))
 
 
@@ -22,6 +24,9 @@ def test_a_small_storm_leaves_every_job_as_it_would_have_been(small: Left) -> No
     assert small.rank_kills == 2
     told = [line for line in small.log if line["message"] == "ranks are started again"]
     assert len(told) >= 2
+    assert small.probes["ok"]
+    assert small.faults["floods"] == 1
+    assert small.faults["oversize refused"]
 
 
 @pytest.mark.timeout(900)

@@ -9,9 +9,10 @@ import socket
 import struct
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
@@ -19,8 +20,10 @@ import pytest
 from PIL import Image
 
 from tests.serve.fake import Fake, serving
+from weft.serve import uploads
+from weft.serve.disk import Disk
 from weft.serve.errors import Refused
-from weft.serve.uploads import Limits, decoded
+from weft.serve.limits import Limits
 
 LIMITS = Limits(body=200_000, body_seconds=0.7, picture=100_000, pixels=1_000_000, decode_seconds=20)
 
@@ -51,15 +54,29 @@ def png(width: int, height: int, rows: bytes, *, before: bytes = b"") -> bytes:
 TEXT = zlib.compress(b"x" * 30_000_000, 9)
 
 
+def decoded(data: bytes, limits: Limits) -> bytes:
+    """The PNG that is made of a picture; no file and no byte is left of either."""
+    with TemporaryDirectory() as folder:
+        disk = Disk(Path(folder), quota=10**9)
+        with disk.spool() as source, disk.spool() as picture:
+            source.write(data)
+            asyncio.run(uploads.decoded(source, picture, limits))
+            assert disk.used() == len(data) + picture.path.stat().st_size
+            made = picture.read()
+        assert disk.used() == 0
+        assert [path.name for path in Path(folder).iterdir()] == ["states"]
+        return made
+
+
 def refusal(data: bytes, limits: Limits = LIMITS) -> Refused:
     with pytest.raises(Refused) as refused:
-        asyncio.run(decoded(data, limits))
+        decoded(data, limits)
     return refused.value
 
 
 @pytest.mark.parametrize("format", ["png", "jpeg", "webp"])
 def test_a_picture_becomes_a_png_of_its_pixels(format: str) -> None:
-    made = Image.open(io.BytesIO(asyncio.run(decoded(picture(format), LIMITS))))
+    made = Image.open(io.BytesIO(decoded(picture(format), LIMITS)))
     assert (made.format, made.size, made.mode) == ("PNG", (20, 10), "RGB")
     red, green, _ = made.getpixel((3, 3))  # type: ignore[misc]
     assert red > 240 > 20 > green
@@ -73,7 +90,7 @@ def test_what_is_not_pixels_does_not_pass() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # it lies on its side
     for data, size in ((picture(pnginfo=notes), (20, 10)), (picture("jpeg", exif=exif), (10, 20))):
-        made = asyncio.run(decoded(data, LIMITS))
+        made = decoded(data, LIMITS)
         assert Image.open(io.BytesIO(made)).size == size
         assert b"where" not in made
         assert b"exif" not in made.lower()
@@ -105,12 +122,11 @@ def test_the_kernel_bounds_what_the_decoder_takes() -> None:
     large = png(5000, 5000, b"\0" * 5000 * 5001)
     assert len(large) < 30_000
     enough = replace(LIMITS, pixels=10**8)
-    assert asyncio.run(decoded(large, enough))
+    assert decoded(large, enough)
     assert "not decode" in refusal(large, replace(enough, decode_memory=2**27)).message
     begun = time.monotonic()
     assert "too long" in refusal(large, replace(enough, decode_seconds=0.01)).message
     assert time.monotonic() - begun < 10
-    assert refusal(b"x" * 100_001).status == 413
 
 
 def test_a_picture_in_json_and_in_a_form_is_the_same(url: str, engine: Fake) -> None:
@@ -174,6 +190,28 @@ def test_a_body_that_says_it_is_too_large_is_not_read(url: str) -> None:
     answer = raw(url, HEAD + b"Content-Length: 200001\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 413")
     assert b'"input_too_large"' in answer
+
+
+@pytest.mark.parametrize("declared", [True, False])
+def test_asynchronous_client_is_told_that_its_body_is_too_large(url: str, declared: bool) -> None:
+    """Its transport drops what it has received when the server closes before all is sent."""
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(200):
+            yield b"x" * 100_000
+
+    async def post() -> httpx.Response:
+        body = b"x" * 20_000_000 if declared else chunks()
+        async with httpx.AsyncClient(timeout=60, headers={"content-type": "application/json"}) as http:
+            return await http.post(f"{url}/v1/videos", content=body)
+
+    answer = asyncio.run(post())
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "input_too_large")
+
+
+def test_a_client_that_expects_100_continue_sends_no_body_that_is_too_large(url: str) -> None:
+    answer = raw(url, HEAD + b"Content-Length: 200001\r\nExpect: 100-continue\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 413")
 
 
 def test_a_body_that_does_not_say_so_is_counted(url: str) -> None:

@@ -1,43 +1,47 @@
-"""Agent: starts the ranks of one machine by torch's elastic launcher, and starts them again when one is lost.
+"""Agent: starts the ranks of one machine, and starts all of them again when one is lost.
 
-    python -m weft.serve.agent < its `Orders` as a line of JSON
+    python -m weft.serve.agent < its `AgentConfig` as a line of JSON
 
-It ends, with its ranks, when its standard input ends: that is, with the server, however that went.
+It ends, with its ranks, when its standard input ends: that is, with the server, however that went. It opens
+no port; ranks are forked from a process that has torch in it already, by a unix socket in a 0700 folder.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
-import tempfile
-import threading
+import time
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from multiprocessing import connection
+from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 from weft.core.errors import CommError
-from weft.run.launch import Machines, usable_cores
-from weft.serve.channel import Channel
+from weft.run import network
+from weft.run.launch import usable_cores
+from weft.run.scratch import use_for_multiprocessing
+from weft.run.secure import connect
 from weft.serve.errors import words
 
-FOR_EVER = 10**9
-GRACE_SECONDS = 2
-LOOK_SECONDS = 0.05  # between looks at the ranks: a lost one is noticed so soon
+GRACE_SECONDS = 2.0
+RESTART_SECONDS = 0.5
+"""Between two starts: ranks that cannot even start must not keep the machine busy."""
 PRELOAD = ["torch", "torch.distributed", "weft.serve.rank"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Orders:
+class AgentConfig:
     """What the server tells an agent; the token is in no command line and no environment."""
 
-    host: str
-    port: int
+    address: tuple[str, int] | str
+    """Of the server: (host, port), or the path of a unix socket."""
     token: str
     model: str
     ranks: int
@@ -46,22 +50,22 @@ class Orders:
     """Of `weft.serve.rank.main`."""
     nodes: int = 1
     node: int = 0
-    master: str = ""
+    interface: str = network.LOOPBACK
 
 
-def start(orders: Orders) -> subprocess.Popen[bytes]:
-    """A process for `end`; if it ends before, who looks after it starts another."""
+def start(config: AgentConfig) -> subprocess.Popen[bytes]:
+    """Start an agent for `end`; if it ends before that, start another."""
     command = [sys.executable, "-m", "weft.serve.agent"]
     agent = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     assert agent.stdin is not None
     with suppress(BrokenPipeError):
-        agent.stdin.write(json.dumps(asdict(orders)).encode() + b"\n")
+        agent.stdin.write(json.dumps(asdict(config)).encode() + b"\n")
         agent.stdin.flush()
     return agent
 
 
 def end(agent: subprocess.Popen[bytes], seconds: float = 5.0) -> None:
-    """With its ranks; those that take longer are killed."""
+    """End an agent with its ranks; those that take longer are killed."""
     assert agent.stdin is not None
     with suppress(OSError):
         agent.stdin.close()
@@ -73,66 +77,83 @@ def end(agent: subprocess.Popen[bytes], seconds: float = 5.0) -> None:
 
 
 def kill(agent: subprocess.Popen[bytes]) -> None:
-    """With its ranks, which it has no time to end."""
+    """Kill an agent and its ranks, which are in its session."""
     with suppress(ProcessLookupError):
         os.killpg(agent.pid, signal.SIGKILL)
 
 
 def main() -> None:
-    orders = Orders(**json.loads(sys.stdin.buffer.readline()))
-    threading.Thread(target=_leave_with_the_server, daemon=True).start()
-    logging.disable(logging.CRITICAL)  # ranks tell themselves why they end
-    # Children of a server that has torch in it already start in tenths of a second.
-    multiprocessing.set_forkserver_preload(PRELOAD)
-    threads = max(1, usable_cores() // orders.ranks)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    machines = Machines(count=orders.nodes, this=orders.node, master=orders.master)
+    plain = json.loads(sys.stdin.buffer.readline())
+    address = plain["address"]
+    config = AgentConfig(**{**plain, "address": address if isinstance(address, str) else tuple(address)})
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    usual = {"OMP_NUM_THREADS": str(max(1, usable_cores() // config.ranks))}
+    usual |= network.environment(config.interface)
+    for name, value in usual.items():
+        os.environ.setdefault(name, value)
     try:
-        with tempfile.TemporaryDirectory(prefix="weft-serve-") as directory:
-            _launch(orders, machines, directory)
+        use_for_multiprocessing()
+        multiprocessing.set_forkserver_preload(PRELOAD)
+        _supervise(config)
     except Exception as error:
-        _tell((orders.host, orders.port), orders.token, None, error)
+        _report(config, None, error)
         raise
 
 
-def _launch(orders: Orders, machines: Machines, directory: str) -> None:
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.launcher.api import elastic_launch
+def _supervise(config: AgentConfig) -> None:
+    """Run generations of ranks until standard input ends."""
+    context = multiprocessing.get_context("forkserver")
+    while True:
+        began = time.monotonic()
+        ranks = [context.Process(target=_rank, args=(config, local)) for local in range(config.ranks)]
+        try:
+            for rank in ranks:
+                rank.start()
+            # Not sys.stdin: whoever holds its lock when Python ends makes that end a crash.
+            ready = connection.wait([0, *(rank.sentinel for rank in ranks)])
+            is_over = 0 in ready and not os.read(0, 4096)
+        finally:
+            _end_ranks(ranks)
+        wait = max(0.0, began + RESTART_SECONDS - time.monotonic())
+        if is_over or (0 in connection.wait([0], timeout=wait) and not os.read(0, 4096)):
+            return
 
-    from weft.run.launch import config_of
 
-    config = config_of(orders.ranks, machines, directory, GRACE_SECONDS)
-    config.max_restarts, config.monitor_interval = FOR_EVER, LOOK_SECONDS
-    config.start_method = "forkserver"
-    try:
-        elastic_launch(config, _rank)((orders.host, orders.port), orders.token, orders.model, orders.options)
-    except SignalException:
-        return  # it was told to
+def _end_ranks(ranks: Sequence[ForkServerProcess]) -> None:
+    started = [rank for rank in ranks if rank.pid is not None]
+    for rank in started:
+        rank.terminate()
+    until = time.monotonic() + GRACE_SECONDS
+    for rank in started:
+        rank.join(max(0.0, until - time.monotonic()))
+        if rank.is_alive():
+            rank.kill()
+            rank.join()
+        rank.close()
 
 
-def _rank(address: tuple[str, int], token: str, model: str, options: dict[str, Any]) -> None:
+def _rank(config: AgentConfig, local: int) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    number = config.node * config.ranks + local
+    os.environ |= {
+        "RANK": str(number), "WORLD_SIZE": str(config.ranks * config.nodes), "LOCAL_RANK": str(local),
+        "LOCAL_WORLD_SIZE": str(config.ranks), "GROUP_RANK": str(config.node),
+    }  # fmt: skip
     try:
         from weft.serve.rank import main
     except BaseException as error:
-        traceback.print_exc()  # the launcher keeps it to itself
-        # Else `weft.run.world` reads this, but that may be what cannot be imported.
-        _tell(address, token, int(os.environ["RANK"]), error)
+        traceback.print_exc()
+        _report(config, number, error)
         raise
-    main(address, token, model, options)
+    main(config.address, config.token, config.model, config.options)
 
 
-def _tell(address: tuple[str, int], token: str, rank: int | None, error: BaseException) -> None:
-    """The server, why a rank, or none that this agent starts, will say hello."""
+def _report(config: AgentConfig, rank: int | None, error: BaseException) -> None:
+    """Tell the server why a rank, or any that this agent starts, will not say hello."""
     with suppress(CommError):
-        channel = Channel.connect(*address, token)
+        channel = connect(config.address, config.token, "rank")
         channel.send({"told": "failed", "rank": rank, "message": words(error)})
         channel.close()
-
-
-def _leave_with_the_server() -> None:
-    while os.read(0, 4096):  # not sys.stdin: who holds its lock when Python ends makes that end a crash
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 if __name__ == "__main__":

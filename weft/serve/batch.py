@@ -28,6 +28,8 @@ class Batch:
     writer: int | None = None
     """The rank that writes its files, when all steps are done and its ranks are free for others."""
     stopping: bool = False
+    dropped: float | None = None
+    """When its last job was cancelled or deleted while it ran."""
     sign: float = field(default_factory=time.monotonic)
     """When it was last heard of."""
     told: dict[str, Any] = field(default_factory=dict)

@@ -15,9 +15,11 @@ import json
 import os
 import re
 import shutil
+import tempfile
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -26,12 +28,16 @@ from weft.core import units
 from weft.core.errors import InputError
 from weft.core.files import whole, writing
 from weft.serve.jobs import Job, checked_id, is_id
+from weft.serve.reserve import DiskFull, Reserve, is_full
+from weft.serve.spool import SpoolFile
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _MORE_ROOM = "Delete some jobs, wait until some expire, or serve with a larger quota."
+SPOOL_SHARE = 0.25
+"""Of the quota, for uploads that are under way."""
 
 
-class DiskFull(InputError):  # noqa: N818 - nothing is broken: there is no room now
+class OverQuota(DiskFull):
     """A file that does not fit in the quota."""
 
 
@@ -45,19 +51,25 @@ class State:
 
 
 class Disk:
-    """The files below `folder`, at most `quota` bytes; any thread may call it, one per file."""
+    """The files below `folder`, at most `quota` bytes; any thread may call it, one per file.
 
-    def __init__(self, folder: Path, quota: int) -> None:
+    reserve   disk space that no file takes, if there is one.
+    """
+
+    def __init__(self, folder: Path, quota: int, reserve: Reserve | None = None) -> None:
         if quota < 1:
             raise InputError(f"quota={quota} leaves no room for a result.", hint="It is in bytes, 1 or more.")
-        self.quota = quota
+        self.quota, self._reserve, self._spooled = quota, reserve, 0
         self._folder, self._states = folder, folder / "states"
         self._lock = threading.Lock()
         self._removed = count()
         with writing(folder, hint="Serve from another folder."):
-            self._states.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._states.mkdir(mode=0o700, exist_ok=True)
             for gone in folder.glob(".gone.*"):
                 shutil.rmtree(gone, ignore_errors=True)
+            for upload in folder.glob(".upload.*"):
+                upload.unlink()
             self._used = sum(map(_tidied, [*self._folders(), self._states]))
         self._state_of = self._found_states()
         self._drop_unused(*self._states.iterdir())
@@ -82,22 +94,70 @@ class Disk:
     def write(self, id: str, name: str, data: bytes) -> Path:
         """On the disk when it returns; raises DiskFull where the quota does not allow it."""
         path = self.path(id, name)
-        with self._lock:
-            if self._used + len(data) > self.quota:
-                full = f"{units.size(self._used)} of {units.size(self.quota)} are used"
-                raise DiskFull(f"{name} needs {units.size(len(data))} but {full}.", hint=_MORE_ROOM)
-            self._used += len(data)
+        self.claim(len(data), name)
         try:
-            with writing(path, hint=_MORE_ROOM):
-                if not path.parent.is_dir():
-                    path.parent.mkdir(mode=0o700, exist_ok=True)
-                    _sync(self._folder)
+            with self._putting(path, len(data)):
                 old = _replace(path, data, durable=True)
         except BaseException:
-            self._count(-len(data))
+            self.claim(-len(data))
             raise
-        self._count(-old)
+        self.claim(-old)
         return path
+
+    def move(self, id: str, name: str, upload: SpoolFile) -> None:
+        """Make an upload the file `name` of a job; it is counted already."""
+        path = self.path(id, name)
+        with self._putting(path, 0):
+            os.fsync(upload.file.fileno())
+            upload.path.replace(path)
+            _sync(path.parent)
+        upload.file.close()
+        with self._lock:
+            self._spooled -= upload.size
+        upload.size = 0  # the job's from now on
+
+    def spool(self) -> SpoolFile:
+        """A file for an upload, which counts as a job's do; it is removed when it is closed."""
+        with self._putting(self._folder, 0):
+            handle, name = tempfile.mkstemp(prefix=".upload.", dir=self._folder)
+        return SpoolFile(Path(name), os.fdopen(handle, "w+b", buffering=0), self._claim_spooled)
+
+    def _claim_spooled(self, size: int) -> None:
+        """Uploads that are under way leave most of the quota to results."""
+        with self._lock:
+            if size > 0 and self._spooled + size > self.quota * SPOOL_SHARE:
+                raise OverQuota("Too many uploads are under way.", hint="Send it again later.")
+            self._spooled += size
+        try:
+            self.claim(size)
+        except OverQuota:
+            with self._lock:
+                self._spooled -= size
+            raise
+
+    def claim(self, size: int, name: str = "It") -> None:
+        """Count bytes that come, unless the quota has no room for them, or (less than 0) that are gone."""
+        with self._lock:
+            if size > 0 and self._used + size > self.quota:
+                full = f"{units.size(self._used)} of {units.size(self.quota)} are used"
+                raise OverQuota(f"{name} needs {units.size(size)} but {full}.", hint=_MORE_ROOM)
+            self._used += size
+
+    @contextmanager
+    def _putting(self, path: Path, size: int) -> Generator[None]:
+        """Where a file of `size` bytes is put; raises DiskFull where the disk has no room for it."""
+        if self._reserve is not None and not self._reserve.fits(size):
+            raise DiskFull(f"{path.name} needs {units.size(size)}; the disk is full.", hint=_MORE_ROOM)
+        try:
+            with writing(path, hint=_MORE_ROOM):
+                if path.parent != self._states and not path.parent.is_dir():
+                    path.parent.mkdir(mode=0o700, exist_ok=True)
+                    _sync(self._folder)
+                yield
+        except InputError as error:
+            if is_full(error.__cause__ or error):
+                raise DiskFull(error.message, hint=_MORE_ROOM) from error
+            raise
 
     def read(self, id: str, name: str) -> bytes:
         return self.path(id, name).read_bytes()
@@ -113,21 +173,25 @@ class Disk:
             self.of(id).rename(gone)
         except FileNotFoundError:
             return
-        self._count(-sum(file.stat().st_size for file in gone.iterdir() if file.name[0] != "."))
+        except OSError as error:  # a name takes room too
+            if not is_full(error):
+                raise
+            gone = self.of(id)
+        self.claim(-sum(file.stat().st_size for file in gone.iterdir() if file.name[0] != "."))
         shutil.rmtree(gone, ignore_errors=True)
 
     def save_state(self, ids: Sequence[str], step: int, data: bytes) -> None:
-        """Takes the place of the state before it. Never refused: it is what makes a loss cheap.
+        """Takes the place of the state before it, whatever the quota: it is what makes a loss cheap.
 
         Not synced either: a machine that stops may cost a state, whose checksum then tells, but no job.
         """
         path = self._states / checked_id(ids[0])
         about = {"jobs": [checked_id(id) for id in ids], "step": step, "checksum": zlib.crc32(data)}
         head = json.dumps(about).encode() + b"\n"
-        with writing(path, hint=_MORE_ROOM):
+        with self._putting(path, len(head) + len(data)):
             old = _replace(path, head, data, durable=False)
-        self._count(len(head) + len(data) - old)
         with self._lock:
+            self._used += len(head) + len(data) - old
             before = [self._state_of.get(id) for id in ids]
             self._state_of |= dict.fromkeys(ids, path)
         self._drop_unused(*before)
@@ -153,10 +217,6 @@ class Disk:
             found = job(id)
             if found is None or not found.active:
                 self.drop_state(id)
-
-    def _count(self, change: int) -> None:
-        with self._lock:
-            self._used += change
 
     def _folders(self) -> Iterator[Path]:
         return (p for p in self._folder.iterdir() if is_id(p.name) and p.is_dir() and not p.is_symlink())

@@ -6,22 +6,26 @@ anywhere. One thread, the engine's, owns all of this.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 from weft.core.errors import InputError
+from weft.serve.admission import Admission
 from weft.serve.batch import Batch
-from weft.serve.disk import Disk
+from weft.serve.disk import Disk, State
 from weft.serve.jobs import Failure, Job
 from weft.serve.latency import Latency
+from weft.serve.outcomes import Outcome, Outcomes
+from weft.serve.reserve import DiskFull
 from weft.serve.store import Store
 from weft.serve.tasks import Grant, Policy, Task
 
-NO_STEPS = ("encode", "decode", "media")
-PATIENCE = 60.0
-SLOW = 20.0
-"""A batch without a word for so many seconds, or so many times what a step or its end take, is stuck."""
+log = logging.getLogger("weft.serve")
+OF_BATCH = ("encode", "decode")
+"""Timings that all jobs of a batch share; each has a file of its own."""
 
 
 class Send(Protocol):
@@ -38,12 +42,21 @@ class Dispatch:
         self.world, self.policy, self.store, self.disk = world, policy, store, disk
         self.send, self.tell, self.keep = send, tell, keep
         self.latency: Latency | None = None
+        self.admission: Admission | None = None
         self.waiting: dict[str, Job] = {}
         self.batches: dict[str, Batch] = {}
+        self.outcomes = Outcomes(store, disk, tell, keep=keep)
+        self.replaced: dict[str, float] = {}
+        """Cancelled batches whose ranks were replaced, and when; see `weft.serve.watchdog`."""
+        self._is_saving = True
 
     def add(self, job: Job) -> None:
         """A job to make; one that a server before us began goes on where it was."""
-        if job.id in self.waiting or any(job.id in batch.jobs for batch in self.batches.values()):
+        if (
+            job.id in self.outcomes
+            or job.id in self.waiting
+            or any(job.id in batch.jobs for batch in self.batches.values())
+        ):
             return
         known = self.store.get(job.id)
         if known is None or not known.active:
@@ -57,14 +70,16 @@ class Dispatch:
             batch.jobs.append(job.id)
 
     def drop(self, id: str) -> None:
-        """Nobody wants it any more; a batch without jobs stops at the end of its step."""
+        """Remove a job; a batch without jobs stops at the end of its step, or see `weft.serve.watchdog`."""
         self.waiting.pop(id, None)
+        self.outcomes.drop(id)
         for batch in list(self.batches.values()):
             if id in batch.jobs:
                 batch.jobs.remove(id)
                 if not batch.jobs and not batch.ranks:
                     self._forget(batch)
                 elif not batch.jobs:
+                    batch.dropped = time.monotonic()
                     self._stop(batch)
 
     def tasks(self) -> list[Task]:
@@ -80,7 +95,7 @@ class Dispatch:
         """Stop what should be elsewhere, start what has its ranks free; the rest comes when they are."""
         if self.latency is None:
             return
-        runs = self.policy(self.tasks(), time.time(), self.world, self.latency)
+        runs = self.policy(self.tasks(), time.time(), self.world, self.admission or self.latency)
         wanted = {run.tasks[0]: run.ranks for run in runs}
         busy: set[int] = set()
         for batch in self.batches.values():
@@ -107,54 +122,58 @@ class Dispatch:
         }  # fmt: skip
         hears[said["told"]](batch, said, blob)
 
-    def lost(self) -> None:
-        """All ranks are gone: what ran waits, at the step that was saved last; or has failed too often."""
+    def lost(self, *, blamed: bool = True) -> None:
+        """All ranks are gone: what ran waits, at the step that was saved last; or has failed too often.
+
+        Jobs are not `blamed` for ranks that the server itself has replaced.
+        """
         for batch in list(self.batches.values()):
             if batch.leader is None:
                 continue
             batch.ranks, batch.writer, batch.stopping = (), None, False
-            saved = self.disk.state(batch.jobs[0]) if batch.jobs else None
+            saved = self._saved(batch)
             batch.step = saved.step if saved else 0
             for id in list(batch.jobs):
-                job = self.store.lost(id, expires=time.time() + self.keep)
+                try:
+                    job = self.store.lost(id, expires=time.time() + self.keep, blamed=blamed)
+                except DiskFull:  # only the count of losses is lost
+                    continue
                 if job is None or not job.active:
                     batch.jobs.remove(id)
                     self.tell("job_ended", id, job=job)
             if not batch.jobs:
                 self._forget(batch)
 
-    def stuck(self) -> tuple[int, str] | None:
-        """The leader and the id of a batch whose ranks run but do not get on."""
-        for batch in self.batches.values():
-            if batch.leader is not None and self.latency is not None:
-                jobs, fixed = max(1, len(batch.jobs)), self.latency.fixed(batch.shape)
-                left = batch.step < batch.shape.steps  # else it is decoded, where a step may not fit
-                step = self.latency.step(batch.shape, len(batch.ranks), jobs) if left else 0.0
-                if time.monotonic() - batch.sign > max(PATIENCE, SLOW * step, SLOW * jobs * fixed):
-                    return batch.leader, batch.id
-        return None
-
     def _gather(self, run: Grant) -> Batch:
-        """Those that the model can make in one call with the first; others come next time."""
+        """Those that the model can make in one call with the first, in time; others come next time."""
         first = self.waiting[run.tasks[0]]
         rest = [self.waiting[id] for id in run.tasks[1:]]
         together = [job for job in rest if not first.asked.image and self._kind(job) == self._kind(first)]
+        shape, bound = first.asked.shape, self.admission
+        while together and bound and bound.exceeds_step(shape, len(run.ranks), 1 + len(together)):
+            together.pop()
         batch = Batch.of([self.waiting.pop(job.id) for job in (first, *together)])
         self.batches[batch.id] = batch
         return batch
 
     def _kind(self, job: Job) -> list[Any]:
         assert self.latency is not None
+        if not self.latency.facts.get("batches", True):
+            return [job.id]
         names = ("kind", "image", *self.latency.facts.get("alike", ()))
         return [getattr(job.asked, name) for name in names]
 
     def _start(self, batch: Batch, ranks: Sequence[int]) -> None:
         batch.ranks, batch.stopping, batch.sign = tuple(ranks), False, time.monotonic()
-        jobs = self._jobs(batch)
+        try:
+            jobs = self._jobs(batch)
+        except DiskFull:
+            batch.ranks = ()
+            return
         if not batch.jobs:
             self._forget(batch)
             return
-        saved = self.disk.state(batch.jobs[0]) if batch.step else None
+        saved = self._saved(batch) if batch.step else None
         batch.step = saved.step if saved else 0  # from the start, if nothing was saved: the same result
         try:
             pictures = [self.disk.read(job.id, job.asked.image) if job.asked.image else b"" for job in jobs]
@@ -200,9 +219,11 @@ class Dispatch:
         if blob:
             self._save(batch, batch.step, blob)
         if self.latency is not None:
-            self.latency.observe(batch.shape, len(batch.ranks), max(1, len(batch.jobs)), said["seconds"])
-        for id in batch.jobs:
-            self.store.step(id, batch.step, {})
+            jobs, steps = len(batch.members), int(said.get("steps", 1))  # also of jobs that were dropped
+            self.latency.observe(batch.shape, len(batch.ranks), jobs, said["seconds"], steps=steps)
+        with suppress(DiskFull):  # a later step tells as much
+            for id in batch.jobs:
+                self.store.step(id, batch.step, {})
         about = {name: value for name, value in said.items() if name not in ("told", "batch")}
         self.tell("step", batch.id, jobs=tuple(batch.jobs), ranks=batch.ranks, **about)
 
@@ -229,20 +250,13 @@ class Dispatch:
         id = said["job"]
         if id not in batch.jobs:
             return  # deleted, or made before a loss
-        expires = time.time() + self.keep
-        try:
-            self.disk.write(id, said["name"], blob)
-        except InputError as error:
-            job = self.store.fail(id, Failure(code="disk_full", message=str(error)), expires=expires)
-        else:
-            job = self.store.complete(id, said["name"], len(blob), said["timings"], expires)
-        if job is None:
-            self.disk.remove(id)  # it was cancelled or deleted meanwhile
         if self.latency is not None:
             took = said["timings"]
-            self.latency.observe_fixed(batch.shape, sum(took.get(name, 0.0) for name in NO_STEPS))
+            shared = sum(took.get(name, 0.0) for name in OF_BATCH) / len(batch.members)
+            self.latency.observe_fixed(batch.shape, shared + took.get("media", 0.0))
         batch.jobs.remove(id)
-        self.tell("job_ended", id, job=job, about=said.get("about", {}))
+        about = said.get("about", {})
+        self.outcomes.add(Outcome(id, name=said["name"], data=blob, timings=said["timings"], about=about))
 
     def _done(self, batch: Batch, said: dict[str, Any], blob: bytes) -> None:  # noqa: ARG002
         self._forget(batch)
@@ -250,14 +264,29 @@ class Dispatch:
     def _failed(self, batch: Batch, said: dict[str, Any], blob: bytes) -> None:  # noqa: ARG002
         failure = Failure(code=str(said["code"]), message=str(said["message"]))
         for id in batch.jobs:
-            job = self.store.fail(id, failure, expires=time.time() + self.keep)
-            self.tell("job_ended", id, job=job)
+            self.outcomes.add(Outcome(id, failure))
         self._forget(batch)
 
     def _save(self, batch: Batch, step: int, blob: bytes) -> None:
-        self.disk.save_state(batch.members, step=step, data=blob)
+        """A state that cannot be written costs steps if the ranks are lost, and nothing else."""
+        try:
+            self.disk.save_state(batch.members, step=step, data=blob)
+        except InputError as error:
+            if self._is_saving:
+                log.warning("states are not saved", extra={"why": str(error)})
+            self._is_saving = False
+        else:
+            self.replaced: dict[str, float] = {}
+        """Cancelled batches whose ranks were replaced, and when; see `weft.serve.watchdog`."""
+        self._is_saving = True
+
+    def _saved(self, batch: Batch) -> State | None:
+        """The last state of the batch; one of other members, from before a save failed, is of no use."""
+        saved = self.disk.state(batch.jobs[0]) if batch.jobs else None
+        return saved if saved and saved.jobs == batch.members else None
 
     def _forget(self, batch: Batch) -> None:
         del self.batches[batch.id]
         for id in batch.members:
-            self.disk.drop_state(id)
+            if id not in self.outcomes:
+                self.disk.drop_state(id)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import queue
-import sqlite3
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,17 +20,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from weft.core.topology import Topology
-from weft.serve.disk import Disk, DiskFull
+from weft.serve.admission import Admission
+from weft.serve.disk import Disk
 from weft.serve.dispatch import Dispatch
-from weft.serve.errors import Refused
-from weft.serve.jobs import TYPES, Asked, Failure, Job, Kind, Shape
-from weft.serve.latency import Latency
+from weft.serve.errors import Refused, disk_full, without_paths
+from weft.serve.jobs import TYPES, Asked, Failure, Job, Kind
+from weft.serve.outcomes import Outcome
 from weft.serve.ranks import Ranks
+from weft.serve.reserve import DiskFull
 from weft.serve.scheduler import POLICIES
 from weft.serve.settings import Settings
+from weft.serve.spool import SpoolFile
 from weft.serve.store import KeyReused, Store
 from weft.serve.watch import Live, Watch
+from weft.serve.watchdog import overdue
 
 log = logging.getLogger("weft.serve")
 TICK = 0.5
@@ -52,24 +54,25 @@ class Engine:
         self.restarts = 0
         self.on_event: list[Callable[[str, dict[str, Any]], None]] = []
         self.store = Store(settings.folder)
-        self.disk = Disk(settings.folder / "jobs", quota=settings.quota)
+        self.disk = Disk(settings.folder / "jobs", quota=settings.quota, reserve=self.store.reserve)
         self.disk.sweep(self.store.get)
         self.events: queue.Queue[Any] = queue.Queue()
-        world = settings.ranks * settings.nodes
-        self.ranks = Ranks(world, settings.orders, self.events, settings.token)
+        self.ranks = Ranks(settings.world, settings.agent, self.events, settings.nodes)
         self.watch = Watch()
         self.dispatch = Dispatch(
-            world, POLICIES[settings.policy], self.store, self.disk, self.ranks.send, self._told,
+            settings.world, POLICIES[settings.policy], self.store, self.disk, self.ranks.send, self._told,
             keep=settings.keep,
         )  # fmt: skip
         self._draining = self._ended = False
+        self._blameless = ""
+        """The reason of the last loss of ranks that no job is blamed for."""
         self.began = time.time()
         self._thread = threading.Thread(target=self._loop, name="weft-engine", daemon=True)
 
     def start(self) -> None:
         for job in self.store.active():
             self.dispatch.add(job)
-        self.ranks.start(self.settings.host, self.settings.port)
+        self.ranks.start()
         self._thread.start()
 
     def drain(self, seconds: float) -> None:
@@ -77,7 +80,7 @@ class Engine:
         self._draining = True
         until = time.monotonic() + seconds
         while time.monotonic() < until and any(
-            batch.leader is not None for batch in list(self.dispatch.batches.values())
+            batch.leader is not None and batch.jobs for batch in list(self.dispatch.batches.values())
         ):
             time.sleep(0.05)
 
@@ -97,13 +100,21 @@ class Engine:
         return "ok" if self.facts and self.ranks.is_ready else "starting"
 
     @property
+    def admission(self) -> Admission | None:
+        """None until the model is loaded."""
+        return self.dispatch.admission
+
+    @property
     def trouble(self) -> str:
-        """Why ranks are not ready, as far as they told."""
-        return self.ranks.trouble
+        """Why ranks are not ready, as far as they told and clients may know."""
+        return self._public(self.ranks.trouble or self.ranks.refusal)
+
+    def _public(self, text: str) -> str:
+        return without_paths(text, self.settings.model, self.settings.folder)
 
     def submit(
         self, asked: Asked, *, priority: int = 0, deadline: float | None = None, key: str | None = None,
-        body: bytes = b"", image: bytes | None = None,
+        body: bytes = b"", image: SpoolFile | None = None,
     ) -> Job:  # fmt: skip
         """A queued job, on the disk; or the earlier one of the same key."""
         if (latency := self.dispatch.latency) is None:
@@ -112,18 +123,22 @@ class Engine:
         asked = replace(asked, image=PICTURE if image else None)
 
         def before(id: str) -> None:  # not of a request that came before: that has its place
-            self._admit(asked, latency)
+            self._admit(asked)
             if image:
-                self.disk.write(id, PICTURE, image)
+                self.disk.move(id, PICTURE, image)
+                moved.append(id)
 
+        moved: list[str] = []
         try:
             job = self.store.create(
                 asked, priority=priority, deadline=time.time() + seconds, key=key, body=body, before=before
             )
         except KeyReused as error:
             raise Refused(409, "idempotency_key_reused", str(error), param="Idempotency-Key") from error
-        except (DiskFull, sqlite3.OperationalError) as error:
-            raise self._full() from error
+        except DiskFull as error:
+            for id in moved:
+                self.disk.remove(id)
+            raise disk_full() from error
         self.events.put(("add", job))
         return job
 
@@ -134,18 +149,26 @@ class Engine:
         return self.store.page(kind, limit=limit, order=order, after=after)
 
     def cancel(self, id: str) -> None:
-        """It fails at once; its ranks are free at the end of the step."""
+        """It fails at once; its ranks are free at the end of the step, or replaced if that is far."""
         self._fail(id, Failure(code="cancelled", message="It was cancelled."))
 
     def _fail(self, id: str, failure: Failure) -> None:
-        job = self.store.fail(id, failure, expires=time.time() + self.settings.keep)
+        try:
+            job = self.store.fail(id, failure, expires=time.time() + self.settings.keep)
+        except DiskFull:  # held until the disk takes it
+            self.events.put(("failed", id, failure))
+            return
         if job is not None:
             self._told("job_ended", id, job=job)
             self.events.put(("drop", id))
 
     def cancel_and_delete(self, id: str) -> bool:
         self.cancel(id)
-        gone = self.store.delete(id)
+        try:
+            gone = self.store.delete(id)
+        except DiskFull:
+            self.disk.remove(id)  # the room of its files is enough for the database
+            gone = self.store.delete(id)
         if gone is not None:
             self.disk.remove(id)
             self.watch.changed(id)
@@ -164,49 +187,43 @@ class Engine:
         return self.disk.path(id, job.output), TYPES[job.asked.format]
 
     def explain(self, asked: Asked) -> dict[str, Any]:
-        assert self.dispatch.latency is not None
-        return self.dispatch.latency.explain(asked.shape)
+        assert self.admission is not None
+        return self.admission.explain(asked.shape)
 
-    def usual_plan(self) -> dict[str, Any] | None:
-        """Of what is made when nothing is said of sizes."""
-        if self.facts is None or self.dispatch.latency is None:
-            return None
-        said = {name: self.facts[name] for name in ("frames", "height", "width", "steps")}
-        guided = (self.facts["guidance"] or 0) > 1
-        return self.dispatch.latency.explain(Shape(**said, guided=guided))
+    def about(self) -> dict[str, Any]:
+        """What `GET /v1/models` tells of the model: its facts, and what this server admits."""
+        return {**self.facts, **self.admission.to_json()} if self.facts and self.admission else {}
 
     def snapshot(self) -> dict[str, Any]:
         return self.watch.snapshot(self)
 
-    def _admit(self, asked: Asked, latency: Latency) -> None:
-        """Refuse what has no place: in the queue, on the disk, in memory."""
+    def _admit(self, asked: Asked) -> None:
+        """Refuse what has no place: in the queue, on the disk, in memory, in the time that there is."""
         if self._draining:
             raise self._not_now()
-        waiting = self.store.counts()["queued"]
+        waiting = (counts := self.store.counts())["queued"]
         if waiting >= self.settings.queue:
             retry = self.watch.behind() / max(1, self.settings.ranks)
             message = f"{waiting} jobs wait, and no more than {self.settings.queue} may. Try again later."
             raise Refused(429, "queue_full", message, retry=min(120.0, max(1.0, retry)))
         if self.disk.used() >= self.settings.quota:
-            raise self._full()
-        if message := latency.no_room(asked.shape):
-            raise Refused(400, "out_of_memory", message, param="size")
+            raise disk_full()
+        assert self.admission is not None
+        idle = not (waiting or counts["in_progress"])
+        if refused := self.admission.refusal(asked.shape, idle=idle):
+            raise refused
 
-    def _refuse_unfit(self, latency: Latency) -> None:
-        """Jobs that another server took, which had more memory: they would wait for ever."""
+    def _refuse_unfit(self, admission: Admission) -> None:
+        """Fail jobs of the server before this one, which had more memory, other limits or more ranks."""
+        changed = admission.differs_from(self.settings.folder)
         for task in self.dispatch.tasks():
-            if message := latency.no_room(task.shape, task.jobs):
+            if refused := admission.refusal_of_task(task, changed=changed):
                 for id in self.dispatch.batches[task.id].jobs if task.began else (task.id,):
-                    self._fail(id, Failure(code="out_of_memory", message=message))
+                    self._fail(id, Failure(code=refused.code, message=refused.message))
 
     def _not_now(self) -> Refused:
         state = self.status()
         return Refused(503, state, f"The server is {state} and takes no jobs now. Try again later.")
-
-    @staticmethod
-    def _full() -> Refused:
-        message = "The disk space for results is used up. Delete some, or try again when they expire."
-        return Refused(503, "disk_full", message, retry=60)
 
     def _loop(self) -> None:
         looked = decided = 0.0
@@ -218,9 +235,12 @@ class Engine:
                     self._look()
                 if news or now - decided > STEPS:
                     decided = now
-                    if self.ranks.is_ready and not self._draining:
+                    # On a full disk results would only pile up: what runs goes on, nothing is started.
+                    if self.ranks.is_ready and not self._draining and not self.store.reserve.is_full:
                         self.dispatch.schedule()
                     self.watch.publish(self.dispatch)
+            except DiskFull:
+                continue  # the reserve has logged it
             except Exception:  # whatever it is, other jobs go on
                 log.exception("An event could not be dealt with.")
 
@@ -240,28 +260,34 @@ class Engine:
             self.dispatch.add(said[0])
         elif what == "drop":
             self.dispatch.drop(said[0])
+        elif what == "failed":
+            self.dispatch.drop(said[0])
+            self.dispatch.outcomes.add(Outcome(*said))
         elif what == "rank":
+            if said[1]["told"] == "failed":  # clients are told no path; the log has all of it
+                log.warning("a batch failed", extra={"why": said[1]["message"]})
+                said[1]["message"] = self._public(str(said[1]["message"]))
             self.dispatch.hear(*said[1:])
         elif what == "ready":
             if self.dispatch.latency is None:
-                topology = replace(Topology.local(self.settings.ranks), machines=self.settings.nodes)
-                mask, limit = self.settings.options.get("mask"), self.ranks.memory
-                latency = Latency(said[0], topology, mask=mask, limit=limit)
-                for pace in said[0].get("paces", ()):  # what warming up took
-                    latency.observe(Shape(**pace["shape"]), pace["ranks"], 1, pace["seconds"])
-                self._refuse_unfit(latency)
-                self.dispatch.latency = latency
+                admission = Admission.of(self.settings, said[0], self.ranks.memory)
+                self._refuse_unfit(admission)
+                self.dispatch.admission, self.dispatch.latency = admission, admission.latency
             self.facts = said[0]  # from now on jobs are taken
         elif what == "lost":
             self.restarts += 1
-            self.dispatch.lost()
+            self.dispatch.lost(blamed=said[0] != self._blameless)
             self._told("restart", "", reason=said[0])
 
     def _look(self) -> None:
-        """What only time brings: silent ranks, stuck batches, results that expire."""
+        """What only time brings: silent ranks, stuck or cancelled batches, room on the disk, expiry."""
         self.ranks.look()
-        if (stuck := self.dispatch.stuck()) is not None:
-            self.ranks.kill(stuck[0], f"batch {stuck[1]} made no step")
+        if self.store.reserve.check() or self.dispatch.outcomes:
+            self.dispatch.outcomes.settle()
+            self.store.reserve.restore(self.dispatch.outcomes.needed)
+        if (found := overdue(self.dispatch)) is not None:
+            self._blameless = self._blameless if found.blamed else found.reason
+            self.ranks.kill(found.leader, found.reason)
         for job in self.store.expired(time.time()):
             self.cancel_and_delete(job.id)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from weft.core.errors import WeftError, nearest_of
@@ -21,13 +23,19 @@ SHOWN = 60
 """Characters of what was given that a message repeats."""
 
 
+# After a letter, a digit or a dot a slash is no root: "and/or", "10 MB/s", "a.b/c".
+_PATH = re.compile(r"(?:file://|(?<![\w./\])}])~?)/[^\s'\"<>|,;:()\[\]{}]+")
+
+
 class Refused(Exception):  # noqa: N818 - a refusal is an answer, not a fault
     """An answer other than what was asked for: its status, a code for programs, a message for people."""
 
     def __init__(
-        self, status: int, code: str, message: str, *, param: str | None = None, retry: float | None = None
-    ) -> None:
+        self, status: int, code: str, message: str, *, param: str | None = None, retry: float | None = None,
+        close: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(status, code, message)
+        self.close = close or status in (408, 413)  # the rest of the body is not read
         self.status, self.code, self.message, self.param = status, code, message, param
         self.retry = AGAIN.get(status) if retry is None else retry
 
@@ -43,14 +51,19 @@ class Refused(Exception):  # noqa: N818 - a refusal is an answer, not a fault
             said["x-should-retry"] = "false"  # OpenAI's clients send these again, to the same end
         if self.status == 401:
             said["WWW-Authenticate"] = "Bearer"
-        if self.status in (408, 413):
-            said["Connection"] = "close"  # the rest of the body is not read
+        if self.close:
+            said["Connection"] = "close"
         return said
 
 
 def by_status(status: int, message: str) -> Refused:
     """A refusal that a framework only gives the status of."""
     return Refused(status, CODES.get(status, "bad_request" if status < 500 else "internal_error"), message)
+
+
+def disk_full() -> Refused:
+    message = "The disk space for results is used up. Delete some, or try again when they expire."
+    return Refused(503, "disk_full", message, retry=60)
 
 
 def invalid(errors: Sequence[Mapping[str, Any]], known: Sequence[str] = ()) -> Refused:
@@ -79,6 +92,16 @@ def shown(given: Any) -> str:
     text = given if isinstance(given, str) else WORDS.get(type(given)) or repr(given)
     text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text[: SHOWN + 1])
     return text if len(text) <= SHOWN else text[:SHOWN] + "…"
+
+
+def without_paths(text: str, *roots: Path) -> str:
+    """An internal error as clients may read it: of each path of this machine only the last name is left.
+
+    roots   paths that are known, and may hold spaces; others are recognized by their form.
+    """
+    for root in sorted(map(str, roots), key=len, reverse=True):
+        text = text.replace(root, f"/{Path(root).name}")
+    return _PATH.sub(lambda found: found[0].rstrip("/").rpartition("/")[2], text)
 
 
 def words(error: BaseException) -> str:

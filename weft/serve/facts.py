@@ -10,7 +10,10 @@ bytes                  of all weights that a rank holds
 takes                  arguments of its pipeline
 needs_image            whether it begins with one
 memory                 bytes that the rank may have, 0 if it does not know; added by the rank
+vocabulary             the words that it was trained on, if they are few
+closed_vocabulary      whether it refuses a prompt with others
 alike                  what jobs of one batch must have in common, beside their shape
+batches                whether jobs may share a batch; not where each must have the bits that it has alone
 """
 
 from __future__ import annotations
@@ -19,11 +22,14 @@ import inspect
 from math import prod
 from typing import Any
 
+import torch
 from torch import nn
 
 from weft.models.adapter import unwrapped
 from weft.models.request import FPS
 from weft.models.video import VideoPipeline
+from weft.models.vocabulary import UNKNOWN
+from weft.models.words import WORDS
 
 SPATIAL = (
     "vae_scale_factor_spatial",
@@ -57,12 +63,17 @@ def facts_of(pipe: Any, name: str) -> dict[str, Any]:
 def _own(pipe: VideoPipeline) -> dict[str, Any]:
     config = pipe.transformer.config
     frames, height, width = config.video
+    own = pipe.vocabulary
     return {
+        "vocabulary": list(WORDS[1:] if own is None else own.words[UNKNOWN + 1 :]),
+        "closed_vocabulary": own is None,
         "kinds": ["video", "image"] if config.pixels else [],
         "frames": frames, "height": height, "width": width,
         "multiple": list(config.patch), "first": 0, "patch": list(config.patch), "guidance": 2.0,
         "heads": config.heads, "head_dim": config.head, "depth": config.depth, "width_model": config.width,
         "text_tokens": config.length, "alike": ["more"], "needs_image": False,
+        # On CPUs equal bits are promised, and a matrix product of more rows rounds otherwise.
+        "batches": torch.cuda.is_available(),
     }  # fmt: skip
 
 

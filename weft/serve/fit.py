@@ -6,6 +6,8 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
+from weft.core.errors import InputError
+from weft.models.words import parse
 from weft.serve.errors import Refused, shown
 from weft.serve.jobs import Asked, Kind
 from weft.serve.wire import ImageAsks, VideoAsks
@@ -39,14 +41,27 @@ def video(asks: VideoAsks, engine: Any, *, image: bool | None = None) -> Asked:
         raise Refused(400, "image_required", message, param="input_reference")
     fps = asks.fps or float(facts["fps"])
     frames = _frames(asks, facts, fps)
-    given = asks.model_fields_set | ({"input_reference"} if image else set())
+    given = _given(asks) | ({"input_reference"} if image else set())
     return _asked("video", asks, engine, given=given, frames=frames, fps=fps, format="mp4")
 
 
 def image(asks: ImageAsks, engine: Any) -> Asked:
     facts = ready(engine)
     rest = {"frames": 1, "fps": float(facts["fps"]), "format": asks.output_format or "png"}
-    return _asked("image", asks, engine, given=asks.model_fields_set, **rest)
+    return _asked("image", asks, engine, given=_given(asks), **rest)
+
+
+def _given(asks: VideoAsks | ImageAsks) -> set[str]:
+    return {field for field in asks.model_fields_set if getattr(asks, field) is not None}
+
+
+def _check_words(asks: VideoAsks | ImageAsks) -> None:
+    """Refuse what the tokenizer of weft's own model would: unknown words, and more than two shapes."""
+    for field in ("prompt", "negative_prompt"):
+        try:
+            parse(getattr(asks, field) or "")
+        except InputError as error:
+            raise Refused(400, "invalid_prompt", str(error), param=field) from error
 
 
 def _asked(kind: Kind, asks: VideoAsks | ImageAsks, engine: Any, *, given: set[str], **rest: Any) -> Asked:
@@ -58,9 +73,11 @@ def _asked(kind: Kind, asks: VideoAsks | ImageAsks, engine: Any, *, given: set[s
         message = f"{engine.name} makes no {kind}s. It makes {' and '.join(facts['kinds'])}s."
         raise Refused(400, "unsupported_combination", message, param="model")
     for field, names in NEEDS.items():
-        if field in given and getattr(asks, field, True) is not None and not {*names} & {*facts["takes"]}:
+        if field in given and not {*names} & {*facts["takes"]}:
             message = f"{engine.name} takes no {field}. Leave it out."
             raise Refused(400, "unsupported_combination", message, param=field)
+    if facts.get("closed_vocabulary"):
+        _check_words(asks)
     width, height = _size(asks.size, facts)
     return Asked(
         kind=kind, model=engine.name, prompt=asks.prompt, negative=asks.negative_prompt,

@@ -28,6 +28,9 @@ from weft.serve.errors import by_status
 
 HEAD_SECONDS = 10.0
 """In which the head of a request must have come, from the connection or the answer before."""
+MAX_IDLE_CONNECTIONS = 256
+"""Connections that wait for the head of a request; one more closes the oldest, or a flood of them would take
+every descriptor. Twice the backlog, so that a head that came with its connection is read before."""
 STUCK_SECONDS = 60
 """A client that takes nothing of an answer for so long is gone."""
 GRACE_SECONDS = 20.0
@@ -76,7 +79,13 @@ class Protocol(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self._idle: dict[Protocol, None] = self.server_state.__dict__.setdefault("idle", {})
         self._expect()
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.conn.their_state is not h11.IDLE:
+            self._idle.pop(self, None)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -84,12 +93,20 @@ class Protocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head.cancel()
+        self._idle.pop(self, None)
         super().connection_lost(exc)
 
     def _expect(self) -> None:
         if hasattr(self, "_head"):
             self._head.cancel()
         self._head = self.loop.call_later(HEAD_SECONDS, self._late)
+        self._idle.pop(self, None)
+        if self.conn.their_state is h11.IDLE:
+            self._idle[self] = None
+        if len(self._idle) > MAX_IDLE_CONNECTIONS:
+            oldest = next(iter(self._idle))
+            del self._idle[oldest]
+            oldest._late()
 
     def _late(self) -> None:
         if self.conn.their_state is h11.IDLE and not self.transport.is_closing():

@@ -17,14 +17,16 @@ from weft.serve import fit, results, wire
 from weft.serve.document import body, errors, events
 from weft.serve.errors import Refused
 from weft.serve.jobs import Job
-from weft.serve.uploads import Limits, Posted, posted
+from weft.serve.limits import Limits
+from weft.serve.middleware import open_stream
+from weft.serve.uploads import Posted, posted
 
 MADE = {200: {"model": wire.Generated, "content": events()[200]["content"]}}
 
 
 def routes(engine: Any, limits: Limits) -> APIRouter:
     router = APIRouter(prefix="/v1/images", tags=["images"])
-    asks = Annotated[Posted[wire.ImageAsks], Depends(posted(wire.ImageAsks, limits))]
+    asks = Annotated[Posted[wire.ImageAsks], Depends(posted(wire.ImageAsks, limits, engine.disk))]
 
     @router.post(
         "/generations", response_model=wire.Generated, openapi_extra=body(wire.ImageAsks),
@@ -33,6 +35,8 @@ def routes(engine: Any, limits: Limits) -> APIRouter:
     async def generate(post: asks, request: Request) -> Any:  # type: ignore[valid-type]
         """Makes `n` pictures, of seeds that follow each other. Who goes away before the end cancels them."""
         key = results.idempotency(request)
+        if post.asks.stream:
+            open_stream(request)
         jobs = await run_in_threadpool(_submitted, engine, post, key)
         headers = {"Cache-Control": "no-store", "X-Job-Id": ",".join(job.id for job in jobs)}
         if post.asks.stream:

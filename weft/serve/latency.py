@@ -1,17 +1,18 @@
-"""How long a step takes and what it holds: predicted from a model's sizes, corrected by what was seen.
+"""Latency model: predict the duration and memory of a denoising step, and correct it with observed steps.
 
 latency = Latency(facts, Topology.local(8))
-latency.step(shape, ranks=4)                # from the planner's closed form, until one was seen
-latency.observe(shape, 4, 1, seconds)       # from then on as seen, and its neighbours in proportion
+latency.step(shape, ranks=4)                # by the planner's closed form, until steps were observed
+latency.observe(shape, 4, 1, seconds)       # from then on as observed, whatever the number of steps
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 from weft.core.errors import InputError
 from weft.core.layout import Layout
@@ -23,20 +24,21 @@ from weft.masks.spec import PRODUCERS, mask_from_spec
 from weft.plan.balanced import Deals
 from weft.plan.choose import candidates
 from weft.serve.jobs import Shape
+from weft.serve.observations import Cost, Observations
 from weft.serve.tasks import sizes
 from weft.simulate.models import Model
 from weft.simulate.whole import AROUND_ATTENTION, AROUND_MLP
 from weft.simulate.whole import step as around
 
-KeyT = TypeVar("KeyT")
-
-NEWS = 0.25  # the weight of the last step seen, in logarithms: one that was ten times too slow counts as 1.8
+STEP_OVERHEAD_SECONDS, FIXED_OVERHEAD_SECONDS = 0.05, 0.5
+"""That kernels, messages and files may take beside the work itself; see `weft.serve.observations`."""
 PIXEL_SECONDS = 1.5e-8  # to decode a pixel (on several ranks) and write it to a file, until it was seen
 SWITCH = 0.1  # seconds to stop a task and have it run elsewhere
 BLOCK = 64
 TOKENS = 2**17
 """Dealing takes time and memory by the token, and clients may ask of any size: larger ones are scaled."""
-WAYS, PREDICTIONS, SEEN = 32, 4096, 64
+MAX_BATCH = 2**16
+WAYS, PREDICTIONS = 32, 4096
 """That are remembered."""
 RULES = ("dense_steps", "dense_layers", "dense_last", "refresh", "recall", "block")
 """Options of a mask that say when it is used; see `weft.models.methods`."""
@@ -53,6 +55,7 @@ class Latency:
         mask: str | None = None,
         limit: float = math.inf,
         switch: float = SWITCH,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`facts` as a rank tells them; `mask` as the server was given it; `limit` is a rank's memory."""
         names = ("heads", "head_dim", "depth", "patch", "text_tokens", "params")
@@ -67,24 +70,31 @@ class Latency:
         self._predict = lru_cache(PREDICTIONS)(self._predict)
         self._ways = lru_cache(WAYS)(self._ways)
         self._density = lru_cache(PREDICTIONS)(self._density)
-        self._seen: dict[tuple[Shape, int, int], float] = {}
-        self._fixed: dict[Shape, float] = {}
+        self._steps = Observations(STEP_OVERHEAD_SECONDS)
+        self._fixed = Observations(FIXED_OVERHEAD_SECONDS)
+        self._estimates: dict[tuple[Shape, int, int], float] = {}
+        """Of steps, since one was last observed."""
+        self._clock = clock
+        self._observed_at = clock()
 
     def step(self, shape: Shape, ranks: int, jobs: int = 1) -> float:
         """Seconds of a denoising step of a batch; `inf` where it does not fit in memory."""
         if self.memory(shape, ranks, jobs) > self.limit:
             return math.inf
-        return self.predicted(shape, ranks, jobs) * self._ratio(shape, ranks, jobs)
+        key, estimates = (_size(shape), ranks, jobs), self._estimates
+        if key not in estimates:  # a schedule asks for the same ones many times
+            cost = Cost(self.predicted(shape, ranks, jobs), ranks)
+            estimates[key] = self._steps.estimate(key, cost)
+        return estimates[key]
 
     def fixed(self, shape: Shape) -> float:
         """Seconds of all that is no step: encoding, decoding and writing the file."""
-        guess = self.predicted_fixed(shape)
-        if not (seen := self._fixed):
-            return guess
-        return guess * seen[min(seen, key=lambda other: abs(math.log(_pixels(other) / _pixels(shape))))]
+        return self._fixed.estimate(_size(shape), Cost(self.predicted_fixed(shape)))
 
     def predicted_fixed(self, shape: Shape) -> float:
-        return PIXEL_SECONDS * _pixels(shape)
+        # An image is the first of as many frames as the model makes at least.
+        least = self.facts.get("first") or self.facts.get("multiple", (1,))[0]
+        return PIXEL_SECONDS * _pixels(shape) * max(1, least // shape.frames)
 
     def alone(self, shape: Shape) -> float:
         """Seconds of a job if it has all ranks that are of use to it."""
@@ -97,16 +107,22 @@ class Latency:
     def sizes(self) -> list[int]:
         return sizes(self.topology.ranks)
 
-    def observe(self, shape: Shape, ranks: int, jobs: int, seconds: float) -> None:
-        """A step took so long."""
-        if seconds > 0:
-            key = shape, ranks, jobs
-            self._seen = _with(self._seen, key, seconds / self.predicted(*key))
+    def observe(
+        self, shape: Shape, ranks: int, jobs: int, seconds: float, *, steps: int = 1, warmup: bool = False
+    ) -> None:
+        """`steps` of a batch took `seconds` each."""
+        self._observed_at = self._clock()
+        cost = Cost(self.predicted(shape, ranks, jobs), ranks)
+        self._steps.add((_size(shape), ranks, jobs), cost, seconds, steps=steps, warmup=warmup)
+        self._estimates = {}
+
+    def seconds_since_observed(self) -> float:
+        """Since a step was last observed."""
+        return self._clock() - self._observed_at
 
     def observe_fixed(self, shape: Shape, seconds: float) -> None:
         """All that is no step took so long."""
-        if seconds > 0:
-            self._fixed = _with(self._fixed, shape, seconds / self.predicted_fixed(shape))
+        self._fixed.add(_size(shape), Cost(self.predicted_fixed(shape)), seconds)
 
     def memory(self, shape: Shape, ranks: int, jobs: int = 1) -> int:
         """Bytes that the fullest rank holds: all weights, one layer's activations, and the decoded pixels."""
@@ -129,7 +145,7 @@ class Latency:
 
     def predicted(self, shape: Shape, ranks: int, jobs: int = 1) -> float:
         """Seconds of a step, from sizes alone."""
-        return self._predict(shape, ranks, jobs)[0]
+        return self._predict(_size(shape), ranks, jobs)[0]
 
     def explain(self, shape: Shape) -> dict[str, Any]:
         """What `GET /v1/plan` shows: the plan, the seconds by number of ranks, and why so many."""
@@ -140,15 +156,15 @@ class Latency:
         cheapest = min(cost, key=lambda ranks: (cost[ranks], ranks))
         density = self._density(self.grid(shape))
         return {
-            "plan": self._predict(shape, best, 1)[1],
+            "plan": self._predict(_size(shape), best, 1)[1],
             "ranks": best,
             "seconds": fits.get(best),  # JSON has no infinity
             "seconds_by_ranks": {str(ranks): seconds for ranks, seconds in fits.items()},
-            "plans_by_ranks": {str(ranks): self._predict(shape, ranks, 1)[1] for ranks in self.sizes},
+            "plans_by_ranks": {str(n): self._predict(_size(shape), n, 1)[1] for n in self.sizes},
             "tokens": math.prod(self.grid(shape)),
             "density": density,
             "memory": self.memory(shape, best),
-            "observed": any(seen == shape for seen, *_ in list(self._seen)),
+            "observed": any((_size(shape), ranks, 1) in self._steps for ranks in self.sizes),
             "reason": _reason(by_ranks, best, cheapest),
         }
 
@@ -166,22 +182,6 @@ class Latency:
 
     def _ways(self, tokens: int, ranks: int) -> _Ways:
         return _Ways(self.model, tokens, part(self.topology, ranks), self._dtype)
-
-    def _ratio(self, shape: Shape, ranks: int, jobs: int) -> float:
-        """Seen over predicted, of what is nearest to it."""
-        key, seen = (shape, ranks, jobs), self._seen
-        if not seen or key in seen:
-            return seen.get(key, 1.0)
-
-        def far(each: tuple[Shape, int, int]) -> tuple[float, ...]:
-            # Ratios of sizes: twice the ranks are as far as twice the tokens.
-            other, m, k = each
-            tokens = [math.prod(self.grid(each)) * (1 + each.guided) for each in (shape, other)]
-            return abs(math.log(tokens[0] / tokens[1])) + abs(math.log(ranks / m)) + abs(
-                math.log(jobs / k)
-            ), m
-
-        return seen[min(seen, key=far)]
 
     def _density(self, grid: Grid) -> float:
         """The share of attention that the mask leaves, over all steps and layers."""
@@ -211,10 +211,15 @@ class _Ways:
 
     def best(self, batch: int, density: float) -> tuple[float, str]:
         """Seconds and the name of the fastest, of a mask whose work is spread evenly."""
-        problem = replace(self.problem, batch=batch * self.scale)
-        work = batch * density * self.scale**2
+        times = batch * self.scale
+        share = min(1.0, MAX_BATCH / times)  # of what is asked for; a problem's size is bounded
+        problem = replace(self.problem, batch=max(1, round(times * share)))
+        work = times * share * density * self.scale
         return min(
-            (way.estimate(problem, self.topology, replace(deal, seconds=deal.seconds * work)), str(way))
+            (
+                way.estimate(problem, self.topology, replace(deal, seconds=deal.seconds * work)) / share,
+                str(way),
+            )
             for way, deal in self.deals
         )
 
@@ -263,15 +268,9 @@ def _pixels(shape: Shape) -> int:
     return shape.frames * shape.height * shape.width
 
 
-def _with(seen: dict[KeyT, float], key: KeyT, new: float) -> dict[KeyT, float]:
-    """What was seen and this, blended with what it was before; the oldest is forgotten.
-
-    A new one, since other threads look at the old.
-    """
-    others = {each: value for each, value in seen.items() if each != key}
-    if len(others) == SEEN:
-        del others[next(iter(others))]
-    return {**others, key: math.exp((1 - NEWS) * math.log(seen.get(key, new)) + NEWS * math.log(new))}
+def _size(shape: Shape) -> Shape:
+    """The same for all numbers of steps: a step takes as long in each."""
+    return replace(shape, steps=1)
 
 
 def _reason(by_ranks: Mapping[int, float], best: int, cheapest: int) -> str:

@@ -28,8 +28,11 @@ from weft.models import checkpoint
 from weft.models.guidance import Halves
 from weft.models.parallelize import parallelize, restore
 from weft.models.resume import remember_prompts
-from weft.run.world import device, meet, place, world_of
-from weft.serve.channel import Channel
+from weft.run.channel import Channel
+from weft.run.listener import Tunnel, listen
+from weft.run.secure import Address, connect
+from weft.run.stores import file_store, open_store, serve_store
+from weft.run.world import device, init_world, machines, place, world_of
 from weft.serve.errors import words
 from weft.serve.facts import facts_of
 from weft.serve.segment import Segment
@@ -41,26 +44,24 @@ BEAT_SECONDS = 1.0
 Leave = Callable[[int], Any]
 
 
-def main(
-    address: tuple[str, int], token: str, model: str, options: dict[str, Any], leave: Leave = os._exit
-) -> None:
+def main(address: Address, token: str, model: str, options: dict[str, Any], leave: Leave = os._exit) -> None:
     """Until the server says that it is the end; options are `name` and those of `weft.parallelize`."""
-    try:
-        channel = Channel.connect(*address, token)
-    except CommError:
-        traceback.print_exc()  # here and below: the launcher keeps it to itself
-        raise
+    channel = connect(address, token, "rank")
     rank, world = place()
     inbox = Inbox(channel, leave)
-    channel.send(
-        {"told": "hello", "rank": rank, "world": world, "pid": os.getpid(), "host": socket.gethostname()}
-    )
+    hello = {"told": "hello", "rank": rank, "world": world, "pid": os.getpid(), "host": socket.gethostname()}
+    served = None
+    if machines() > 1 and rank == 0:
+        with listen(("127.0.0.1", 0)) as listening:
+            served, hello["store"] = serve_store(listening), listening.getsockname()[1]
+    channel.send(hello)
     beat = Beat(channel, rank)
     try:
         said, _ = inbox.next()
         if said["do"] != "join":
             return
-        meet(said["generation"])
+        if world > 1 and not dist.is_initialized():
+            init_world(served or _store(said, world, lambda: connect(address, token, "store")))
         worker = Worker(channel, options, inbox, beat)
         worker.load(Path(model), options.get("name") or Path(model).name)
         channel.send({"told": "ready", "rank": rank, "facts": worker.model.facts})
@@ -76,6 +77,11 @@ def main(
         beat.stop()
         inbox.is_over = True
         channel.close()
+
+
+def _store(join: dict[str, Any], world: int, reach: Callable[[], Channel]) -> Any:
+    """Return the store of this generation: a file, or what rank 0 serves on its machine's loopback."""
+    return open_store(Tunnel(reach).port) if machines() > 1 else file_store(join["store"], world)
 
 
 class Inbox:

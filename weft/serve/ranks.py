@@ -5,24 +5,28 @@ All ranks of a group join one world together; when one is lost, all are, and a n
 
 from __future__ import annotations
 
-import os
 import queue
 import secrets
-import signal
+import socket
 import subprocess
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from math import inf
-from socket import SHUT_RDWR, gethostname, socket
+from pathlib import Path
 from typing import Any
 
 from weft.core.errors import CommError
-from weft.serve.agent import Orders, end, kill, start
-from weft.serve.channel import Channel, Closed, listen
+from weft.run.channel import Channel, Closed
+from weft.run.listener import Listener, forward, listen
+from weft.run.nodes import Nodes
+from weft.run.scratch import scratch
+from weft.run.secure import Address, Identity
+from weft.serve.agent import AgentConfig, end, kill, start
+from weft.serve.process import Process
 
 SILENCE_SECONDS = 10.0
 """A rank that sends no beat for so long is lost; beats come each second."""
@@ -39,6 +43,10 @@ class Rank:
     number: int
     pid: int
     host: str
+    process: Process | None = None
+    """If it is on this machine."""
+    store: int = 0
+    """The port on loopback of the store that it serves, if it is rank 0 of several machines."""
     joined: int | None = None
     ready: bool = False
     beat: float = field(default_factory=time.monotonic)
@@ -51,18 +59,25 @@ class Ranks:
     """`events` gets ("rank", number, said, blob), ("ready", facts) and ("lost", reason)."""
 
     def __init__(
-        self, world: int, orders: Callable[[int, str], Orders], events: queue.Queue[Any], token: str = ""
+        self,
+        world: int,
+        configure: Callable[[Address, str], AgentConfig],
+        events: queue.Queue[Any],
+        nodes: Nodes | None = None,
     ) -> None:
-        """`orders` of a port and a token, for the agent on this machine."""
-        self.world, self.events, self._orders = world, events, orders
+        """`configure` is given an address and a token, for the agent on this machine."""
+        self.world, self.events, self._configure = world, events, configure
+        self.nodes = nodes or Nodes()
         self.all: dict[int, Rank] = {}
         self.generation = 0
         self.trouble = ""
         """What ranks said when they could not start."""
         self._lock = threading.RLock()
-        self._listener: socket | None = None
+        self._stack = ExitStack()
+        self._folder = Path()
+        self._listeners: list[Listener] = []
         self._agent: subprocess.Popen[bytes] | None = None
-        self._token = token or secrets.token_urlsafe(32)
+        self._token = self.nodes.token or secrets.token_urlsafe(32)
         self._failures: Counter[int] = Counter()
         """How often each rank ended before it was ready, since all were; and our agent."""
         self._started = self._asked = 0.0
@@ -85,9 +100,25 @@ class Ranks:
         with self._lock:
             return max(self._failures.values(), default=0)
 
-    def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        self._listener = listen(host, port)
-        threading.Thread(target=self._accept, name="weft-accept", daemon=True).start()
+    @property
+    def refusal(self) -> str:
+        """Whom the port between machines has just refused, and why."""
+        return next((each.refusal for each in self._listeners if each.refusal), "")
+
+    @property
+    def address(self) -> str:
+        """The unix socket of ranks on this machine; its folder is private."""
+        return str(self._folder / "ranks")
+
+    def start(self) -> None:
+        self._folder = self._stack.enter_context(scratch("serve"))
+        handlers = {"rank": self._serve, "store": self._reach_store, "ping": lambda _: None}
+        if self.nodes.count > 1:
+            identity = self.nodes.identity(self._folder)
+            port = listen((self.nodes.address, self.nodes.master[1]))
+            self._listeners.append(Listener(port, identity, handlers))
+        local = listen(Path(self.address))
+        self._listeners.append(Listener(local, Identity(self._token), handlers))
         self._start_agent()
 
     def send(self, number: int, said: dict[str, Any], blob: bytes = b"") -> None:
@@ -119,7 +150,7 @@ class Ranks:
     def _begin_anew(self) -> None:
         assert self._agent is not None
         why = f"{len(self.all)} of {self.world} ranks have come in {START_SECONDS:.0f} s."
-        if self._is_alone:
+        if self.nodes.count == 1:
             self._failed(AGENT, why)
         else:  # somebody may still have to start another machine
             self.trouble = f"{why} Is weft serve started on every machine?"
@@ -133,47 +164,37 @@ class Ranks:
 
     def _end(self, rank: Rank, reason: str) -> None:
         self._lose(rank, reason)
-        if rank.host == gethostname():
-            with suppress(ProcessLookupError):
-                os.kill(rank.pid, signal.SIGKILL)
+        if rank.process is not None:
+            rank.process.kill()
 
     def close(self, seconds: float = 5.0) -> None:
         """All ranks and the agent end."""
         self._closing = True
         for number in list(self.all):
             self.send(number, {"do": "end"})
-        if self._listener is not None:
-            with suppress(OSError):  # wakes who waits in `_accept`, which closing does not
-                self._listener.shutdown(SHUT_RDWR)
-            self._listener.close()
+        for listener in self._listeners:
+            listener.close()
         if self._agent is not None:
             end(self._agent, seconds)
         for rank in list(self.all.values()):
             rank.channel.close()
+        self._stack.close()
 
     def _start_agent(self) -> None:
-        assert self._listener is not None
         if self._agent is not None:
             end(self._agent)  # it has; but its pipe is still open
         self._started = time.monotonic()
-        orders = self._orders(self._listener.getsockname()[1], self._token)
-        self._is_alone = orders.nodes == 1
-        self._agent = start(orders)
+        self._agent = start(self._configure(self.address, self._token))
 
-    def _accept(self) -> None:
-        assert self._listener is not None
-        while not self._closing:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(connection,), name="weft-rank", daemon=True).start()
+    def _reach_store(self, channel: Channel) -> None:
+        """Carry a connection of a rank to the store that rank 0 serves on this machine's loopback."""
+        if (first := self.all.get(0)) is not None and first.store:
+            forward(socket.create_connection(("127.0.0.1", first.store)), channel.socket)
 
-    def _serve(self, connection: socket) -> None:
+    def _serve(self, channel: Channel) -> None:
         """One rank, as long as its connection lasts."""
         rank = None
         try:
-            channel = Channel.accept(connection, self._token)
             said, _ = channel.receive()
             if said.get("told") == "failed":
                 self.trouble = str(said["message"])
@@ -181,10 +202,15 @@ class Ranks:
                     number := said.get("rank")
                 ) is not None:  # else an agent: ours is seen to end, others go on
                     self._failed(int(number), self.trouble)
-            if said.get("told") != "hello" or said.get("world") != self.world:
-                channel.close()
+            if said.get("told") == "hello" and said.get("world") != self.world:
+                self.trouble = f"A rank is one of {said.get('world')}, and this server has {self.world}. "
+                self.trouble += "Start weft serve with the same --nodes and --ranks on every machine."
+                return
+            if said.get("told") != "hello":
                 return
             rank = Rank(channel, int(said["rank"]), int(said["pid"]), str(said["host"]))
+            rank.store = int(said.get("store", 0))
+            rank.process = Process.of(channel.socket, session=self._agent and self._agent.pid)
             self._welcome(rank)
             while True:
                 self._hear(rank, *channel.receive())
@@ -202,9 +228,15 @@ class Ranks:
             if len(self.all) < self.world or any(each.joined for each in self.all.values()):
                 return
             self.generation += 1
+            self._store(self.generation - 1).unlink(missing_ok=True)
+            join = {"do": "join", "generation": self.generation, "store": str(self._store(self.generation))}
             for each in list(self.all.values()):
                 each.joined, each.beat = self.generation, time.monotonic()
-                self.send(each.number, {"do": "join", "generation": self.generation})
+                self.send(each.number, join)
+
+    def _store(self, generation: int) -> Path:
+        """Return the file in which the ranks of a generation on one machine find each other."""
+        return self._folder / f"store{generation}"
 
     def _hear(self, rank: Rank, said: dict[str, Any], blob: bytes) -> None:
         rank.beat = time.monotonic()

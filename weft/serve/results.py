@@ -18,6 +18,7 @@ from weft.serve import wire
 from weft.serve.document import errors, events, files
 from weft.serve.errors import Refused
 from weft.serve.jobs import Job, Kind
+from weft.serve.middleware import open_stream
 from weft.serve.variants import VARIANTS, variant_of
 
 STATUSES = {"refused": 400, "out_of_memory": 400, "cancelled": 409, "rank_lost": 503, "disk_full": 503}
@@ -36,7 +37,7 @@ def routes(engine: Any, kind: Kind) -> APIRouter:
 
     @router.get("", response_model=many, responses=errors(400))
     def list_jobs(
-        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        limit: Annotated[int, Query(ge=1, le=100), wire.PLAIN] = 20,
         order: Literal["asc", "desc"] = "desc",
         after: Annotated[str | None, Query(pattern=rf"^{kind}_[0-7][0-9A-HJKMNP-TV-Z]{{25}}$")] = None,
     ) -> Any:
@@ -70,8 +71,9 @@ def routes(engine: Any, kind: Kind) -> APIRouter:
         return await sent(engine, job, request, variant)
 
     @router.get("/{id}/events", response_class=EventSourceResponse, responses=events() | errors(404))
-    async def watch(id: Id) -> EventSourceResponse:
+    async def watch(id: Id, request: Request) -> EventSourceResponse:
         """`progress` with the job whenever it moves, `preview` with a PNG, at last `done` with the job."""
+        open_stream(request)
         await run_in_threadpool(found, engine, kind, id)
         return EventSourceResponse(_events(engine, id), headers={"Cache-Control": "no-store"})
 
@@ -108,7 +110,10 @@ async def sent(engine: Any, job: Job, request: Request, variant: str, **headers:
     name = f"{job.id}{'' if variant == kind else '_' + variant}"
     try:
         if variant in VARIANTS:
-            path, sort = await run_in_threadpool(variant_of, path, variant)
+            picture, sort = await run_in_threadpool(variant_of, path, variant), "image/webp"
+            if isinstance(picture, bytes):
+                return Response(picture, media_type=sort, headers={"Cache-Control": "no-store", **headers})
+            path = picture
         return _file(request, path, sort, name + path.suffix, headers)
     except FileNotFoundError:  # deleted meanwhile
         raise _missing(kind) from None

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from weft.serve.agent import Orders
+from weft.run.nodes import Nodes
+from weft.serve.agent import AgentConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,19 +23,21 @@ class Settings:
     keep: float = 24 * 3600.0
     """Seconds that results are kept."""
     quota: int = 10 << 30
+    max_time: float | None = None
+    max_step: float | None = None
+    """Seconds that a request may be predicted to take, in all and for a step; None: see `admission`."""
     options: dict[str, Any] = field(default_factory=dict)
     """Of `weft.serve.rank.main`: dtype, plan, mask."""
-    nodes: int = 1
-    master: str = ""
-    host: str = "127.0.0.1"
-    """Where ranks connect to; another address than loopback if they are on several machines."""
-    port: int = 0
-    token: str = ""
-    """That ranks of other machines show; one is made up where there are none."""
+    nodes: Nodes = Nodes()
+    """The machines whose ranks the server has, with `ranks` on each."""
 
-    def orders(self, port: int, token: str, node: int = 0) -> Orders:
-        """For the agent of a machine."""
-        return Orders(
-            host=self.host, port=port, token=token, model=str(self.model), ranks=self.ranks,
-            options=self.options, nodes=self.nodes, node=node, master=self.master,
+    @property
+    def world(self) -> int:
+        return self.ranks * self.nodes.count
+
+    def agent(self, address: tuple[str, int] | str, token: str) -> AgentConfig:
+        """Return the configuration of this machine's agent, whose ranks reach the server at `address`."""
+        return AgentConfig(
+            address=address, token=token, model=str(self.model), ranks=self.ranks, options=self.options,
+            nodes=self.nodes.count, node=self.nodes.node, interface=self.nodes.interface,
         )  # fmt: skip

@@ -14,12 +14,18 @@ from weft.serve.metrics import Metrics
 
 TEXT: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 
+DISK_FULL = (
+    "The disk of the server is full: no job is taken or started until there is room, and what has ended "
+    "meanwhile is stored then. Deleting jobs makes room."
+)
+OVER_QUOTA = "The results fill their quota: jobs are taken again when some are deleted or expire."
+
 
 def routes(engine: Any, metrics: Metrics) -> APIRouter:
     router, began = APIRouter(tags=["status"]), int(time.time())
 
     def model() -> wire.Model:
-        return wire.Model(id=engine.name, created=began, weft=engine.facts or {})
+        return wire.Model(id=engine.name, created=began, weft=engine.about())
 
     @router.get("/v1/models", response_model=wire.Models)
     def models() -> Any:
@@ -36,11 +42,12 @@ def routes(engine: Any, metrics: Metrics) -> APIRouter:
     @router.get("/v1/plan", response_model=dict[str, Any], responses=errors(400, 503))
     def plan(
         size: Annotated[wire.Size | None, Query()] = None,
-        frames: Annotated[int | None, Query(ge=1, le=100_000)] = None,
-        steps: Annotated[int | None, Query(ge=1, le=1000)] = None,
+        frames: Annotated[int | None, Query(ge=1, le=100_000), wire.PLAIN] = None,
+        steps: Annotated[int | None, Query(ge=1, le=1000), wire.PLAIN] = None,
     ) -> Any:
         """How a request would be split over the ranks, how long it would take, and why."""
-        facts, asks = fit.ready(engine), {"prompt": "plan", "size": size, "num_inference_steps": steps}
+        # A prompt that every model takes: how long it takes does not depend on it.
+        facts, asks = fit.ready(engine), {"prompt": "a", "size": size, "num_inference_steps": steps}
         if (frames or facts["frames"]) == 1 and "image" in facts["kinds"]:
             return engine.explain(fit.image(wire.ImageAsks(**asks), engine))
         return engine.explain(fit.video(wire.VideoAsks(**asks, num_frames=frames), engine))
@@ -59,14 +66,17 @@ def _add_probes(router: APIRouter, engine: Any, metrics: Metrics) -> None:
         "/health", response_model=wire.Health, response_model_exclude_none=True,
         responses={503: {"model": wire.Health}},
     )  # fmt: skip
-    def health(response: Response) -> Any:
-        """200 when requests are served, 503 while starting, stopping or failed."""
-        state = engine.status()
+    async def health(response: Response) -> Any:
+        """200 when jobs are taken, 503 while starting, stopping, failed, or when the disk is full."""
+        state, reason = engine.status(), engine.trouble
+        if state == "ok" and engine.store.reserve.is_full:
+            state, reason = "disk_full", DISK_FULL
+        elif state == "ok":  # results expire: what the quota refuses now, it takes later
+            reason = OVER_QUOTA if engine.disk.used() >= engine.disk.quota else ""
         if state != "ok":
             response.status_code = 503
             response.headers["Retry-After"] = "2"
-            return wire.Health(status=state, reason=engine.trouble or None)
-        return wire.Health(status=state)
+        return wire.Health(status=state, reason=reason or None)
 
     @router.get("/live", response_model=wire.Alive)
     async def live() -> Any:

@@ -15,17 +15,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sqlite3
-import threading
 import time
-from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from weft.core.errors import InputError
-from weft.core.files import writing
+from weft.serve.database import Database
 from weft.serve.jobs import (
     KINDS,
     STATUSES,
@@ -39,6 +36,7 @@ from weft.serve.jobs import (
     is_id,
     new_id,
 )
+from weft.serve.reserve import DiskFull
 
 _VERSION = 1
 # The columns are the fields of Job, in their order. Text is JSON except for names.
@@ -67,39 +65,16 @@ class KeyReused(InputError):  # noqa: N818 - a rule of the key, told to its send
 
 
 class Store:
-    """The jobs in `folder`; any thread may call it, one process at a time owns it.
-
-    One connection behind one lock: a step is quick, and nobody waits for more than one sync of the disk.
-    """
+    """The jobs in `folder`; any thread may call it, one process at a time owns it."""
 
     def __init__(self, folder: Path) -> None:
-        with writing(folder, hint="Serve from another folder."):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._path = folder / "jobs.db"
-        self._lock = threading.RLock()  # `before` may look around
-        self._durable: bool | None = None
-        try:
-            self._database = sqlite3.connect(
-                self._path, timeout=0.5, isolation_level=None, check_same_thread=False
-            )
-            with ExitStack() as otherwise:
-                otherwise.callback(self._database.close)
-                self._open()
-                otherwise.pop_all()
-        except sqlite3.Error as error:
-            taken = "locked" in str(error)
-            raise InputError(
-                f"{self._path} " + ("belongs to another process." if taken else f"is of no use: {error}."),
-                hint=("End the other server, or serve" if taken else "Serve") + " from another folder.",
-            ) from error
+        self._database = Database(folder / "jobs.db", self._open)
+        self.reserve = self._database.reserve
+        self._last = max((born(job.id) for kind in KINDS for job in self.page(kind, limit=1)[0]), default=0)
 
-    def _open(self) -> None:
-        do = self._database.execute
-        # Exclusive: two servers on one folder would make every job twice. The system ends the lock with us.
-        do("PRAGMA locking_mode = EXCLUSIVE")
-        do("PRAGMA journal_mode = WAL")
-        do("PRAGMA foreign_keys = ON")
-        do("BEGIN EXCLUSIVE")
+    @staticmethod
+    def _open(database: Database) -> None:
+        do = database.execute
         version = do("PRAGMA user_version").fetchone()[0]
         if version == 0:
             for statement in _SCHEMA.split(";"):
@@ -107,17 +82,14 @@ class Store:
             do(f"PRAGMA user_version = {_VERSION}")
         elif version != _VERSION:
             raise InputError(
-                f"{self._path} has version {version} of the jobs; this weft reads version {_VERSION}.",
+                f"{database.path} has version {version} of the jobs; this weft reads version {_VERSION}.",
                 hint="Serve with the weft that made it, or from another folder.",
             )
         # Nothing runs yet: what a server before us had begun waits again, and it was not the job's fault.
         do("UPDATE jobs SET status = 'queued' WHERE status = 'in_progress'")
-        do("COMMIT")
-        self._last = max((born(job.id) for kind in KINDS for job in self.page(kind, limit=1)[0]), default=0)
 
     def close(self) -> None:
-        with self._lock:
-            self._database.close()
+        self._database.close()
 
     def create(
         self, asked: Asked, *, deadline: float, priority: int = 0, key: str | None = None, body: bytes = b"",
@@ -125,14 +97,19 @@ class Store:
     ) -> Job:  # fmt: skip
         """A queued job; or, where `key` came before with the same body, the job of that time.
 
+        Raises DiskFull rather than use the reserve: that is for jobs that were accepted.
+
         before   called with the new id when nobody knows it yet: what it writes is there if the job is, and
                  if it raises there is no job. Not called where the earlier job is returned.
         """
         digest = hashlib.sha256(asked.kind.encode() + b"\n" + body).digest()
-        with self._writing(durable=True):
+
+        def insert() -> Job:
             earlier = key is not None and self._keyed(key, digest)
             if earlier:
                 return earlier
+            if self.reserve.is_full:
+                raise DiskFull("The disk of the server is full.", hint="Delete some jobs.")
             now = time.time()
             # Later jobs have later ids even if the clock does not move: no page skips one or has it twice.
             self._last = max(int(now * 1000), self._last + 1)
@@ -145,22 +122,21 @@ class Store:
                 self._database.execute("INSERT INTO keys VALUES (?, ?, ?)", (_bytes(key), digest, job.id))
             return job
 
+        return self._database.write(insert, durable=True, spare=False)
+
     def _keyed(self, key: str, digest: bytes) -> Job | None:
-        found = self._database.execute(
-            "SELECT digest, job FROM keys WHERE key = ?", (_bytes(key),)
-        ).fetchone()
-        if found is None:
+        found = self._database.rows("SELECT digest, job FROM keys WHERE key = ?", (_bytes(key),))
+        if not found:
             return None
-        if found[0] != digest:
+        if found[0][0] != digest:
             raise KeyReused(
                 f"The idempotency key {key[:80]!r} came before, with another request.",
                 hint="Send the same request again, or this one with a new key.",
             )
-        return self._first("SELECT * FROM jobs WHERE id = ?", (found[1],))
+        return self._first("SELECT * FROM jobs WHERE id = ?", (found[0][1],))
 
     def get(self, id: str) -> Job | None:
-        with self._lock:
-            return self._first("SELECT * FROM jobs WHERE id = ?", (id,)) if is_id(id) else None
+        return self._first("SELECT * FROM jobs WHERE id = ?", (id,)) if is_id(id) else None
 
     def page(
         self, kind: Kind, *, limit: int, order: Literal["asc", "desc"] = "desc", after: str | None = None
@@ -186,42 +162,48 @@ class Store:
         return self._all("SELECT * FROM jobs WHERE expires <= ? ORDER BY expires, id", (now,))
 
     def counts(self) -> dict[Status, int]:
-        with self._lock:
-            found = dict(self._database.execute("SELECT status, count(*) FROM jobs GROUP BY status"))
+        found = dict(self._database.rows("SELECT status, count(*) FROM jobs GROUP BY status"))
         return {status: found.get(status, 0) for status in STATUSES}
 
     def queued(self) -> dict[str, int]:
         """By kind."""
-        with self._lock:
-            query = "SELECT substr(id, 1, instr(id, '_') - 1) kind, count(*) FROM jobs "
-            return dict(self._database.execute(query + "WHERE status = 'queued' GROUP BY kind"))
+        query = "SELECT substr(id, 1, instr(id, '_') - 1) kind, count(*) FROM jobs "
+        return dict(self._database.rows(query + "WHERE status = 'queued' GROUP BY kind"))
 
     def begin(self, id: str) -> Job | None:
         """Ranks take the job. How long it waited for the first ones is its timing `queue`."""
         now = time.time()
         change = "status = 'in_progress', started = coalesce(started, :now), "
         change += "timings = json_set(timings, '$.queue', coalesce(started, :now) - created)"
-        with self._writing(durable=False):
-            return self._move(id, change, "status = 'queued'", now=now)
+        return self._move(id, change, "status = 'queued'", durable=False, now=now)
 
     def step(self, id: str, step: int, timings: Mapping[str, float]) -> Job | None:
         """`step` steps are done. One that was there before a loss is no progress and takes nothing back."""
         change = "attempts = iif(:step > step, 0, attempts), step = max(step, :step), "
         change += "timings = json_patch(timings, :timings)"
-        with self._writing(durable=False):
-            return self._move(id, change, "status = 'in_progress'", step=step, timings=_json(timings))
+        values = {"step": step, "timings": _json(timings)}
+        return self._move(id, change, "status = 'in_progress'", durable=False, **values)
 
-    def lost(self, id: str, limit: int = 3, *, expires: float | None = None) -> Job | None:
-        """The ranks of the job are gone: it waits again, or fails at `limit` losses without one new step."""
+    def lost(
+        self, id: str, limit: int = 3, *, expires: float | None = None, blamed: bool = True
+    ) -> Job | None:
+        """The ranks of the job are gone: it waits again, or fails at `limit` losses without one new step.
+
+        A loss that the job is not `blamed` for is not counted.
+        """
         often = f"Its ranks were lost {limit} times without one new step in between."
         failure = _json({"code": "rank_lost", "message": often})
-        running, more = "status = 'in_progress'", "attempts = attempts + 1"
-        with self._writing(durable=True):
-            return self._move(
-                id, f"status = 'queued', {more}", f"{running} AND attempts + 1 < :limit", limit=limit
-            ) or self._move(
-                id, f"{_FAILED}, {more}", running, now=time.time(), failure=failure, expires=expires
+        counts = f"attempts + {int(blamed)}"
+        running, more = "status = 'in_progress'", f"attempts = {counts}"
+        values = {"now": time.time(), "failure": failure, "expires": expires}
+
+        def change() -> Job | None:
+            again = self._update(
+                id, f"status = 'queued', {more}", f"{running} AND {counts} < :limit", limit=limit
             )
+            return again or self._update(id, f"{_FAILED}, {more}", running, **values)
+
+        return self._database.write(change, durable=True)
 
     def complete(
         self, id: str, output: str, size: int, timings: Mapping[str, float], expires: float | None
@@ -232,44 +214,35 @@ class Store:
         )
         change += "attempts = 0, timings = json_patch(timings, :timings)"
         values = {"output": output, "size": size, "timings": _json(timings), "expires": expires}
-        with self._writing(durable=True):
-            return self._move(id, change, "status = 'in_progress'", now=time.time(), **values)
+        return self._move(id, change, "status = 'in_progress'", now=time.time(), **values)
 
     def fail(self, id: str, failure: Failure, *, expires: float | None = None) -> Job | None:
         """There will be no result: refused, out of memory, cancelled."""
         values = {"now": time.time(), "failure": _json(asdict(failure)), "expires": expires}
-        with self._writing(durable=True):
-            return self._move(id, _FAILED, _ACTIVE, **values)
+        return self._move(id, _FAILED, _ACTIVE, **values)
 
     def delete(self, id: str) -> Job | None:
         """The job as it was last; its idempotency key is free again."""
         if not is_id(id):
             return None
-        with self._writing(durable=True):
-            return self._first("DELETE FROM jobs WHERE id = ? RETURNING *", (id,))
+        query = "DELETE FROM jobs WHERE id = ? RETURNING *"
+        return self._database.write(lambda: self._first(query, (id,)), durable=True)
 
-    def _move(self, id: str, change: str, where: str, **values: object) -> Job | None:
+    def _move(
+        self, id: str, change: str, where: str, *, durable: bool = True, **values: object
+    ) -> Job | None:
+        return self._database.write(lambda: self._update(id, change, where, **values), durable=durable)
+
+    def _update(self, id: str, change: str, where: str, **values: object) -> Job | None:
         query = f"UPDATE jobs SET {change} WHERE id = :id AND {where} RETURNING *"
         return self._first(query, {"id": id, **values})
 
     def _first(self, query: str, values: Any) -> Job | None:
-        # All rows are taken: a statement with RETURNING is only finished, and seen by COMMIT, at its end.
-        rows = self._database.execute(query, values).fetchall()
+        rows = self._database.rows(query, values)
         return _to_job(rows[0]) if rows else None
 
     def _all(self, query: str, values: tuple[object, ...] = ()) -> list[Job]:
-        with self._lock:
-            return [_to_job(row) for row in self._database.execute(query, values)]
-
-    @contextmanager
-    def _writing(self, *, durable: bool) -> Generator[None]:
-        """One transaction; on the disk at its end, or at the next durable one's if it may be told again."""
-        with self._lock, self._database:
-            if durable != self._durable:
-                self._database.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
-                self._durable = durable
-            self._database.execute("BEGIN")
-            yield
+        return [_to_job(row) for row in self._database.rows(query, values)]
 
 
 def _to_row(job: Job) -> tuple[object, ...]:

@@ -1,214 +1,227 @@
-"""Uploads: bodies that are bounded while they are read, and pictures that another process decodes."""
+"""Uploads: bodies that are read in bounded memory, and pictures that another process decodes."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import binascii
+import hashlib
 import sys
-import time
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from fastapi import Request
 from pydantic import ValidationError
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import FormData, Headers, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import ClientDisconnect
 
+from weft.serve.disk import Disk
 from weft.serve.errors import Refused, invalid, shown
+from weft.serve.limits import Limits
+from weft.serve.reserve import DiskFull
+from weft.serve.spool import CHUNK, Body, SpoolFile, receive
 from weft.serve.wire import Reference, Sent
 
 FILE = "input_reference"
-FORM = "multipart/form-data"
+JSON, FORM = "application/json", "multipart/form-data"
 MAGIC = {b"\x89PNG\r\n\x1a\n": "png", b"\xff\xd8\xff": "jpeg", b"RIFF": "webp"}
 DECODE = Path(__file__).with_name("decode.py")
+TOO_MANY_PIXELS, NO_ROOM = 3, 4
+"""Exit codes of `decode.py`."""
 SentT = TypeVar("SentT", bound=Sent)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What a client may take of the server."""
-
-    head: int = 32 * 2**10
-    """Bytes of the address and the headers of a request."""
-    body: int = 12 * 2**20
-    """Bytes of a request; a data URL is 4/3 of its picture."""
-    body_seconds: float = 30.0
-    """In which a body must have come."""
-    picture: int = 8 * 2**20
-    pixels: int = 16_000_000
-    decode_seconds: float = 10.0
-    decode_memory: int = 2**30
-    decoders: int = 2
-    """Pictures that are decoded at a time."""
-    requests: int = 512
-    """Requests that are answered at a time; a stream of events is one for as long as it lasts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Posted(Generic[SentT]):
     asks: SentT
-    picture: bytes | None
-    """As a PNG that was decoded once and encoded again."""
+    picture: SpoolFile | None
+    """As a PNG that was decoded once and encoded again; gone when the request is answered, unless moved."""
     canonical: bytes
     """The same for two requests that ask for the same."""
 
 
-DRAIN_SECONDS, DRAIN_BYTES = 0.5, 2**20
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A picture as it came."""
+
+    file: SpoolFile
+    digest: bytes
 
 
-class Bounds:
-    """Counts a body while it is read: what it says of its length may be a lie, or missing."""
+def posted(
+    kind: type[SentT], limits: Limits, disk: Disk
+) -> Callable[[Request], AsyncIterator[Posted[SentT]]]:
+    """A dependency that reads a body: JSON strictly, and the words of a form as what they stand for.
 
-    def __init__(self, app: Any, limits: Limits) -> None:
-        self.app, self.limits = app, limits
+    Bodies of all clients come at once, to files. One large one at a time is taken into memory, in a thread of
+    its own: what the allocator keeps for each thread would add up.
+    """
+    slots, parsing = asyncio.Semaphore(limits.decoders), ThreadPoolExecutor(1, "weft-parse")
+    takes_files = FILE in kind.model_fields
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        head = (
-            len(scope["query_string"])
-            + len(scope["path"])
-            + sum(len(k) + len(v) for k, v in scope["headers"])
-        )
-        if head > self.limits.head:
-            most = f"{self.limits.head // 2**10} KiB"
-            raise Refused(
-                431, "head_too_large", f"The address and the headers are larger than {most} together."
-            )
-        declared = dict(scope["headers"]).get(b"content-length", b"")
-        if declared.isdigit() and (len(declared) > 15 or int(declared) > self.limits.body):
-            raise self._too_large()
-        return await self.app(scope, self._bounded(receive), send)
-
-    def _bounded(self, receive: Callable[[], Awaitable[Any]]) -> Callable[[], Awaitable[Any]]:
-        until, read, more = time.monotonic() + self.limits.body_seconds, 0, True
-
-        async def bounded() -> Any:
-            nonlocal read, more
-            if not more:  # only the end of the connection is waited for
-                return await receive()
-            try:
-                message = await asyncio.wait_for(receive(), until - time.monotonic())
-            except asyncio.TimeoutError:
-                message = f"The body did not come within {self.limits.body_seconds:g} s. Send it faster."
-                raise Refused(408, "body_timeout", message) from None
-            read += len(message.get("body", b""))
-            more = message.get("more_body", False)
-            if read > self.limits.body:
-                await _drained(receive, message)
-                raise self._too_large()
-            return message
-
-        return bounded
-
-    def _too_large(self) -> Refused:
-        most = f"{self.limits.body / 2**20:g} MiB"
-        return Refused(413, "input_too_large", f"The body is larger than {most}. Send a smaller picture.")
-
-
-async def _drained(receive: Callable[[], Awaitable[Any]], message: Any) -> None:
-    """Take some of what still comes: a connection that is closed on it loses the answer."""
-    until, left = time.monotonic() + DRAIN_SECONDS, DRAIN_BYTES
-    with suppress(asyncio.TimeoutError):
-        while left > 0 and message.get("more_body", False):
-            message = await asyncio.wait_for(receive(), until - time.monotonic())
-            left -= len(message.get("body", b""))
-
-
-def posted(kind: type[SentT], limits: Limits) -> Callable[[Request], Awaitable[Posted[SentT]]]:
-    """A dependency that reads a body: JSON strictly, and the words of a form as what they stand for."""
-    slots = asyncio.Semaphore(limits.decoders)
-
-    async def read(request: Request) -> Posted[SentT]:
+    async def read(request: Request) -> AsyncIterator[Posted[SentT]]:
         sort = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        takes_files = FILE in kind.model_fields
-        try:
-            if sort == "application/json":
-                asks, data = kind.model_validate_json(await request.body(), strict=True), None
-            elif sort == FORM and takes_files:
-                asks, data = await _form(request, kind, limits)
-            else:
-                legal = "application/json" + (f" or {FORM}" if takes_files else "")
-                message = f"A body of content-type {shown(sort)!r} is not read. Send {legal}."
-                raise Refused(415, "unsupported_media_type", message)
-        except ValidationError as error:
-            known = [*kind.model_fields, *Reference.model_fields]
-            raise invalid(error.errors(include_url=False), known) from error
-        if data is None and (reference := getattr(asks, FILE, None)) is not None:
-            data = _data_url(reference.image_url)
-        picture = None
-        if data is not None:
-            async with slots:
-                picture = await decoded(data, limits)
-        canonical = asks.model_dump_json(exclude_none=True, exclude={FILE}).encode()
-        return Posted(asks, picture, canonical + b"\0" + (data or b""))
+        if sort not in (JSON, FORM if takes_files else JSON):
+            legal = JSON + (f" or {FORM}" if takes_files else "")
+            message = f"A body of content-type {shown(sort)!r} is not read. Send {legal}."
+            raise Refused(415, "unsupported_media_type", message)
+        with ExitStack() as stack:
+            with await _received(request, disk) as body:
+                keep = partial(_kept, spool=lambda: stack.enter_context(disk.spool()), limits=limits)
+                parse = partial(_form if sort == FORM else _json, request.headers, body, kind, keep)
+                thread = parsing if body.is_large else None
+                asks, source = await asyncio.get_running_loop().run_in_executor(thread, parse)
+            picture = None
+            if source is not None:
+                async with slots:
+                    picture = stack.enter_context(await run_in_threadpool(disk.spool))
+                    await decoded(source.file, picture, limits)
+                source.file.close()
+            canonical = asks.model_dump_json(exclude_none=True, exclude={FILE}).encode()
+            yield Posted(asks, picture, canonical + b"\0" + (source.digest if source else b""))
 
     return read
 
 
-async def _form(request: Request, kind: type[SentT], limits: Limits) -> tuple[SentT, bytes | None]:
-    fields: dict[str, Any] = {}
-    data = None
-    async with request.form(max_files=1, max_fields=40, max_part_size=limits.body) as form:
-        for name, value in form.multi_items():
-            if not isinstance(value, str):
-                if name != FILE:
-                    raise Refused(
-                        400,
-                        "unknown_field",
-                        f"{shown(name)!r} is a file. Only {FILE} may be one.",
-                        param=FILE,
-                    )
-                data = await value.read()
-            elif name in fields:
-                raise Refused(
-                    400, "invalid_form", f"The field {shown(name)!r} is given twice.", param=shown(name)
-                )
-            else:
-                fields[name] = value
+async def _received(request: Request, disk: Disk) -> Body:
+    try:
+        return await receive(request.stream(), disk.spool)
+    except ClientDisconnect:
+        raise Refused(499, "client_gone", "The client went away.") from None
+
+
+Keep = Callable[[Iterator[bytes]], Source]
+
+
+def _json(_: Headers, body: Body, kind: type[SentT], keep: Keep) -> tuple[SentT, Source | None]:
+    """What is asked, and the picture that came with it."""
+    return _with_picture(kind, lambda: kind.model_validate_json(body.read(), strict=True), keep)
+
+
+def _form(headers: Headers, body: Body, kind: type[SentT], keep: Keep) -> tuple[SentT, Source | None]:
+    fields, upload = asyncio.run(_fields(headers, body))  # it never waits: all is there
+    with upload.file if upload else ExitStack():
+        asks, source = _with_picture(kind, lambda: kind.model_validate_strings(fields), keep)
+        return asks, keep(iter(partial(upload.file.read, CHUNK), b"")) if upload else source
+
+
+def _with_picture(kind: type[SentT], parse: Callable[[], SentT], keep: Keep) -> tuple[SentT, Source | None]:
+    try:
+        asks = parse()
+    except ValidationError as error:
+        known = [*kind.model_fields, *Reference.model_fields]
+        raise invalid(error.errors(include_url=False), known) from error
+    reference: Reference | None = getattr(asks, FILE, None)
+    if reference is None:
+        return asks, None
+    url, reference.image_url = reference.image_url, ""  # megabytes that nobody asks for again
+    return asks, keep(_from_base64(url))
+
+
+class _Parser(MultiPartParser):
+    spool_max_size = 2**30  # the body is bounded, and in a file of ours: no second one in TMPDIR
+
+
+async def _fields(headers: Headers, body: Body) -> tuple[dict[str, Any], UploadFile | None]:
+    """The text fields of a form, and its file."""
+
+    async def stream() -> AsyncGenerator[bytes, None]:
+        for piece in body.pieces():
+            yield piece
+
+    try:
+        limits: Any = {"max_files": 1, "max_fields": 40, "max_part_size": 2**30}
+        form = await _Parser(headers, stream(), **limits).parse()
+    except MultiPartException as error:
+        message = f"The form is malformed: {shown(error.message)} Send {FORM} as RFC 7578 has it."
+        raise Refused(400, "invalid_form", message) from None
+    try:
+        fields = _named_once(form)
+    except Refused:
+        await form.close()
+        raise
     if (url := fields.pop(f"{FILE}[image_url]", None)) is not None:  # how OpenAI's client flattens objects
         fields[FILE] = {"image_url": url}
-    return kind.model_validate_strings(fields), data
+    upload = fields.pop(FILE) if isinstance(fields.get(FILE), UploadFile) else None
+    return fields, upload
 
 
-def _data_url(url: str) -> bytes:
-    try:
-        return base64.b64decode(url.partition(",")[2], validate=True)
-    except (binascii.Error, ValueError):
-        raise _no_picture("its base64 does not decode") from None
+def _named_once(form: FormData) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for name, value in form.multi_items():
+        if not isinstance(value, str) and name != FILE:
+            message = f"{shown(name)!r} is a file. Only {FILE} may be one."
+            raise Refused(400, "unknown_field", message, param=FILE)
+        if name in fields or (name.startswith(FILE) and any(each.startswith(FILE) for each in fields)):
+            message = f"The field {shown(name)!r} is given twice."
+            raise Refused(400, "invalid_form", message, param=shown(name))
+        fields[name] = value
+    return fields
 
 
-async def decoded(data: bytes, limits: Limits) -> bytes:
-    """A picture as PNG, from a process that may neither take much memory nor long."""
-    if len(data) > limits.picture:
-        most = f"{limits.picture / 2**20:g} MiB"
-        raise Refused(
-            413, "input_too_large", f"The picture is larger than {most}. Send a smaller one.", param=FILE
-        )
-    sort = next((sort for magic, sort in MAGIC.items() if data.startswith(magic)), None)
-    if sort is None or (sort == "webp" and data[8:12] != b"WEBP"):
+def _from_base64(url: str) -> Iterator[bytes]:
+    """The bytes in a data URL, a little at a time."""
+    start = url.index(",") + 1
+    for at in range(start, len(url), CHUNK):
+        piece = url[at : at + CHUNK]
+        try:
+            if "=" in piece and at + CHUNK < len(url):
+                raise binascii.Error("padding before the end")
+            yield base64.b64decode(piece, validate=True)
+        except (binascii.Error, ValueError):
+            raise _no_picture("its base64 does not decode") from None
+
+
+def _kept(pieces: Iterator[bytes], *, spool: Callable[[], SpoolFile], limits: Limits) -> Source:
+    """Write a picture to a file, unless it is too large."""
+    file, digest = spool(), hashlib.sha256()
+    for piece in pieces:
+        if file.size + len(piece) > limits.picture:
+            most = f"{limits.picture / 2**20:g} MiB"
+            message = f"The picture is larger than {most}. Send a smaller one."
+            raise Refused(413, "input_too_large", message, param=FILE)
+        digest.update(piece)
+        file.write(piece)
+    return Source(file, digest.digest())
+
+
+async def decoded(source: SpoolFile, picture: SpoolFile, limits: Limits) -> None:
+    """Write `source` to `picture` as PNG, by a process that may neither take much memory nor long."""
+    source.file.seek(0)
+    head = source.file.read(12)
+    sort = next((sort for magic, sort in MAGIC.items() if head.startswith(magic)), None)
+    if sort is None or (sort == "webp" and head[8:12] != b"WEBP"):
         raise _no_picture("its first bytes are of none of these")
+    source.file.seek(0)
     bounds = map(str, (sort, limits.pixels, limits.decode_memory, int(limits.decode_seconds)))
     # -I: neither the environment nor the folder that the server was started in decide what is imported.
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-I", str(DECODE), *bounds, env={},
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
+        stdin=source.file, stdout=picture.file, stderr=asyncio.subprocess.DEVNULL,
     )  # fmt: skip
     try:
-        png, _ = await asyncio.wait_for(process.communicate(data), limits.decode_seconds)
+        code = await asyncio.wait_for(process.wait(), limits.decode_seconds)
     except asyncio.TimeoutError:
         raise _no_picture("it takes too long to decode") from None
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
-    if process.returncode == 3:
+    if code == TOO_MANY_PIXELS:
         raise _no_picture(f"it has more than {limits.pixels} pixels")
-    if process.returncode or not png:
+    if code == NO_ROOM:
+        raise DiskFull("The disk has no room for a picture.", hint="Make room on it.")
+    size = picture.path.stat().st_size
+    if code or not size:
         raise _no_picture("it does not decode")
-    return png
+    picture.count(size)
 
 
 def _no_picture(reason: str) -> Refused:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
+import io
 from pathlib import Path
 from typing import Any
+
+from weft.core.files import whole
 
 VARIANTS = ("thumbnail", "spritesheet")
 SIDE = 256
@@ -14,18 +15,20 @@ SHEET = 16
 """Pictures of a sheet at most, four in a row."""
 
 
-def variant_of(path: Path, variant: str) -> tuple[Path, str]:
-    """The file next to the result, and its media type."""
+def variant_of(path: Path, variant: str) -> Path | bytes:
+    """The WebP next to the result; only its bytes, if it cannot be written there."""
     # Hidden: the disk counts it nowhere, and a new start of the server sweeps it away.
     made = path.with_name(f".{variant}.webp")
     if not made.is_file():
         picture = _sheet(_pictures(path, SHEET)) if variant == "spritesheet" else _pictures(path, 1)[0]
-        # Whole or not at all, also for two who ask at once.
-        handle, name = tempfile.mkstemp(prefix=".", dir=path.parent)
-        with os.fdopen(handle, "wb") as file:
-            picture.save(file, "webp")
-        Path(name).replace(made)
-    return made, "image/webp"
+        data = io.BytesIO()
+        picture.save(data, "webp")
+        try:
+            with whole(made) as temporary:  # also for two who ask at once
+                temporary.write_bytes(data.getvalue())
+        except OSError:  # as on a full disk
+            return data.getvalue()
+    return made
 
 
 def _pictures(path: Path, most: int) -> list[Any]:

@@ -9,7 +9,8 @@ from weft.serve import fit, results, wire
 from weft.serve.document import body, errors, files
 from weft.serve.errors import Refused
 from weft.serve.jobs import Job
-from weft.serve.uploads import Limits, Posted, posted
+from weft.serve.limits import Limits
+from weft.serve.uploads import Posted, posted
 
 ABSENT = ("remix", "edits", "extensions", "characters")
 CREATES = errors(400, 404, 408, 409, 413, 415, 429, 503)
@@ -17,7 +18,7 @@ CREATES = errors(400, 404, 408, 409, 413, 415, 429, 503)
 
 def routes(engine: Any, limits: Limits) -> APIRouter:
     router = APIRouter(prefix="/v1/videos", tags=["videos"])
-    asks = Annotated[Posted[wire.VideoAsks], Depends(posted(wire.VideoAsks, limits))]
+    asks = Annotated[Posted[wire.VideoAsks], Depends(posted(wire.VideoAsks, limits, engine.disk))]
 
     def submitted(post: Posted[wire.VideoAsks], request: Request) -> Job:
         asked = fit.video(post.asks, engine, image=post.picture is not None)

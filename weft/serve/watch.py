@@ -136,7 +136,7 @@ class Watch:
             "imbalance": self._imbalance, "exposed": self._exposed, "timeline": self._timeline,
             "trouble": engine.trouble or None,
             "ranks": [_rank(engine, number, on.get(number)) for number in range(world)],
-            "plan": engine.usual_plan(),
+            "plan": engine.admission and engine.admission.latency.explain(engine.admission.default),
         }  # fmt: skip
 
 
@@ -144,7 +144,7 @@ def _shown(batch: Batch) -> dict[str, Any]:
     return {
         "batch": batch.id, "jobs": list(batch.jobs), "kind": batch.id.partition("_")[0], "step": batch.step,
         "steps": batch.shape.steps, "ranks": list(batch.ranks), "plan": batch.told.get("plan"),
-        "seconds": batch.told.get("seconds"),
+        "seconds": batch.told.get("seconds"), "stopping": batch.stopping, "cancelled": not batch.jobs,
     }  # fmt: skip
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from weft.serve.jobs import Job, Status
 
@@ -14,8 +15,23 @@ IMAGES = 8
 STAGES = Literal["queued", "encode", "denoise", "decode", "done", "failed"]
 
 Text = Annotated[str, Field(max_length=PROMPT)]
-Size = Annotated[str, Field(pattern=r"^[1-9]\d{0,4}x[1-9]\d{0,4}$", examples=["64x64"])]
-Seconds = Annotated[str, Field(pattern=r"^\d{1,4}(\.\d{1,3})?$", examples=["2"])]
+# Not \d, which has the digits of all scripts.
+Size = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,4}x[1-9][0-9]{0,4}$", examples=["64x64"])]
+FRACTION = r"(?:[1-9][0-9]{0,2}|0[1-9][0-9]?|00[1-9])"
+Seconds = Annotated[
+    str, Field(pattern=rf"^(?:[1-9][0-9]{{0,3}}(?:\.[0-9]{{1,3}})?|0\.{FRACTION})$", examples=["2"])
+]
+
+
+def _plain(given: Any) -> Any:
+    """Text in a form or a query that is a number: not as Python writes them (1_000, spaces)."""
+    if isinstance(given, str) and not re.fullmatch(r"-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?", given):
+        raise ValueError("a number is written as 7, -7, 0.5 or 5e-1")
+    return given
+
+
+PLAIN = BeforeValidator(_plain)
+"""After the bounds of a number: before them, the document would not have the bounds."""
 Number = Annotated[float, Field(allow_inf_nan=False)]
 
 
@@ -40,11 +56,11 @@ class Asks(Sent):
     prompt: Annotated[str, Field(min_length=1, max_length=PROMPT, pattern=r"\S")]
     model: Annotated[str, Field(max_length=200)] | None = None
     negative_prompt: Text | None = None
-    seed: Annotated[int, Field(ge=0, lt=2**53 - IMAGES)] | None = None
-    num_inference_steps: Annotated[int, Field(ge=1, le=1000)] | None = None
-    guidance_scale: Annotated[Number, Field(ge=0, le=100)] | None = None
-    priority: Annotated[int, Field(ge=-10, le=10)] | None = None
-    deadline_seconds: Annotated[Number, Field(gt=0, le=7 * 86400)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**53 - IMAGES), PLAIN] | None = None
+    num_inference_steps: Annotated[int, Field(ge=1, le=1000), PLAIN] | None = None
+    guidance_scale: Annotated[Number, Field(ge=0, le=100), PLAIN] | None = None
+    priority: Annotated[int, Field(ge=-10, le=10), PLAIN] | None = None
+    deadline_seconds: Annotated[Number, Field(gt=0, le=7 * 86400), PLAIN] | None = None
     user: Annotated[str, Field(max_length=256)] | None = None
 
 
@@ -52,9 +68,9 @@ class VideoAsks(Asks):
     """POST /v1/videos. A multipart form has the same fields, and `input_reference` may be a file in it."""
 
     size: Size | None = None
-    seconds: Seconds | Annotated[Number, Field(gt=0, lt=10_000)] | None = None
-    num_frames: Annotated[int, Field(ge=1, le=100_000)] | None = None
-    fps: Annotated[Number, Field(ge=1, le=240)] | None = None
+    seconds: Seconds | Annotated[Number, Field(gt=0, lt=10_000), PLAIN] | None = None
+    num_frames: Annotated[int, Field(ge=1, le=100_000), PLAIN] | None = None
+    fps: Annotated[Number, Field(ge=1, le=240), PLAIN] | None = None
     input_reference: Reference | None = None
 
 
@@ -62,11 +78,11 @@ class ImageAsks(Asks):
     """POST /v1/images/generations."""
 
     size: Size | Literal["auto"] | None = None
-    n: Annotated[int, Field(ge=1, le=IMAGES)] | None = None
+    n: Annotated[int, Field(ge=1, le=IMAGES), PLAIN] | None = None
     response_format: Literal["b64_json", "url"] | None = None
     output_format: Literal["png", "jpeg", "webp"] | None = None
     stream: bool | None = None
-    partial_images: Annotated[int, Field(ge=0, le=3)] | None = None
+    partial_images: Annotated[int, Field(ge=0, le=3), PLAIN] | None = None
     quality: Literal["auto", "standard"] | None = None
     background: Literal["auto", "opaque"] | None = None
 
@@ -198,9 +214,9 @@ class Models(Answer):
 
 
 class Health(Answer):
-    status: Literal["ok", "starting", "draining", "failed"]
+    status: Literal["ok", "starting", "draining", "failed", "disk_full"]
     reason: str | None = None
-    """Why the ranks are not ready, as far as they told."""
+    """Why no jobs are taken, as far as it is known."""
 
 
 class Alive(Answer):

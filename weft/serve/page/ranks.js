@@ -15,7 +15,7 @@ export function showPlan(plan, asked, why = "") {
   const size = asked.size.replace("x", "×");
   at("plan-for").textContent = `for ${size}${asked.frames > 1 ? `, ${asked.frames} frames` : ""}, ${asked.steps} steps`;
   at("plan-name").textContent = plan?.plan ?? "–";
-  at("plan-reason").textContent = plan?.reason ?? why;
+  at("plan-reason").textContent = plan?.refusal ?? plan?.reason ?? why;
   const times = Object.entries(plan?.seconds_by_ranks ?? {});
   const most = Math.max(...times.map(([, time]) => time));
   at("plan-ranks").replaceChildren(

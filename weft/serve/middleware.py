@@ -1,16 +1,20 @@
-"""The door: what every request passes on its way in, and every answer on its way out."""
+"""ASGI middleware: limits, authentication, request ids, the error envelope, headers, log and metrics."""
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import time
 from typing import Any
 
+from starlette.requests import Request
+
+from weft.core.errors import WeftError
 from weft.serve import auth, logs
 from weft.serve.errors import Refused, by_status
+from weft.serve.limits import Bounds, Limits
 from weft.serve.metrics import Metrics
-from weft.serve.uploads import Bounds, Limits
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data: blob:; media-src 'self' blob:; "
@@ -21,35 +25,40 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
 }
+PROBES = ("/live", "/health")
+"""Answered however many requests there are."""
 _log = logging.getLogger("weft.serve")
 
 
-class Door:
-    """ASGI middleware around everything: ids, who may ask, bounds, the envelope, headers, log and metrics."""
+class Middleware:
+    """Around everything."""
 
     def __init__(self, app: Any, *, key: str | None, limits: Limits, metrics: Metrics) -> None:
-        self.app, self.key, self.limits, self.metrics = Bounds(app, limits), key, limits, metrics
-        self.inside = 0
+        self.app, self.key, self.metrics = Bounds(app, limits), key, metrics
+        self.requests, self.streams = Budget("requests", limits.requests), Budget("streams", limits.streams)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         answer, began = Answer(scope, send, logs.new_request()), time.perf_counter()
-        self.inside += 1
+        slot = scope["weft.slot"] = Slot(self.streams)
         try:
-            if self.inside > self.limits.requests and scope["path"] != "/live":
-                message = f"{self.limits.requests} requests are being answered. Try again soon."
-                raise Refused(503, "busy", message)
+            if scope["path"] not in PROBES:
+                slot.take(self.requests)
             headers = {k.decode("latin-1"): v.decode("latin-1") for k, v in scope["headers"]}
             auth.check(scope["method"], scope["path"], headers, self.key)
             await self.app(scope, receive, answer.send)
         except Refused as refused:
             await answer.refuse(refused)
-        except Exception:
-            _log.exception("a request failed", extra={"method": scope["method"], "route": route(scope)})
-            await answer.refuse(by_status(500, f"Something went wrong here. The log has it as {answer.id}."))
+        except Exception as error:
+            if _is_out_of_files(error):  # as in a flood of connections: it ends
+                await answer.refuse(Refused(503, "busy", "Too many files are open. Try again soon."))
+            else:
+                _log.exception("a request failed", extra={"method": scope["method"], "route": route(scope)})
+                message = f"Something went wrong here. The log has it as {answer.id}."
+                await answer.refuse(by_status(500, message))
         finally:
-            self.inside -= 1
+            slot.release()
             self._told(scope, answer, time.perf_counter() - began)
 
     def _told(self, scope: Any, answer: Answer, seconds: float) -> None:
@@ -59,6 +68,40 @@ class Door:
             "method": scope["method"], "route": place, "status": answer.status, "seconds": round(seconds, 4),
             "client": (scope.get("client") or ("",))[0],
         })  # fmt: skip
+
+
+class Budget:
+    """So many at a time; only the event loop counts."""
+
+    def __init__(self, name: str, most: int) -> None:
+        self.name, self.most, self.open = name, most, 0
+
+
+class Slot:
+    """What one request takes: of the requests, or as a stream, which may last for hours, of the streams."""
+
+    def __init__(self, streams: Budget) -> None:
+        self.streams = streams
+        self._budget: Budget | None = None
+
+    def take(self, budget: Budget) -> None:
+        if budget.open >= budget.most:
+            message = f"{budget.most} {budget.name} are open, and no more may be. Try again soon."
+            raise Refused(503, "busy", message)
+        self.release()
+        budget.open += 1
+        self._budget = budget
+
+    def release(self) -> None:
+        if self._budget is not None:
+            self._budget.open -= 1
+        self._budget = None
+
+
+def open_stream(request: Request) -> None:
+    """Call before the answer is a stream of events; refuses if there are too many."""
+    slot = request.scope["weft.slot"]
+    slot.take(slot.streams)
 
 
 class Answer:
@@ -105,9 +148,14 @@ class Answer:
 REASONS = {
     400: "The Range header is malformed. Send it as 'bytes=0-99'.",
     404: "There is nothing here. GET /openapi.json lists what there is.",
-    405: "That method is not for this address. The Allow header has those that are.",
     416: "The range is outside of the file. The Content-Range header has its size.",
 }
+
+
+def _is_out_of_files(error: BaseException | None) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in (errno.EMFILE, errno.ENFILE)
+    return isinstance(error, WeftError) and _is_out_of_files(error.__cause__)
 
 
 def route(scope: Any) -> str:

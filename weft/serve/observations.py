@@ -1,0 +1,196 @@
+"""Observations: durations that were seen, and the estimate of those that were not.
+
+    steps = Observations(overhead=0.05)
+    steps.add(key, Cost(0.026, ranks=2), seconds=0.041, steps=5)
+    steps.estimate(other, Cost(1.39, ranks=2))
+
+The closed form of the planner gives a cost in seconds for everything. What is observed is a line over it: a
+constant (launching kernels, waiting for messages, opening a file) and a slope (how fast this machine is now).
+The line is fitted to medians of recent observations, those of similar cost first. What is measured while a
+server warms up may be under another load than what comes later: it only tells how constant and slope compare.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import NamedTuple
+
+WINDOW_STEPS = 20
+"""Steps of a key that count; older ones are forgotten."""
+MAX_KEYS = 64
+HALF_LIFE_STEPS = 200
+"""Steps seen elsewhere after which an observation counts half: the load of a machine changes."""
+MIN_FRESHNESS = 1e-6
+COST_WEIGHT = 1 / 2
+"""What an observation at twice the cost counts."""
+RIDGE = 0.01
+"""Weight of the prior slope: it decides where all observations are of one cost."""
+
+MIN_SLOPE = 1 / 4
+"""Of the prior slope. Loads that change can make small steps look as slow as large ones; a line without a
+slope would then let any size through admission."""
+
+
+class Point(NamedTuple):
+    """Seconds by the closed form, and seconds that were observed."""
+
+    ranks: int
+    x: float
+    y: float
+    weight: float = 1.0
+
+
+class Cost(NamedTuple):
+    """Seconds by the closed form, and on how many ranks."""
+
+    seconds: float
+    ranks: int = 1
+
+
+class Seen(NamedTuple):
+    """Recent observations of one key."""
+
+    cost: Cost
+    times: tuple[float, ...]
+    at: int
+    """How many steps had been seen in all at the last of them."""
+    warmup: bool
+
+    @property
+    def seconds(self) -> float:
+        return median(self.times)
+
+
+class Observations:
+    """One thread adds; any thread estimates. `overhead` as in `fit_line`."""
+
+    def __init__(self, overhead: float) -> None:
+        self.overhead = overhead
+        self._seen: dict[Hashable, Seen] = {}
+        self.steps = 0
+        """That were seen in all, warm-ups not counted."""
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._seen
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+    def add(self, key: Hashable, cost: Cost, seconds: float, *, steps: int = 1, warmup: bool = False) -> None:
+        """`steps` took `seconds` each. Once others were seen, a warm-up only tells the form of the line."""
+        if not (seconds > 0 and math.isfinite(seconds) and steps > 0):
+            return
+        before = self._seen.get(key)
+        if warmup and before is not None and not before.warmup:
+            return
+        self.steps += 0 if warmup else steps
+        kept = before.times if before and before.warmup == warmup else ()
+        times = (*kept, *(seconds,) * min(steps, WINDOW_STEPS))[-WINDOW_STEPS:]
+        # A new dictionary, since other threads iterate over the old one.
+        seen = {name: entry for name, entry in self._seen.items() if name != key}
+        while len(seen) >= MAX_KEYS:
+            del seen[next(iter(seen))]
+        self._seen = {**seen, key: Seen(cost, times, self.steps, warmup)}
+
+    def estimate(self, key: Hashable, cost: Cost) -> float:
+        """Seconds of something of that cost: its own median where it was seen, else by the line."""
+        seen = self._seen
+        line = self._line(seen.values(), cost)
+        if (own := seen.get(key)) is None or own.warmup:
+            return line
+        return math.exp(_blend(math.log(line), math.log(own.seconds), self._weight(own)))
+
+    def _weight(self, seen: Seen) -> float:
+        """Between 0 and 1: how many there are, and how recent."""
+        age = (self.steps - seen.at) / HALF_LIFE_STEPS
+        return len(seen.times) / WINDOW_STEPS * max(0.5**age, MIN_FRESHNESS)
+
+    def _line(self, seen: Iterable[Seen], cost: Cost) -> float:
+        points: dict[bool, list[Point]] = {True: [], False: []}
+        known = 0.0
+        for each in seen:
+            far = abs(math.log2(each.cost.seconds / cost.seconds))
+            weight = self._weight(each)
+            known += 0.0 if each.warmup else weight
+            point = Point(each.cost.ranks, each.cost.seconds, each.seconds, weight * COST_WEIGHT**far)
+            points[each.warmup].append(point)
+        warmups, real = points[True], points[False]
+        if warmups and real:
+            line = fit_line(warmups, self.overhead)
+            level = math.log(_mean_ratio([point._replace(x=line(point.x, point.ranks)) for point in real]))
+            # A warm-up is slower than steps are later, or as fast; if steps are slower, waiting may be why.
+            level = _blend(0.0, min(level, level / 2), known)
+            warmups = [point._replace(y=point.y * math.exp(level)) for point in warmups]
+        both = warmups + real
+        return fit_line(both, self.overhead)(*cost) if both else cost.seconds
+
+
+def _blend(prior: float, value: float, weight: float) -> float:
+    """`value`, pulled to `prior` as long as few observations stand behind it: one may be a slow moment."""
+    share = weight / (weight + 1 / WINDOW_STEPS)
+    return prior + share * (value - prior)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A constant for each number of ranks, and one slope, which is the speed of the machine."""
+
+    constants: Mapping[int, float]
+    slope: float
+
+    def __call__(self, x: float, ranks: int) -> float:
+        near = min(self.constants, key=lambda each: (abs(math.log(each / ranks)), each))
+        return self.constants[near] + self.slope * x
+
+
+def fit_line(points: Sequence[Point], overhead: float) -> Line:
+    """The line of the least *relative* errors; no constant is below 0, nor the slope below `MIN_SLOPE`.
+
+    Points of one x do not tell a constant from the slope. Then the closed form is right, unless more than
+    `overhead` seconds would be constant: so much is not spent beside computing.
+
+    >>> line = fit_line([Point(1, 1.0, 2.0), Point(1, 9.0, 18.0), Point(2, 1.0, 3.0), Point(2, 9.0, 19.0)], 0)
+    >>> round(line(4.0, 1)), round(line(4.0, 2))
+    (8, 9)
+    """
+    ratio, total = _mean_ratio(points), sum(point.weight for point in points)
+    priors = [point._replace(y=max(point.y - overhead, min(point.x, point.y))) for point in points]
+    prior, ridge = _mean_ratio(priors), RIDGE * total / ratio**2
+    groups = [_Sums.of(points, ranks) for ranks in sorted({point.ranks for point in points})]
+    slope = math.inf
+    for _ in range(len(groups) + 1):  # a constant that would be below 0 is 0: at least one of them each time
+        free = [group for group in groups if group.constant(slope) > 0 or math.isinf(slope)]
+        across = sum(group.xy - group.x * group.y / group.one * (group in free) for group in groups)
+        within = sum(group.xx - group.x**2 / group.one * (group in free) for group in groups)
+        slope = max(MIN_SLOPE * prior, (across + ridge * prior) / (within + ridge))
+    return Line({group.ranks: max(0.0, group.constant(slope)) for group in groups}, slope)
+
+
+class _Sums(NamedTuple):
+    """Of points on one number of ranks, each weighted by 1 / y²: of 1, x, y, x² and x y."""
+
+    ranks: int
+    one: float
+    x: float
+    y: float
+    xx: float
+    xy: float
+
+    @classmethod
+    def of(cls, points: Iterable[Point], ranks: int) -> _Sums:
+        rows = [(p.weight / p.y**2, p.x, p.y) for p in points if p.ranks == ranks]
+        terms = [(w, w * x, w * y, w * x * x, w * x * y) for w, x, y in rows]
+        return cls(ranks, *map(sum, zip(*terms, strict=True)))
+
+    def constant(self, slope: float) -> float:
+        """The best one for a slope."""
+        return (self.y - slope * self.x) / self.one
+
+
+def _mean_ratio(points: Sequence[Point]) -> float:
+    """Of y to x, geometric."""
+    total = sum(point.weight for point in points)
+    return math.exp(sum(point.weight * math.log(point.y / point.x) for point in points) / total)

@@ -1,0 +1,121 @@
+"""Outcomes: results and failures of jobs, held until the disk has taken them.
+
+    outcomes.add(Outcome(id, failure=Failure(…)))      # stored now if the disk has room
+    outcomes.settle()                                  # later: try again, in the engine's thread
+
+A job whose outcome is held stays `in_progress`, with its last state: a server that is killed meanwhile makes
+its result again.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from weft.core.errors import InputError
+from weft.serve.disk import Disk, OverQuota
+from weft.serve.jobs import Failure
+from weft.serve.reserve import DiskFull
+from weft.serve.store import Store
+
+MAX_HELD_BYTES = 256 * 2**20
+MAX_HELD_SECONDS = 600.0
+"""Of results in memory; beyond either a result is dropped, and its job fails with `disk_full`."""
+NO_ROOM = Failure(
+    code="disk_full", message="The disk of the server had no room for the result. Make room, and ask again."
+)
+NOT_WRITTEN = Failure(
+    code="internal_error", message="The result could not be written. The log of the server has the reason."
+)
+_log = logging.getLogger("weft.serve")
+
+
+@dataclass
+class Outcome:
+    """How a job ended: a failure, or the file `name` with `data`."""
+
+    id: str
+    failure: Failure | None = None
+    name: str = ""
+    data: bytes = b""
+    timings: dict[str, float] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)
+    size: int = 0
+    is_written: bool = False
+    since: float = field(default_factory=time.monotonic)
+
+
+class Outcomes:
+    """`tell` hears of each job that has ended, once its outcome is on the disk."""
+
+    def __init__(self, store: Store, disk: Disk, tell: Callable[..., None], *, keep: float) -> None:
+        self._store, self._disk, self._tell, self._keep = store, disk, tell, keep
+        self._held: dict[str, Outcome] = {}
+
+    def __contains__(self, id: str) -> bool:
+        return id in self._held
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def needed(self) -> int:
+        """Bytes of the largest result that is held."""
+        return max((len(each.data) for each in self._held.values()), default=0)
+
+    def add(self, outcome: Outcome) -> None:
+        outcome.size = len(outcome.data)
+        if not self._store_now(outcome):
+            self._store.reserve.release()
+            self._held[outcome.id] = outcome
+
+    def drop(self, id: str) -> None:
+        """Nobody waits for it any more."""
+        self._held.pop(id, None)
+
+    def settle(self) -> None:
+        """Store what is held and fits by now."""
+        for outcome in list(self._held.values()):
+            if self._store_now(outcome):
+                self.drop(outcome.id)
+
+    def _store_now(self, outcome: Outcome) -> bool:
+        expires = time.time() + self._keep
+        try:
+            if outcome.failure is None and not outcome.is_written:
+                self._write(outcome)
+            if outcome.failure is not None:
+                job = self._store.fail(outcome.id, outcome.failure, expires=expires)
+            else:
+                job = self._store.complete(outcome.id, outcome.name, outcome.size, outcome.timings, expires)
+        except DiskFull:
+            return False
+        except sqlite3.OperationalError:  # such as an I/O error: no reason to lose a result
+            _log.exception("the database takes no outcomes", extra={"job": outcome.id})
+            return False
+        if job is None:
+            self._disk.remove(outcome.id)  # it was cancelled or deleted meanwhile
+        self._tell("job_ended", outcome.id, job=job, about=outcome.about)
+        self._disk.drop_state(outcome.id)
+        return True
+
+    def _write(self, outcome: Outcome) -> None:
+        try:
+            self._disk.write(outcome.id, outcome.name, outcome.data)
+            outcome.is_written = True
+        except OverQuota as error:
+            outcome.failure = Failure(code="disk_full", message=str(error))
+        except DiskFull:
+            held = sum(len(each.data) for each in self._held.values() if each is not outcome)
+            is_late = time.monotonic() - outcome.since > MAX_HELD_SECONDS
+            if not is_late and held + len(outcome.data) <= MAX_HELD_BYTES:
+                raise
+            outcome.failure = NO_ROOM
+        except InputError:
+            _log.exception("a result could not be written", extra={"job": outcome.id})
+            outcome.failure = NOT_WRITTEN
+        outcome.data = b""
