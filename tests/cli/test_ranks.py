@@ -7,22 +7,22 @@ import pytest
 from tests.worlds import world
 from weft.cli import ranks
 from weft.core.errors import InputError
-from weft.run.launch import Ended
+from weft.run.launch import Outcome
 from weft.run.pool import RankFailure
 
 
 @pytest.mark.parametrize(
     ("end", "says"),
     [
-        (Ended(), ""),
-        (Ended(code=1, rank=2, how="was killed by SIGKILL"), "weft: rank 2 was killed by SIGKILL.\n"),
+        (Outcome(), ""),
+        (Outcome(code=1, rank=2, reason="was killed by SIGKILL"), "weft: rank 2 was killed by SIGKILL.\n"),
         (
-            Ended(code=1, rank=0, how="failed", stack="Traceback …\nValueError\n\n"),
+            Outcome(code=1, rank=0, reason="failed", traceback="Traceback …\nValueError\n\n"),
             "Traceback …\nValueError\n",
         ),
     ],
 )
-def test_a_launch_ends_with_its_code_and_one_reason(end: Ended, says: str, monkeypatch, capsys) -> None:
+def test_a_launch_ends_with_its_code_and_one_reason(end: Outcome, says: str, monkeypatch, capsys) -> None:
     monkeypatch.setattr(ranks, "launch", lambda *_, **__: end)
     assert ranks.launched(3) == end.code
     assert capsys.readouterr().err == says

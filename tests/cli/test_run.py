@@ -14,7 +14,7 @@ import pytest
 
 from tests.worlds import becomes_true, running
 from weft.cli.main import main
-from weft.run.launch import Ended, Machines, launch, usable_cores
+from weft.run.launch import Outcome, launch, usable_cores
 
 LOSE = """
 def lose_rank_1():
@@ -57,8 +57,9 @@ def ended(*words: str) -> object:
     ("words", "says"),
     [
         (("none.py",), "There is no script none.py"),
-        ((__file__, "--ranks", "0"), "ranks=0"),
-        ((__file__, "--nodes", "2", "--node", "2"), "node=2"),
+        ((__file__, "--ranks", "0"), "--ranks must be >= 1, got 0."),
+        ((__file__, "--nodes", "2", "--node", "2"), "--node 2"),
+        ((__file__, "--nodes", "2", "--master", "127.0.0.1:29500"), "--token-file is missing"),
         ((__file__, "--nodes", "2"), "--master is ''"),
         ((__file__, "--nodes", "2", "--master", "10.0.0.1"), "HOST:PORT"),
         ((__file__, "--nodes", "2", "--master", "10.0.0.1:70000"), "HOST:PORT"),
@@ -69,13 +70,138 @@ def test_mistakes_are_told_before_anything_runs(words, says, capsys) -> None:
     assert says in " ".join(capsys.readouterr().err.split())
 
 
-def test_machines_that_do_not_meet_are_one_sentence(capfd) -> None:
+@pytest.fixture
+def token(tmp_path: Path) -> Path:
+    path = tmp_path / "token"
+    path.write_text("a-secret-of-all-machines\n")
+    return path
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--interface", "nothere0"), "--interface nothere0 has no address"),
+        (("--master", "192.0.2.7:29500"), "No interface of this machine has the address 192.0.2.7"),
+        (("--master", "nothere.invalid:29500"), "does not resolve"),
+        (("--tls-cert", __file__), "--tls-cert and --tls-key belong together"),
+        (("--tls-cert", __file__, "--tls-key", __file__), "cannot be used"),
+    ],
+)
+def test_network_mistakes_are_told_before_anything_listens(words, says, token, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("weft.run.nodes.listen", None)  # calling it would raise
+    given = ("--nodes", "2", "--master", "127.0.0.1:29500", "--token-file", str(token), *words)
+    assert ended(__file__, *given) == 2
+    assert says in " ".join(capsys.readouterr().err.split())
+
+
+def test_port_that_is_taken_is_one_sentence(token, capfd) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         master = f"127.0.0.1:{taken.getsockname()[1]}"
-        assert ended(__file__, "--nodes", "2", "--master", master) == 4
-    said = capfd.readouterr().err.splitlines()[-2:]
-    assert said[0].startswith(f"weft: Machine 0 of 2 has not met the others at {master}: ")
-    assert said[1].startswith("Machine 0 listens there")
+        assert ended(__file__, "--nodes", "2", "--master", master, "--token-file", str(token)) == 2
+    assert f"weft: Cannot listen at {master}: " in capfd.readouterr().err
+
+
+def test_missing_machines_are_named(token, monkeypatch, capfd) -> None:
+    monkeypatch.setattr("weft.run.nodes.JOIN_SECONDS", 0.2)
+    given = ("--nodes", "3", "--master", f"127.0.0.1:{free_port()}", "--token-file", str(token))
+    assert ended(__file__, *given) == 4
+    assert "Machines 1, 2 have not come in 0 s." in capfd.readouterr().err
+
+
+class Other:
+    """`weft run` as one machine of two."""
+
+    def __init__(self, path: str, master: str, token: Path, *words: str, node: int = 1) -> None:
+        given = ("--nodes", "2", "--node", str(node), "--master", master, "--token-file", str(token), *words)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "weft.cli.main", "run", path, *given],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def ended(self) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=120)
+        return self.process.returncode, out, err
+
+
+def two_machines(path: str, token: Path, *words: str) -> tuple[object, tuple[int, str, str]]:
+    """The exit code of machine 0, and how machine 1 ended."""
+    master = f"127.0.0.1:{free_port()}"
+    other = Other(path, master, token, *words)
+    given = ("--nodes", "2", "--master", master, "--token-file", str(token), *words)
+    return ended(path, *given), other.ended()
+
+
+def test_two_machines_are_one_world(script, token, capfd) -> None:
+    path = script(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "x = torch.tensor([2 ** dist.get_rank()]); dist.all_reduce(x)\n"
+        "print(dist.get_rank(), dist.get_world_size(), os.environ['GROUP_RANK'], int(x), flush=True)\n"
+        "dist.destroy_process_group()"
+    )
+    code, other = two_machines(path, token, "--ranks", "2")
+    assert (code, other[0]) == (0, 0), other
+    lines = capfd.readouterr().out.splitlines() + other[1].splitlines()
+    assert sorted(lines) == ["0 4 0 15", "1 4 0 15", "2 4 1 15", "3 4 1 15"]
+
+
+def test_failure_on_one_machine_ends_and_names_it_on_both(script, token, capfd) -> None:
+    path = script("if rank == 1: raise ValueError('no loom')\ntime.sleep(1000)")
+    code, other = two_machines(path, token, "--ranks", "1")
+    assert (code, other[0]) == (1, 1)
+    for text in (capfd.readouterr().err, other[2]):
+        assert text.startswith("weft: rank 1 failed.\n"), text
+        assert text.endswith("ValueError: no loom\n")
+
+
+def test_signal_to_all_machines_at_once_is_one_signal_for_each_rank(script, token, tmp_path) -> None:
+    """As Slurm sends it: every launcher gets its own, and hears of the other's."""
+    path = script(
+        "def save(*_):\n    time.sleep(1.0); (here / f'saved{rank}').touch(); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, save)\n(here / f'up{rank}').touch()\ntime.sleep(1000)"
+    )
+    master = f"127.0.0.1:{free_port()}"
+    nodes = [Other(path, master, token, "--ranks", "1", node=node) for node in (0, 1)]
+    assert becomes_true(lambda: all((tmp_path / f"up{rank}").exists() for rank in (0, 1)), within=60)
+    for each in nodes:
+        each.process.send_signal(signal.SIGTERM)
+    assert [each.ended()[0] for each in nodes] == [143, 143]
+    assert all((tmp_path / f"saved{rank}").exists() for rank in (0, 1))
+
+
+def test_what_a_rank_started_ends_with_the_launch_and_long_tracebacks_are_cut(script, tmp_path) -> None:
+    path = script(
+        "import subprocess\n"
+        "child = subprocess.Popen(['sleep', '1000'])\n(here / 'child').write_text(str(child.pid))\n"
+        "raise ValueError('x' * 2_000_000)"
+    )
+    outcome = launch([path], 1)
+    assert outcome.reason == "failed"
+    assert len(outcome.traceback) < 200_000
+    assert becomes_true(lambda: not running(int((tmp_path / "child").read_text())))
+
+
+def test_another_token_is_refused_on_both_sides(script, token, tmp_path, caplog) -> None:
+    wrong, master = tmp_path / "wrong", f"127.0.0.1:{free_port()}"
+    wrong.write_text("another-secret-of-theirs")
+    other, ends = Other(script(""), master, wrong), []
+
+    def leave_when_told() -> None:
+        ends.append(other.ended())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=leave_when_told)
+    thread.start()
+    assert ended(script(""), "--nodes", "2", "--master", master, "--token-file", str(token)) == 130
+    thread.join()
+    assert ends[0][0] == 4
+    assert "the tokens differ" in ends[0][2]
+    assert "from 127.0.0.1 was refused: the tokens differ" in caplog.text
 
 
 def test_every_rank_runs_the_script_with_its_arguments(script, tmp_path, capfd) -> None:
@@ -129,6 +255,31 @@ def test_exit_codes_are_passed_on(text, code, said, script, capfd) -> None:
     assert capfd.readouterr().err == f"weft: rank 1 {said}\n"
 
 
+def test_rank_that_died_first_is_named_whatever_the_others_do_with_sigterm(script, tmp_path, capfd) -> None:
+    path = script(
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\n"
+        "(here / f'up{rank}').touch()\n"
+        "while not all((here / f'up{n}').exists() for n in range(3)): time.sleep(0.001)\n"
+        "if rank == 2: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "time.sleep(1000)"
+    )
+    assert ended(path, "--ranks", "3") == 128 + 9
+    assert capfd.readouterr().err == "weft: rank 2 was killed by SIGKILL.\n"
+
+
+def test_stopped_rank_does_not_hold_up_the_end(script, tmp_path, monkeypatch, capfd) -> None:
+    monkeypatch.setattr("weft.run.launch.FAILURE_GRACE_SECONDS", 0.5)
+    path = script(
+        "(here / f'pid{rank}').write_text(str(os.getpid()))\n"
+        "if rank == 0: os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "while not (here / 'pid0').exists(): time.sleep(0.001)\n"
+        "raise ValueError('rank 0 does not answer')"
+    )
+    assert ended(path) == 1
+    assert capfd.readouterr().err.startswith("weft: rank 1 failed.\n")
+    assert not running(int((tmp_path / "pid0").read_text()))
+
+
 def test_a_script_that_does_not_parse_is_told_by_its_line(script, capfd) -> None:
     assert ended(script("while:"), "--ranks", "1") == 1
     said = capfd.readouterr().err
@@ -137,7 +288,7 @@ def test_a_script_that_does_not_parse_is_told_by_its_line(script, capfd) -> None
 
 
 def test_a_module_can_be_run_too(capfd) -> None:
-    assert launch(["-m", "calendar", "2026", "2"], 2, Machines()) == Ended()
+    assert launch(["-m", "calendar", "2026", "2"], 2) == Outcome()
     assert capfd.readouterr().out.count("February 2026") == 2
 
 

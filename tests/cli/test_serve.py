@@ -21,6 +21,7 @@ from tests.serve.hosting import ROOT, Process, until  # noqa: E402
 from weft.cli.main import main  # noqa: E402
 from weft.cli.numbers import amount, duration  # noqa: E402
 from weft.core.errors import InputError  # noqa: E402
+from weft.run.nodes import Nodes  # noqa: E402
 
 
 def ended(*words: object) -> object:
@@ -44,14 +45,16 @@ def engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
         (("--ranks", "0"), "--ranks 0"),
         (("--max-queue", "0"), "--max-queue 0"),
         (("--port", "65536"), "--port 65536"),
-        (("--nodes", "2", "--node", "2"), "--node 2: no such server"),
+        (("--nodes", "2", "--node", "2"), "--node 2"),
         (("--nodes", "2"), "--master is ''"),
-        (("--nodes", "2", "--master", "10.0.0.1:65535"), "10.0.0.1:65535"),
+        (("--nodes", "2", "--master", "10.0.0.1:65536"), "10.0.0.1:65536"),
         (("--nodes", "2", "--master", "10.0.0.1:29500"), "--token-file"),
         (("--policy", "fifo"), "elastic, all, one"),
         (("--dtype", "int8"), "float32, bfloat16, float16"),
         (("--ttl", "24"), "ttl='24'"),
         (("--quota", "10 GO"), "quota='10 GO'"),
+        (("--max-time", "10"), "max-time='10'"),
+        (("--max-step", "0s"), "max-step='0s'"),
         (("--served-name", "../x"), "'../x' is no name"),
         (("--host", "0.0.0.0", "--port", "0"), "--api-key-file"),
         (("--host", "192.0.2.1", "--port", "0", "--api-key-file", "KEY"), "192.0.2.1:0"),
@@ -93,22 +96,26 @@ def test_words_become_settings(monkeypatch, engines, tmp_path) -> None:
     monkeypatch.setattr("weft.serve.host.log_events", lambda *_, **__: None)
     monkeypatch.setattr("weft.serve.host.host", lambda *_, **__: None)
     words = ("--ttl", "15m", "--quota", "1.5GiB", "--policy", "one", "--mask", "sta", "--max-queue", "3")
+    words += ("--max-time", "10m", "--max-step", "1.5s")
     assert ended("--port", "0", *words) in (0, None)
     (made,) = engines
     assert (made.keep, made.quota, made.policy, made.queue, made.ranks) == (900.0, 3 * 2**29, "one", 3, 2)
+    assert (made.max_time, made.max_step) == (600.0, 1.5)
     assert made.options == {"name": "weft-shapes", "dtype": "float32", "plan": "auto", "mask": "sta"}
     assert made.folder == tmp_path / "state" / "weft" / "serve" / "weft-shapes"
-    assert (made.name, made.nodes, made.host, made.token) == ("weft-shapes", 1, "127.0.0.1", "")
+    assert (made.name, made.nodes) == ("weft-shapes", Nodes())
 
 
 def test_several_machines_meet_beside_the_master(monkeypatch, engines, tmp_path) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr("weft.cli.serve._join", lambda settings, node: seen.append((settings, node)))
+    monkeypatch.setattr("weft.cli.serve._join", seen.append)
     (tmp_path / "token").write_text("t" * 40)
-    words = ("--nodes", "2", "--node", "1", "--master", "10.0.0.1:29500", "--token-file", tmp_path / "token")
+    words = ("--nodes", "2", "--node", "1", "--master", "127.0.0.1:29500", "--token-file", tmp_path / "token")
     assert ended(*words) in (0, None)
-    ((settings, node),) = seen
-    assert (settings.host, settings.port, settings.token, node) == ("10.0.0.1", 29501, "t" * 40, 1)
+    (settings,) = seen
+    nodes = settings.nodes
+    assert (nodes.count, nodes.node, nodes.master, nodes.token) == (2, 1, ("127.0.0.1", 29500), "t" * 40)
+    assert (nodes.interface, nodes.address) == ("lo", "127.0.0.1")
     assert engines == []
 
 

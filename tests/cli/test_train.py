@@ -50,14 +50,14 @@ def test_a_recipe_becomes_a_model_in_the_folder_of_its_name(
 
 def test_several_ranks_are_launched_with_this_command(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr("weft.cli.ranks.launched", lambda ranks, grace: asked.append((ranks, grace)) or 7)
+    monkeypatch.setattr("weft.cli.ranks.launched", lambda ranks, _, grace: asked.append((ranks, grace)) or 7)
     assert ended(recipe, "--ranks", "3") == 7
     assert asked == [(3, 600)], "a step and its checkpoint have time to end"
 
 
 def test_no_ranks_train_nothing(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ended(recipe, "--ranks", "0") == 2
-    assert "0 ranks train nothing" in capsys.readouterr().err
+    assert "--ranks must be >= 1, got 0." in capsys.readouterr().err
 
 
 def test_under_a_launcher_the_reason_is_the_exit_of_the_rank(

@@ -49,19 +49,19 @@ def amount(text: str, name: str) -> int:
     return int(_with_unit(text, name, BYTES, "500MB or 10GiB"))
 
 
-def meeting_point(master: str, nodes: int, ports: int = 1) -> tuple[str, int]:
-    """Host and port of machine 0, where `ports` in a row are needed.
+def meeting_point(master: str, nodes: int) -> tuple[str, int]:
+    """Return the host and port at which machine 0 listens.
 
     >>> meeting_point("10.0.0.1:29500", nodes=2)
     ('10.0.0.1', 29500)
     """
     host, _, port = master.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) <= 2**16 - ports:
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise InputError(
             f"{nodes} machines meet at machine 0, and --master is {master!r}.",
             hint="Give its HOST:PORT, the same on every machine, such as 10.0.0.1:29500.",
         )
-    return host, int(port)
+    return host.strip("[]"), int(port)
 
 
 def _with_unit(text: str, name: str, units: dict[str, int], such: str) -> float:

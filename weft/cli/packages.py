@@ -43,6 +43,7 @@ PACKAGES = {
     "prometheus_client": Package(gives="metrics", extra="serve", distribution="prometheus-client"),
     "python_multipart": Package(gives="uploads", extra="serve", distribution="python-multipart"),
     "httpx": Package(gives="load on a server", extra="serve"),
+    "cryptography": Package(gives="TLS between machines, unless --tls-cert is given", extra="nodes"),
     "matplotlib": Package(gives="figures", extra="report"),
     "yunchang": Package(gives="a peer to measure against", extra="bench"),
 }

@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from weft.core.errors import WeftError
-from weft.run.launch import GRACE_SECONDS, Machines, launch, usable_cores
+from weft.run.launch import Nodes, Outcome, launch, usable_cores
 from weft.run.pool import Pool, RankFailure
 
 
@@ -18,14 +18,24 @@ def model_ranks(size: int) -> Pool:
     return Pool(size, threads=max(1, usable_cores() // size), timeout=60.0)
 
 
-def launched(ranks: int, *, grace: int = GRACE_SECONDS) -> int:
-    """This command again, on each of some ranks by torch's launcher; its exit code."""
-    ended = launch(["-m", "weft.cli.main", *sys.argv[1:]], ranks, Machines(), grace=grace)
-    if ended.stack:
-        typer.echo(ended.stack.rstrip(), err=True)
-    elif ended.rank is not None:
-        typer.echo(f"weft: rank {ended.rank} {ended.how}.", err=True)
-    return ended.code
+def launched(ranks: int, nodes: Nodes | None = None, *, grace: float | None = None) -> int:
+    """Run this command again on each of some ranks, and return its exit code."""
+    outcome = launch(["-m", "weft.cli.main", *sys.argv[1:]], ranks, nodes, grace=grace)
+    if outcome.traceback:  # what the command itself says
+        typer.echo(outcome.traceback.rstrip(), err=True)
+    elif outcome.rank is not None or outcome.reason:
+        outcome_told(outcome)
+    return outcome.code
+
+
+def outcome_told(outcome: Outcome) -> int:
+    """Print why a launch failed, and return its exit code."""
+    if outcome.rank is not None:
+        text = f"weft: rank {outcome.rank} {outcome.reason}.\n{outcome.traceback}"
+        typer.echo(text.rstrip(), err=True)
+    elif outcome.code:
+        typer.echo(f"weft: {outcome.reason or 'stopped.'}", err=True)
+    return outcome.code
 
 
 def run_once(pool: Pool, fn: Callable[..., Any], *args: Any) -> list[Any]:

@@ -14,6 +14,7 @@ from weft.cli.options import Block, Dtype, Frames, Mask, Size
 from weft.cli.tables import table
 from weft.cli.workload import Workload, read_topology
 from weft.core.errors import InputError
+from weft.core.files import read_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -142,7 +143,7 @@ def _read_case(name: str, topology: str, *, alone: bool) -> Case:
 
 def _timeline(path: Path) -> Timeline:
     from weft.core.timeline import Timeline
-    from weft.run.trace import read_trace
+    from weft.run.trace import MAX_BYTES, read_trace
 
     if path.is_dir() and any(path.glob("rank*.jsonl")):
         return read_trace(path)
@@ -152,10 +153,7 @@ def _timeline(path: Path) -> Timeline:
             f"{path} holds {len(files)} timelines and no rank0.jsonl.",
             hint="Give the folder of one traced run or of a training run (log.jsonl), or one .jsonl.",
         )
-    try:
-        return Timeline.from_jsonl(files[0].read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{files[0]} cannot be read: {error.strerror}.") from None
+    return Timeline.from_jsonl(read_bytes(files[0], limit=MAX_BYTES).decode("utf-8", "replace"))
 
 
 def _cluster(topology: str, schedule: Schedule) -> Topology:

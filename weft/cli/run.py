@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from weft.cli.numbers import meeting_point
+from weft.cli import nodes as node_options
 from weft.core.errors import InputError
 
 # Options that are not weft's are the script's.
@@ -22,27 +22,25 @@ def run(
     ] = None,
     *,
     ranks: Annotated[int, typer.Option(help="Ranks to start on this machine.")] = 2,
-    nodes: Annotated[int, typer.Option(help="Machines; this command is given on each of them.")] = 1,
-    node: Annotated[int, typer.Option(help="Which machine this is, from 0.")] = 0,
-    master: Annotated[str, typer.Option(help="HOST:PORT of machine 0.")] = "",
+    nodes: node_options.Count = 1,
+    node: node_options.Node = 0,
+    master: node_options.Master = "",
+    token_file: node_options.TokenFile = None,
+    interface: node_options.Interface = "",
+    tls_cert: node_options.TLSCert = None,
+    tls_key: node_options.TLSKey = None,
 ) -> None:
     """Run a script on several ranks, as torchrun does, with one traceback if it fails.
 
-    Ctrl-C is a KeyboardInterrupt in the script, on every rank; a second one kills.
+    Ctrl-C is a KeyboardInterrupt in the script, on every rank; a second one kills. On one machine nothing
+    listens beyond loopback; several machines prove themselves with the token, over TLS.
     """
     if not script.is_file():
         raise InputError(f"There is no script {script}.", hint="weft run SCRIPT [ARGS] --ranks 4")
-    if ranks < 1 or nodes < 1 or not 0 <= node < nodes:
-        given = f"ranks={ranks}, nodes={nodes}, node={node}"
-        raise InputError(f"{given}: no such world.", hint="Ranks and nodes are 1 or more, node < nodes.")
-    if nodes > 1:
-        meeting_point(master, nodes)
-    from weft.run.launch import Machines, launch
+    if ranks < 1:
+        raise InputError(f"--ranks must be >= 1, got {ranks}.")
+    where = node_options.nodes_of(nodes, node, master, token_file, interface, (tls_cert, tls_key))
+    from weft.cli.ranks import outcome_told
+    from weft.run.launch import launch
 
-    machines = Machines(count=nodes, this=node, master=master)
-    ended = launch([str(script), *(args or [])], ranks, machines)
-    if ended.rank is not None:
-        typer.echo(f"weft: rank {ended.rank} {ended.how}.\n{ended.stack}".rstrip(), err=True)
-    elif ended.code:
-        typer.echo("weft: stopped.", err=True)
-    sys.exit(ended.code)
+    sys.exit(outcome_told(launch([str(script), *(args or [])], ranks, where)))

@@ -8,12 +8,13 @@ import signal
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from weft.cli import nodes as node_options
 from weft.cli.generate import DTYPES
-from weft.cli.numbers import amount, duration, meeting_point
+from weft.cli.numbers import amount, duration
 from weft.cli.packages import need
 from weft.core.errors import InputError
 
@@ -31,6 +32,29 @@ PACKAGES = (
     "av",
     "PIL",
 )
+KeyFile = Annotated[
+    Path | None, typer.Option(help="A file with the key that clients show; without, only loopback.")
+]
+MaxTime = Annotated[
+    str | None,
+    typer.Option(
+        help="Longest predicted time of a request, alone: 10m, 2h. Longer ones are refused with 400. "
+        "[default: 1h, or 10 times the model's default request]"
+    ),
+]
+MaxStep = Annotated[
+    str | None,
+    typer.Option(
+        help="Longest predicted time of one step, for which others may have to wait: 30s. "
+        "[default: 30s, or 10 times that of the model's default request]"
+    ),
+]
+Data = Annotated[
+    Path | None, typer.Option(help="Folder of jobs and results; below ~/.local/state/weft if not given.")
+]
+Policy = Annotated[
+    str, typer.Option(help="elastic; or first come first served by all ranks, or by one each: all, one.")
+]
 AGAIN_SECONDS = 2.0
 """Between two starts of an agent whose server is not there."""
 
@@ -44,27 +68,24 @@ def run(
     port: Annotated[int, typer.Option(help="0 finds a free one.")] = 8000,
     ranks: Annotated[int, typer.Option(help="Ranks to start on this machine.")] = 2,
     served_name: Annotated[str, typer.Option(help="What clients call the model; its folder's name.")] = "",
-    api_key_file: Annotated[
-        Path | None, typer.Option(help="A file with the key that clients show; without, only loopback.")
-    ] = None,
+    api_key_file: KeyFile = None,
     max_queue: Annotated[int, typer.Option(help="Jobs that may wait; more are refused with 429.")] = 64,
+    max_time: MaxTime = None,
+    max_step: MaxStep = None,
     ttl: Annotated[str, typer.Option(help="How long results are kept: 15m, 24h, 7d.")] = "24h",
     quota: Annotated[str, typer.Option(help="Disk space for results.")] = "10GiB",
-    data: Annotated[
-        Path | None, typer.Option(help="Folder of jobs and results; below ~/.local/state/weft if not given.")
-    ] = None,
-    policy: Annotated[
-        str, typer.Option(help="elastic; or first come first served by all ranks, or by one each: all, one.")
-    ] = "elastic",
+    data: Data = None,
+    policy: Policy = "elastic",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     plan: Annotated[str, typer.Option(help="How attention is split; see weft plan.")] = "auto",
     mask: Annotated[str | None, typer.Option(help="Sparse attention: sta, svg, radial, topk:0.2, …")] = None,
-    nodes: Annotated[int, typer.Option(help="Machines; this command is given on each of them.")] = 1,
-    node: Annotated[int, typer.Option(help="Which machine this is; 0 has the server.")] = 0,
-    master: Annotated[str, typer.Option(help="HOST:PORT of machine 0, which needs the next port too.")] = "",
-    token_file: Annotated[
-        Path | None, typer.Option(help="A file with the secret that all machines share, the same on each.")
-    ] = None,
+    nodes: node_options.Count = 1,
+    node: node_options.Node = 0,
+    master: node_options.Master = "",
+    token_file: node_options.TokenFile = None,
+    interface: node_options.Interface = "",
+    tls_cert: node_options.TLSCert = None,
+    tls_key: node_options.TLSKey = None,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts into the log.")] = False,
 ) -> None:
     """Serve a model: /v1/videos and /v1/images as OpenAI's clients know them, and a page at /.
@@ -80,19 +101,21 @@ def run(
     directory = (model or checkpoint.shipped()).resolve()
     checkpoint.check(directory)
     _check_packages(own=checkpoint.is_own(directory))
-    _check_numbers(ranks=ranks, port=port, max_queue=max_queue, nodes=nodes, node=node)
+    _check_numbers(ranks=ranks, port=port, max_queue=max_queue)
     _check_words(policy=(policy, POLICIES), dtype=(dtype, DTYPES))
     from weft.serve.settings import Settings
 
     name = _name(served_name, directory, own=model is None)
     settings = Settings(
         model=directory, folder=(data or _state() / name).resolve(), name=name, ranks=ranks, policy=policy,
-        queue=max_queue, keep=duration(ttl, "ttl"), quota=amount(quota, "quota"), nodes=nodes, master=master,
+        queue=max_queue, keep=duration(ttl, "ttl"), quota=amount(quota, "quota"),
+        max_time=duration(max_time, "max-time") if max_time else None,
+        max_step=duration(max_step, "max-step") if max_step else None,
         options={"name": name, "dtype": dtype, "plan": plan, "mask": mask},
-        **_meeting(nodes, master, token_file),
+        nodes=node_options.nodes_of(nodes, node, master, token_file, interface, (tls_cert, tls_key)),
     )  # fmt: skip
     if node:
-        _join(settings, node)
+        _join(settings)
     else:
         _serve(settings, (host, port), api_key_file, log_prompts=log_prompts)
 
@@ -120,7 +143,7 @@ def _serve(settings: Settings, at: tuple[str, int], key_file: Path | None, *, lo
     listener = bind(*at)
 
     def ready() -> None:
-        many = f"{settings.ranks * settings.nodes} rank{'s' * (settings.ranks * settings.nodes > 1)}"
+        many = f"{settings.world} rank{'s' * (settings.world > 1)}"
         print(
             f"weft: {settings.name} on {many} at {address(listener)} (a page there, the API below /v1)",
             flush=True,
@@ -133,16 +156,24 @@ def _serve(settings: Settings, at: tuple[str, int], key_file: Path | None, *, lo
         host(engine, create_app(engine, key=key, limits=Limits()), listener, ready=ready)
 
 
-def _join(settings: Settings, node: int) -> None:
-    """Ranks on another machine than the server's: an agent, again and again until somebody ends this."""
+def _join(settings: Settings) -> None:
+    """Run ranks on another machine than the server's: an agent, again and again until somebody ends this."""
+    from weft.run.channel import Closed
+    from weft.run.secure import connect
     from weft.serve.agent import end, start
 
-    ended = threading.Event()
+    ended, nodes = threading.Event(), settings.nodes
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
-    print(f"weft: {settings.ranks} ranks for the server at {settings.host}", flush=True)
+    print(f"weft: {settings.ranks} ranks for the server at {nodes.master[0]}:{nodes.master[1]}", flush=True)
     while not ended.is_set():
-        agent = start(settings.orders(settings.port, settings.token, node))
+        try:
+            connect(nodes.master, nodes.token, "ping").close()  # a refused token ends this command
+        except Closed as error:
+            print(f"weft: {error} It is tried again.", flush=True)
+            ended.wait(AGAIN_SECONDS)
+            continue
+        agent = start(settings.agent(nodes.master, nodes.token))
         while agent.poll() is None and not ended.wait(0.2):
             pass
         end(agent)
@@ -150,11 +181,12 @@ def _join(settings: Settings, node: int) -> None:
             print("weft: the ranks here have ended, as is said above; they are started again", flush=True)
 
 
-def _check_numbers(*, ranks: int, port: int, max_queue: int, nodes: int, node: int) -> None:
-    if min(ranks, max_queue, nodes) < 1 or not 0 <= port < 2**16 or not 0 <= node < nodes:
-        given = f"--ranks {ranks} --port {port} --max-queue {max_queue} --nodes {nodes} --node {node}"
-        rule = "Ranks, queue and nodes are 1 or more, a port is below 65536, a node below the nodes."
-        raise InputError(f"{given}: no such server.", hint=rule)
+def _check_numbers(*, ranks: int, port: int, max_queue: int) -> None:
+    if min(ranks, max_queue) < 1 or not 0 <= port < 2**16:
+        raise InputError(
+            f"--ranks {ranks} --port {port} --max-queue {max_queue} is not a server.",
+            hint="--ranks and --max-queue must be >= 1, and --port < 65536.",
+        )
 
 
 def _name(given: str, directory: Path, *, own: bool) -> str:
@@ -171,18 +203,3 @@ def _state() -> Path:
     """Where programs of a user keep what is not to be lost."""
     home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(home) / "weft" / "serve"
-
-
-def _meeting(nodes: int, master: str, token_file: Path | None) -> dict[str, Any]:
-    """Where ranks meet their server, and the secret that they show it."""
-    if nodes == 1:
-        return {}
-    host, port = meeting_point(master, nodes, ports=2)
-    if token_file is None:
-        raise InputError(
-            f"Ranks of {nodes} machines connect to the server, and it must know them by a secret.",
-            hint="Make a file with one (openssl rand -hex 32), copy it to all, give each --token-file.",
-        )
-    from weft.serve.auth import read_key
-
-    return {"host": host, "port": port + 1, "token": read_key(token_file)}

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from weft.cli import nodes as node_options
 from weft.cli.packages import need
 from weft.core.errors import InputError, WeftError
 
@@ -24,6 +25,13 @@ def run(
     ranks: Annotated[int, typer.Option(help="Ranks to start here; under torchrun its world is used.")] = 1,
     steps: Annotated[int | None, typer.Option(help="Another number of steps than the recipe's.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No live line; the log has everything.")] = False,
+    nodes: node_options.Count = 1,
+    node: node_options.Node = 0,
+    master: node_options.Master = "",
+    token_file: node_options.TokenFile = None,
+    interface: node_options.Interface = "",
+    tls_cert: node_options.TLSCert = None,
+    tls_key: node_options.TLSKey = None,
 ) -> None:
     """Train a video model with attention that is dense, or sparse where that pays, on the ranks there are.
 
@@ -31,7 +39,7 @@ def run(
 
     The folder gets log.jsonl, checkpoints, sheets of samples and the model. The same command goes on from
     the last checkpoint, after Ctrl-C (which ends after the step, with a checkpoint) or a crash, also on
-    another number of ranks. `weft report` draws a run.
+    another number of ranks. `weft report` draws a run. A recipe in .py is run as code; a .toml is only read.
     """
     need("torch", "safetensors", "av", "PIL", extra="train")
     from weft.run.world import is_launched
@@ -42,11 +50,13 @@ def run(
         said = replace(said, train=replace(said.train, steps=steps))
     folder = out or Path("runs") / recipe.stem
     if ranks < 1:
-        raise InputError(f"{ranks} ranks train nothing.", hint="Give 1 or more.")
-    if ranks > 1 and not is_launched():
-        from weft.cli.ranks import launched
+        raise InputError(f"--ranks must be >= 1, got {ranks}.")
+    if not is_launched():
+        where = node_options.nodes_of(nodes, node, master, token_file, interface, (tls_cert, tls_key))
+        if ranks * where.count > 1:
+            from weft.cli.ranks import launched
 
-        sys.exit(launched(ranks, grace=GRACE_SECONDS))
+            sys.exit(launched(ranks, where, grace=GRACE_SECONDS))
     from weft.train.trainer import train
 
     try:

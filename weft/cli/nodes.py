@@ -1,0 +1,75 @@
+"""The options of commands that run on several machines, and what they say together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from weft.cli.numbers import meeting_point
+from weft.cli.packages import need
+from weft.core.errors import InputError
+
+if TYPE_CHECKING:
+    from weft.run.nodes import Nodes
+    from weft.run.tls import Certificate
+
+Count = Annotated[int, typer.Option("--nodes", help="Machines; give this command on each of them.")]
+Node = Annotated[int, typer.Option("--node", help="Which machine this is, from 0.")]
+Master = Annotated[str, typer.Option("--master", help="HOST:PORT at which machine 0 listens.")]
+TokenFile = Annotated[
+    Path | None, typer.Option("--token-file", help="File with the secret that all machines share.")
+]
+Interface = Annotated[
+    str, typer.Option("--interface", help="Network interface between machines; that of --master if left out.")
+]
+TLSCert = Annotated[
+    Path | None, typer.Option("--tls-cert", help="PEM certificate of machine 0; self-signed if left out.")
+]
+TLSKey = Annotated[Path | None, typer.Option("--tls-key", help="PEM private key of --tls-cert.")]
+
+
+def nodes_of(
+    count: int, node: int, master: str, token_file: Path | None, interface: str,
+    tls: tuple[Path | None, Path | None],
+) -> Nodes:  # fmt: skip
+    """Check the options together, before anything listens."""
+    from weft.run import network
+    from weft.run.nodes import Nodes
+
+    if count < 1 or not 0 <= node < count:
+        raise InputError(
+            f"--nodes {count} --node {node} is not a machine of a group.",
+            hint="--nodes must be >= 1 and 0 <= --node < --nodes.",
+        )
+    if count == 1:
+        return Nodes()
+    host, port = meeting_point(master, count)
+    if token_file is None:
+        raise InputError(
+            f"{count} machines prove to each other that they know a secret, and --token-file is missing.",
+            hint="Make one with openssl rand -hex 32 > token, chmod 600 it, and copy it to every machine.",
+        )
+    from weft.serve.auth import read_key
+
+    token, certificate = read_key(token_file), _certificate(*tls)
+    if node == 0 and certificate is None:
+        need("cryptography", extra="nodes")
+    name, address = network.choose(host, interface, is_master=node == 0)
+    return Nodes(
+        count=count, node=node, master=(host, port), address=address, interface=name, token=token,
+        certificate=certificate,
+    )  # fmt: skip
+
+
+def _certificate(cert: Path | None, key: Path | None) -> Certificate | None:
+    from weft.run.tls import Certificate, server_context
+
+    if (cert is None) != (key is None):
+        raise InputError("--tls-cert and --tls-key belong together.", hint="Pass both, or neither.")
+    if cert is None or key is None:
+        return None
+    certificate = Certificate(cert=cert.resolve(), key=key.resolve())
+    server_context(certificate)
+    return certificate
