@@ -1,4 +1,4 @@
-"""`weft run`: ranks of a script that torch's agent starts here, without torch in the script itself."""
+"""`weft run`: the ranks of a script, supervised, without torch in the script itself."""
 
 from __future__ import annotations
 
@@ -218,6 +218,16 @@ def test_every_rank_runs_the_script_with_its_arguments(script, tmp_path, capfd) 
     assert sorted(out.splitlines()) == expected
     assert err == ""
     assert (dict(os.environ), signal.getsignal(signal.SIGINT)) == (before, handler)
+
+
+def test_rank_writes_whole_lines_also_if_unbuffered(script, monkeypatch, capfd) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    path = script(
+        "for fd, out in (1, sys.stdout), (2, sys.stderr):\n"
+        "    print('a', file=out, end=' '); os.write(fd, b'b '); print('c', file=out)"
+    )
+    assert ended(path, "--ranks", "1") == 0
+    assert capfd.readouterr() == ("b a c\n", "b a c\n")
 
 
 def test_one_traceback_is_shown_that_of_the_rank_that_failed_first(script, tmp_path, capfd) -> None:

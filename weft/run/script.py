@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import runpy
@@ -19,6 +20,7 @@ PARENT_DEATH_SIGNAL = 1  # prctl
 def main() -> None:
     """Run the script sys.argv[1], or after -m a module, as Python would with the rest of sys.argv."""
     _end_with_parent()
+    _write_whole_lines()
     is_module = sys.argv[1] == "-m"
     sys.argv[:] = sys.argv[1 + is_module :]
     script = sys.argv[0]
@@ -60,6 +62,13 @@ def _own(stack: TracebackType | None, script: str) -> TracebackType | None:
     while found is not None and found.tb_frame.f_code.co_filename != script:
         found = found.tb_next
     return found or stack
+
+
+def _write_whole_lines() -> None:
+    """Write each line in one call, also with PYTHONUNBUFFERED: ranks share the launcher's output."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def _end_with_parent() -> None:
