@@ -76,7 +76,7 @@ class Fake:
 
     def submit(
         self, asked: Asked, *, priority: int = 0, deadline: float | None = None, key: str | None = None,
-        body: bytes = b"", image: SpoolFile | None = None,
+        body: bytes = b"", image: SpoolFile | None = None, jobs: int = 1,  # noqa: ARG002
     ) -> Job:  # fmt: skip
         if len(self.store.active()) >= self.limit:
             raise Refused(429, "queue_full", f"{self.limit} jobs wait already. Try again later.", retry=3)

@@ -89,6 +89,23 @@ def test_memory_comes_first() -> None:
     refused = admits.refusal(OPENAI)
     assert refused is not None
     assert refused.code == "out_of_memory"
+    assert f"take about {admission().latency.alone(OPENAI):,.0f} s" in refused.message
+
+
+@pytest.mark.parametrize(("policy", "turns"), [("all", 8), ("one", 2)])
+def test_several_images_of_one_request_count_together(policy: str, turns: int) -> None:
+    image = replace(DEFAULT, frames=1)
+    latency = admission(4).latency
+    for size in (1, 2, 4):
+        latency.observe(image, size, 1, 1.0, steps=20)
+    whole = latency.whole(image, 4 if policy == "all" else 1)
+    enough, less = ((turns + by) * whole for by in (0.1, -0.1))
+    assert Admission(latency, policy=policy, max_time=enough).refusal(image, jobs=8) is None
+    refused = Admission(latency, policy=policy, max_time=less).refusal(image, jobs=8)
+    assert refused is not None
+    assert (refused.code, refused.param) == ("too_long", "n")
+    assert refused.message.startswith("8 images of 64x64 in 10 steps would take about")
+    assert Admission(latency, policy=policy, max_time=less).refusal(image) is None
 
 
 def test_the_scheduler_gives_no_job_so_few_ranks_that_a_step_is_too_long() -> None:
@@ -163,13 +180,16 @@ def test_a_server_knows_whether_the_one_before_had_other_limits(tmp_path: Path) 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 @pytest.mark.parametrize("came", [0.5, 25.0, 100.0])
-def test_an_image_waits_for_one_step_of_the_longest_video_and_no_more(ranks: int, came: float) -> None:
+@pytest.mark.parametrize("deadline", [None, 1e-3])
+def test_an_image_waits_for_one_step_of_the_longest_video_and_no_more(
+    ranks: int, came: float, deadline: float | None
+) -> None:
     times = admission(ranks)
     step = min(times.latency.step(LONG, size) for size in times.latency.sizes)
     slow = admission(ranks, slow=30 / step, max_step=30.1)
     image = replace(DEFAULT, frames=1)
     assert slow.refusal(LONG) is None
     alone = slow.latency.alone(image)
-    jobs = [Arrival(0.0, LONG, 3 * slow.latency.alone(LONG)), Arrival(came, image, came + 3 * alone)]
+    jobs = [Arrival(0.0, LONG, slow.allowed(LONG, deadline)), Arrival(came, image, came + 3 * alone)]
     outcome = simulate(jobs, elastic, slow)  # type: ignore[arg-type]
     assert outcome.latencies[1] <= slow.max_step + alone + 2

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.serve.ranks import FACTS
+from weft.core.errors import InputError
 from weft.core.topology import Topology
 from weft.serve import watchdog
 from weft.serve.admission import Admission
@@ -234,21 +235,41 @@ def test_jobs_share_a_batch_only_where_that_leaves_their_bits(desk: Desk) -> Non
         desk.dispatch.drop(other.id)
 
 
-def test_client_that_cancels_again_and_again_does_not_restart_ranks_for_ever(desk: Desk, monkeypatch) -> None:
-    replaced = 0
-    for _ in range(2 * watchdog.MAX_REPLACEMENTS):
+def test_client_that_cancels_again_and_again_does_not_restart_ranks_of_others_for_ever(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_replaced() -> bool:
         job = desk.add()
-        desk.want((0, 1))
+        desk.want((0,), (1,))
+        desk.hear(job, "step", b"state", step=1)
         batch = desk.dispatch.batches[job.id]
         desk.dispatch.drop(job.id)
         assert batch.dropped is not None
         batch.dropped -= 6
-        replaced += overdue(desk.dispatch) is not None
+        late = overdue(desk.dispatch)
         desk.hear(job, "stopped", step=1)
-    assert replaced == watchdog.MAX_REPLACEMENTS
-    monkeypatch.setattr(watchdog, "REPLACEMENT_SECONDS", -1.0)
-    job = desk.add()
-    desk.want((0, 1))
-    desk.dispatch.drop(job.id)
-    desk.dispatch.batches[job.id].dropped = 0.0
-    assert overdue(desk.dispatch) is not None
+        return late is not None
+
+    beside = desk.add()
+    desk.want((0,))
+    assert sum(is_replaced() for _ in range(2 * watchdog.MAX_REPLACEMENTS)) == watchdog.MAX_REPLACEMENTS
+    with monkeypatch.context() as later:
+        later.setattr(watchdog, "REPLACEMENT_SECONDS", -1.0)
+        assert is_replaced()
+    assert not all(is_replaced() for _ in range(watchdog.MAX_REPLACEMENTS))
+    desk.hear(beside, "done")
+    assert is_replaced(), "nobody else has these ranks"
+
+
+def test_states_that_cannot_be_saved_are_logged_once_until_one_can(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise InputError("The disk is full.", hint="Make room.")
+
+    job, save = desk.add(), desk.dispatch.disk.save_state
+    desk.want((0,))
+    for step, write in enumerate((full, full, full, save, full, full), start=1):
+        monkeypatch.setattr(desk.dispatch.disk, "save_state", write)
+        desk.hear(job, "step", b"state", step=step)
+    assert [record.message for record in caplog.records] == ["states are not saved"] * 2

@@ -319,6 +319,18 @@ def test_a_request_beyond_the_limits_is_refused_and_explained(tmp_path: Path) ->
         assert about["limits"]["max_time_seconds"] == 60
         assert about["default"]["num_frames"] == 16
         assert engine.submit(asked()).status == "queued"
+        hurried = engine.submit(asked(), deadline=1e-9)
+        assert hurried.deadline > hurried.created, "no less than it takes: it would pass all others"
+
+
+def test_images_of_one_request_are_refused_if_they_take_too_long_together(tmp_path: Path) -> None:
+    alone = Latency(FACTS, Topology.local(2)).alone(asked("image", guidance=2.0).shape)
+    with running(tmp_path, max_time=3 * alone) as engine, serving(engine) as url:
+        request = {"prompt": "a loom", "n": 8}
+        refused = httpx.post(f"{url}/v1/images/generations", json=request)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")
+        assert not engine.store.active()
+        assert httpx.post(f"{url}/v1/images/generations", json={**request, "n": 1}).status_code == 200
 
 
 def test_jobs_of_a_server_with_other_limits_are_refused_and_those_of_the_same_are_kept(

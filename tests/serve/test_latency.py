@@ -132,7 +132,8 @@ def test_memory_shrinks_with_ranks_and_limits_them(latency: Latency) -> None:
     none = Latency(WAN, cluster("8xh100"), limit=1e9)
     assert "no number of ranks" in none.explain(VIDEO)["reason"]
     assert none.explain(VIDEO)["seconds"] is None
-    assert "0.9 are there" in str(none.no_room(VIDEO))
+    seconds = latency.alone(VIDEO)  # as long as if there were room
+    assert f"0.9 are there; and they would take about {seconds:,.0f} s" in str(none.no_room(VIDEO))
 
 
 def test_an_explanation_names_the_plan_the_seconds_and_the_reason(latency: Latency) -> None:
@@ -185,7 +186,8 @@ def test_what_is_scaled_takes_as_long(latency: Latency, monkeypatch: pytest.Monk
 def test_what_is_remembered_of_what_was_asked_is_bounded(
     latency: Latency, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(latencies, "WAYS", 4)
+    for bound in ("WAYS", "PREDICTIONS"):
+        monkeypatch.setattr(latencies, bound, 4)
     latency = Latency(WAN, cluster("8xh100"))
     kept: weakref.WeakSet[Any] = weakref.WeakSet()
     make = latencies._Ways
@@ -198,3 +200,4 @@ def test_what_is_remembered_of_what_was_asked_is_bounded(
     for frames in range(1, 90, 8):
         latency.step(replace(IMAGE, frames=frames), 1)
     assert len(kept) <= 4
+    assert len(latency._estimates) <= 4

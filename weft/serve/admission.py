@@ -29,6 +29,8 @@ MAX_TIME_SECONDS, MAX_STEP_SECONDS = 3600.0, 30.0
 DEFAULT_FACTOR = 10.0
 """Unless the operator sets them, limits are those seconds, or so many times what the model's own default
 request takes, whichever is longer."""
+TIMES_ALONE = 3.0
+"""A job should take no longer than so many times what it takes alone, unless its request says."""
 STALE_SECONDS = 600.0
 """After which an idle server measures again: what it saw last may have been under load."""
 
@@ -112,16 +114,24 @@ class Admission:
             **self.to_json(), "admitted": refused is None, "refusal": refused and refused.message,
         }  # fmt: skip
 
-    def refusal(self, shape: Shape, *, idle: bool = False) -> Refused | None:
-        """Why a request is not admitted. An `idle` server makes exceptions, to measure again."""
+    def allowed(self, shape: Shape, deadline: float | None) -> float:
+        """Seconds until a job is due: as its request says, but no less than it takes alone.
+
+        With less it would be overdue at once, and what is overdue keeps its ranks from all others.
+        """
+        alone = self.latency.alone(shape)
+        return TIMES_ALONE * alone if deadline is None else max(deadline, alone)
+
+    def refusal(self, shape: Shape, *, jobs: int = 1, idle: bool = False) -> Refused | None:
+        """Why a request for so many `jobs` is not admitted. An `idle` server measures again: an exception."""
         if message := self.latency.no_room(shape):
             return Refused(400, "out_of_memory", message, param="size")
-        step, whole = self._fastest_step(shape), self._whole(shape)
+        step, whole = self._fastest_step(shape), self._whole(shape, jobs)
         if step <= self.max_step and whole <= self.max_time:
             return None
-        if idle and self._is_measurement(shape):
+        if idle and self._is_measurement(shape, jobs):
             return None
-        return self._too_long(shape, step, whole)
+        return self._too_long(shape, jobs, step, whole)
 
     def refusal_of_task(self, task: Task, *, changed: bool) -> Refused | None:
         """Why a job that an earlier server admitted cannot go on.
@@ -158,19 +168,21 @@ class Admission:
     def _fastest_step(self, shape: Shape) -> float:
         return min((self.latency.step(shape, size) for size in self._sizes(shape)), default=math.inf)
 
-    def _whole(self, shape: Shape) -> float:
-        return min((self.latency.whole(shape, size) for size in self._sizes(shape)), default=math.inf)
+    def _whole(self, shape: Shape, jobs: int = 1) -> float:
+        """Of so many jobs: groups of equal size take one each, and then the next."""
+        turns = {size: -(-jobs // (self.latency.topology.ranks // size)) for size in self._sizes(shape)}
+        return min((turns[size] * self.latency.whole(shape, size) for size in turns), default=math.inf)
 
-    def _is_measurement(self, shape: Shape) -> bool:
+    def _is_measurement(self, shape: Shape, jobs: int) -> bool:
         """Whether it is no larger than the default, and nothing was measured for long.
 
         Without this, a server whose only observations were made under load would refuse for ever.
         """
         tokens = [math.prod(self.latency.grid(each)) * (1 + each.guided) for each in (shape, self.default)]
-        is_small = tokens[0] <= tokens[1] and shape.steps <= self.default.steps
+        is_small = jobs * tokens[0] <= tokens[1] and shape.steps <= self.default.steps
         return is_small and self.latency.seconds_since_observed() > STALE_SECONDS
 
-    def _too_long(self, shape: Shape, step: float, whole: float) -> Refused:
+    def _too_long(self, shape: Shape, jobs: int, step: float, whole: float) -> Refused:
         """The numbers, and what would be admitted."""
         said, hints, param = [], [], "size"
         if whole > self.max_time:
@@ -178,18 +190,22 @@ class Admission:
         if step > self.max_step:
             said.append(f"{_words(step)} for each step, and it admits {_words(self.max_step)}")
             hints.append("a smaller size or fewer frames")
+        elif jobs > 1:
+            hints.append("fewer images, fewer steps or a smaller size")
+            param = "n"
         elif (steps := int((self.max_time - self.fixed(shape)) / step)) >= 1:
             hints.append(f"{steps} steps or fewer, or a smaller size")
             param = "num_inference_steps"
         else:
             hints.append("a smaller size or fewer frames")
         default = f"The model's default, {_of(self.default)}, takes {_words(self._whole(self.default))}."
-        message = f"{_of(shape)} would take about {'; '.join(said)}. Ask for {hints[0]}. {default}"
+        message = f"{_of(shape, jobs)} would take about {'; '.join(said)}. Ask for {hints[0]}. {default}"
         return Refused(400, "too_long", message[:1].upper() + message[1:], param=param)
 
 
-def _of(shape: Shape) -> str:
-    frames = f"{shape.frames} frames" if shape.frames > 1 else "an image"
+def _of(shape: Shape, jobs: int = 1) -> str:
+    image = "an image" if jobs == 1 else f"{jobs} images"
+    frames = f"{shape.frames} frames" if shape.frames > 1 else image
     return f"{frames} of {shape.width}x{shape.height} in {shape.steps} steps"
 
 

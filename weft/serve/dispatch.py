@@ -276,9 +276,7 @@ class Dispatch:
                 log.warning("states are not saved", extra={"why": str(error)})
             self._is_saving = False
         else:
-            self.replaced: dict[str, float] = {}
-        """Cancelled batches whose ranks were replaced, and when; see `weft.serve.watchdog`."""
-        self._is_saving = True
+            self._is_saving = True
 
     def _saved(self, batch: Batch) -> State | None:
         """The last state of the batch; one of other members, from before a save failed, is of no use."""

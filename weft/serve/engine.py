@@ -14,7 +14,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -40,8 +40,6 @@ TICK = 0.5
 STEPS = 0.1
 """Seconds after which steps alone are a reason to decide anew; what comes and ends is one at once."""
 ROUTINE = ("step", "preview", "timeline")
-TIMES_ALONE = 3.0
-"""A job should take no longer than so many times what it takes alone, unless it says."""
 STARTS = 3
 """How often a rank may end before it was ready until the server gives up."""
 PICTURE = "reference.png"
@@ -114,16 +112,18 @@ class Engine:
 
     def submit(
         self, asked: Asked, *, priority: int = 0, deadline: float | None = None, key: str | None = None,
-        body: bytes = b"", image: SpoolFile | None = None,
+        body: bytes = b"", image: SpoolFile | None = None, jobs: int = 1,
     ) -> Job:  # fmt: skip
-        """A queued job, on the disk; or the earlier one of the same key."""
-        if (latency := self.dispatch.latency) is None:
+        """A queued job of a request for so many `jobs`, on the disk; or the earlier one of the same key."""
+        if (admission := self.admission) is None:
             raise self._not_now()
-        seconds = TIMES_ALONE * latency.alone(asked.shape) if deadline is None else deadline
+        seconds = admission.allowed(asked.shape, deadline)
         asked = replace(asked, image=PICTURE if image else None)
+        # Predicted now: the database is locked in `before`.
+        refusals = {idle: admission.refusal(asked.shape, jobs=jobs, idle=idle) for idle in (False, True)}
 
         def before(id: str) -> None:  # not of a request that came before: that has its place
-            self._admit(asked)
+            self._admit(refusals)
             if image:
                 self.disk.move(id, PICTURE, image)
                 moved.append(id)
@@ -197,7 +197,7 @@ class Engine:
     def snapshot(self) -> dict[str, Any]:
         return self.watch.snapshot(self)
 
-    def _admit(self, asked: Asked) -> None:
+    def _admit(self, refusals: Mapping[bool, Refused | None]) -> None:
         """Refuse what has no place: in the queue, on the disk, in memory, in the time that there is."""
         if self._draining:
             raise self._not_now()
@@ -208,9 +208,7 @@ class Engine:
             raise Refused(429, "queue_full", message, retry=min(120.0, max(1.0, retry)))
         if self.disk.used() >= self.settings.quota:
             raise disk_full()
-        assert self.admission is not None
-        idle = not (waiting or counts["in_progress"])
-        if refused := self.admission.refusal(asked.shape, idle=idle):
+        if refused := refusals[not (waiting or counts["in_progress"])]:
             raise refused
 
     def _refuse_unfit(self, admission: Admission) -> None:

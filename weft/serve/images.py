@@ -71,6 +71,7 @@ def _submitted(engine: Any, post: Posted[wire.ImageAsks], key: str | None) -> li
                 engine.submit(
                     replace(asked, seed=asked.seed + index), priority=asks.priority or 0,
                     deadline=asks.deadline_seconds, key=key and f"{key}/{index}", body=post.canonical,
+                    jobs=asks.n or 1,
                 )
             )  # fmt: skip
     except Refused:

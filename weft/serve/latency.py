@@ -79,13 +79,18 @@ class Latency:
 
     def step(self, shape: Shape, ranks: int, jobs: int = 1) -> float:
         """Seconds of a denoising step of a batch; `inf` where it does not fit in memory."""
-        if self.memory(shape, ranks, jobs) > self.limit:
-            return math.inf
+        fits = self.memory(shape, ranks, jobs) <= self.limit
+        return self.estimated(shape, ranks, jobs) if fits else math.inf
+
+    def estimated(self, shape: Shape, ranks: int, jobs: int = 1) -> float:
+        """Seconds of a step, whether or not it fits in memory."""
         key, estimates = (_size(shape), ranks, jobs), self._estimates
-        if key not in estimates:  # a schedule asks for the same ones many times
+        if (seconds := estimates.get(key)) is None:  # a schedule asks for the same ones many times
             cost = Cost(self.predicted(shape, ranks, jobs), ranks)
-            estimates[key] = self._steps.estimate(key, cost)
-        return estimates[key]
+            seconds = self._steps.estimate(key, cost)
+            if len(estimates) < PREDICTIONS:  # clients may ask of any size, and nothing may be observed
+                estimates[key] = seconds
+        return seconds
 
     def fixed(self, shape: Shape) -> float:
         """Seconds of all that is no step: encoding, decoding and writing the file."""
@@ -138,9 +143,12 @@ class Latency:
         needs = self.memory(shape, self.topology.ranks, jobs)
         if needs <= self.limit:
             return None
+        step = min(self.estimated(shape, ranks, jobs) for ranks in self.sizes)
+        seconds = shape.steps * step + jobs * self.fixed(shape)
         return (
             f"{shape.frames} frames of {shape.width}x{shape.height} need {needs / 2**30:.1f} GiB per "
-            f"rank, {self.limit / 2**30:.1f} are there. Ask for a smaller size or fewer frames."
+            f"rank, {self.limit / 2**30:.1f} are there; and they would take about {max(1, seconds):,.0f} s. "
+            "Ask for a smaller size or fewer frames."
         )
 
     def predicted(self, shape: Shape, ranks: int, jobs: int = 1) -> float:
@@ -215,13 +223,8 @@ class _Ways:
         share = min(1.0, MAX_BATCH / times)  # of what is asked for; a problem's size is bounded
         problem = replace(self.problem, batch=max(1, round(times * share)))
         work = times * share * density * self.scale
-        return min(
-            (
-                way.estimate(problem, self.topology, replace(deal, seconds=deal.seconds * work)) / share,
-                str(way),
-            )
-            for way, deal in self.deals
-        )
+        deals = [(way, replace(deal, seconds=deal.seconds * work)) for way, deal in self.deals]
+        return min((way.estimate(problem, self.topology, deal) / share, str(way)) for way, deal in deals)
 
 
 def part(topology: Topology, ranks: int) -> Topology:

@@ -16,7 +16,8 @@ SILENCE_FACTOR = 20.0
 CANCEL_SECONDS = 5.0
 """A batch without jobs may take so long to end its step."""
 MAX_REPLACEMENTS, REPLACEMENT_SECONDS = 8, 600.0
-"""So many cancelled batches in so long have their ranks replaced; others end their step (`--max-step`)."""
+"""While other jobs run, so many cancelled batches in so long have their ranks replaced; more of them end
+their step, which `--max-step` bounds."""
 
 
 class Overdue(NamedTuple):
@@ -30,6 +31,7 @@ class Overdue(NamedTuple):
 def overdue(dispatch: Dispatch) -> Overdue | None:
     """Return a batch that makes no step, or whose jobs were cancelled and whose step does not end soon."""
     now = time.monotonic()
+    is_shared = any(batch.jobs and batch.leader is not None for batch in dispatch.batches.values())
     for batch in dispatch.batches.values():
         if batch.leader is None or dispatch.latency is None:
             continue
@@ -37,7 +39,7 @@ def overdue(dispatch: Dispatch) -> Overdue | None:
         if not batch.jobs and batch.dropped is not None and batch.ranks:
             left = step - (now - batch.sign)
             is_late = left > CANCEL_SECONDS or now - batch.dropped > CANCEL_SECONDS
-            if is_late and _may_replace(dispatch.replaced, batch.id, now):
+            if is_late and (not is_shared or _may_replace(dispatch.replaced, batch.id, now)):
                 reason = f"batch {batch.id} was cancelled and its step takes too long"
                 return Overdue(batch.leader, reason, blamed=False)
         slowest = max(step, len(batch.members) * dispatch.latency.fixed(batch.shape))
