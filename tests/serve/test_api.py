@@ -193,7 +193,8 @@ def test_a_model_of_images_has_a_plan_too(http: httpx.Client, engine: Fake) -> N
 
 
 @pytest.mark.parametrize(
-    ("code", "status"), [("out_of_memory", 400), ("disk_full", 503), ("rank_lost", 503), ("else", 500)]
+    ("code", "status"),
+    [("out_of_memory", 400), ("too_long", 400), ("disk_full", 503), ("rank_lost", 503), ("else", 500)],
 )
 def test_who_waits_is_told_whose_fault_it_was(code: str, status: int) -> None:
     with pytest.raises(Refused) as refused:
