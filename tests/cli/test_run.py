@@ -9,12 +9,14 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from tests.worlds import becomes_true, running
 from weft.cli.main import main
-from weft.run.launch import Outcome, launch, usable_cores
+from weft.run.launch import Outcome, _first_failure, launch, usable_cores
+from weft.run.network import LOOPBACK
 
 LOSE = """
 def lose_rank_1():
@@ -97,6 +99,14 @@ def test_network_mistakes_are_told_before_anything_listens(words, says, token, m
     given = ("--nodes", "2", "--master", "127.0.0.1:29500", "--token-file", str(token), *words)
     assert ended(__file__, *given) == 2
     assert says in " ".join(capsys.readouterr().err.split())
+
+
+def test_no_certificate_can_be_made_is_told_before_anything_listens(token, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("weft.cli.packages.find_spec", lambda _: None)
+    monkeypatch.setattr("weft.run.nodes.listen", None)
+    given = ("--nodes", "2", "--master", "127.0.0.1:29500", "--token-file", str(token))
+    assert ended(__file__, *given) == 3
+    assert "This needs cryptography (for TLS between machines, unless --tls-cert" in capsys.readouterr().err
 
 
 def test_port_that_is_taken_is_one_sentence(token, capfd) -> None:
@@ -186,6 +196,27 @@ def test_what_a_rank_started_ends_with_the_launch_and_long_tracebacks_are_cut(sc
     assert becomes_true(lambda: not running(int((tmp_path / "child").read_text())))
 
 
+def test_group_of_a_rank_is_killed_when_the_rank_ends_and_never_again(script, tmp_path, monkeypatch) -> None:
+    """Hours later, at the end of the launch, its number may be that of a stranger's group."""
+    killed: list[int] = []
+    real = os.killpg
+
+    def killpg(pid: int, number: int) -> None:
+        killed.append(pid)
+        (tmp_path / "killed").touch()
+        real(pid, number)
+
+    monkeypatch.setattr("weft.run.launch.os.killpg", killpg)
+    path = script(
+        "for _ in range(rank * 10_000):\n"
+        "    if (here / 'killed').exists(): break\n"
+        "    time.sleep(0.001)\n"
+        "else: sys.exit(rank)"
+    )
+    assert launch([path], 2) == Outcome()
+    assert len(killed) == len({*killed}) == 2
+
+
 def test_another_token_is_refused_on_both_sides(script, token, tmp_path, caplog) -> None:
     wrong, master = tmp_path / "wrong", f"127.0.0.1:{free_port()}"
     wrong.write_text("another-secret-of-theirs")
@@ -204,16 +235,17 @@ def test_another_token_is_refused_on_both_sides(script, token, tmp_path, caplog)
     assert "from 127.0.0.1 was refused: the tokens differ" in caplog.text
 
 
-def test_every_rank_runs_the_script_with_its_arguments(script, tmp_path, capfd) -> None:
+def test_every_rank_runs_the_script_with_its_arguments(script, tmp_path, monkeypatch, capfd) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # gloo would take the card of the host name
     path = script(
-        "names = ('WORLD_SIZE', 'LOCAL_RANK', 'OMP_NUM_THREADS')\n"
+        "names = ('WORLD_SIZE', 'LOCAL_RANK', 'OMP_NUM_THREADS', 'GLOO_SOCKET_IFNAME')\n"
         "print(__name__, *(os.environ[name] for name in names), sys.argv[1:], sys.path[0] == str(here))"
     )
     before, handler = dict(os.environ), signal.getsignal(signal.SIGINT)
     assert ended(path, "a b", "--ranks", "2", "--steps", "3", "-x", "--", "--ranks", "9") == 0
     threads = max(1, usable_cores() // 2)
     arguments = ["a b", "--steps", "3", "-x", "--ranks", "9"]
-    expected = [f"__main__ 2 {rank} {threads} {arguments} True" for rank in (0, 1)]
+    expected = [f"__main__ 2 {rank} {threads} {LOOPBACK} {arguments} True" for rank in (0, 1)]
     out, err = capfd.readouterr()
     assert sorted(out.splitlines()) == expected
     assert err == ""
@@ -275,6 +307,16 @@ def test_rank_that_died_first_is_named_whatever_the_others_do_with_sigterm(scrip
     )
     assert ended(path, "--ranks", "3") == 128 + 9
     assert capfd.readouterr().err == "weft: rank 2 was killed by SIGKILL.\n"
+
+
+@pytest.mark.parametrize("code", [9, 1, -signal.SIGABRT])
+def test_rank_that_was_killed_comes_before_those_that_ended_by_themselves(code: int) -> None:
+    """The launcher may see both at once, on a busy machine."""
+    ranks = [
+        mock.Mock(rank=rank, **{"process.returncode": its, "report.return_value": {}})
+        for rank, its in enumerate((code, code, -signal.SIGKILL))
+    ]
+    assert _first_failure(ranks).rank == 2
 
 
 def test_stopped_rank_does_not_hold_up_the_end(script, tmp_path, monkeypatch, capfd) -> None:

@@ -12,19 +12,19 @@ import pytest
 
 from weft.core.errors import CommError, InputError
 from weft.run.channel import MAX_JSON_BYTES, Channel, Closed
-from weft.run.secure import Identity, accept, connect
+from weft.run.secure import Credentials, accept, connect
 from weft.run.tls import self_signed
 
 TOKEN = "a token of some length"
 
 
 @pytest.fixture(scope="module")
-def identity(tmp_path_factory: pytest.TempPathFactory) -> Identity:
-    return Identity.of(TOKEN, self_signed(tmp_path_factory.mktemp("tls")))
+def credentials(tmp_path_factory: pytest.TempPathFactory) -> Credentials:
+    return Credentials.of(TOKEN, self_signed(tmp_path_factory.mktemp("tls")))
 
 
 @pytest.fixture(params=["pair", "tls"])
-def pair(request: pytest.FixtureRequest, identity: Identity) -> Iterator[tuple[Channel, Channel]]:
+def pair(request: pytest.FixtureRequest, credentials: Credentials) -> Iterator[tuple[Channel, Channel]]:
     """Two ends of a connection, plain or TLS."""
     if request.param == "pair":
         ends = [Channel(each) for each in socket.socketpair()]
@@ -32,7 +32,7 @@ def pair(request: pytest.FixtureRequest, identity: Identity) -> Iterator[tuple[C
         ends = []
         with socket.create_server(("127.0.0.1", 0)) as listener:
             thread = threading.Thread(
-                target=lambda: ends.append(accept(listener.accept()[0], identity)[0]), daemon=True
+                target=lambda: ends.append(accept(listener.accept()[0], credentials)[0]), daemon=True
             )
             thread.start()
             ends = [connect(listener.getsockname(), TOKEN, "test"), *(thread.join() or ends)]

@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import socket
+import ssl
 import struct
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from weft.run import network, secure
 from weft.run.channel import Channel, Closed
 from weft.run.listener import Listener, Tunnel, forward, listen
 from weft.run.scratch import scratch
-from weft.run.secure import Identity, Refused, accept, connect
+from weft.run.secure import Credentials, ProofError, accept, connect
 from weft.run.tls import Certificate, self_signed, server_context
 from weft.serve.process import Process
 
@@ -31,8 +32,8 @@ TOKEN, OTHER = "a-secret-of-all-machines", "a-secret-of-somebody-else"
 
 
 @pytest.fixture(scope="module")
-def identity(tmp_path_factory: pytest.TempPathFactory) -> Identity:
-    return Identity.of(TOKEN, self_signed(tmp_path_factory.mktemp("tls")))
+def credentials(tmp_path_factory: pytest.TempPathFactory) -> Credentials:
+    return Credentials.of(TOKEN, self_signed(tmp_path_factory.mktemp("tls")))
 
 
 @pytest.fixture
@@ -44,8 +45,8 @@ def stack() -> Iterator[ExitStack]:
 class Echo:
     """A listener whose connections get back what they send."""
 
-    def __init__(self, identity: Identity, address: tuple[str, int] | Path = ("127.0.0.1", 0)) -> None:
-        self.listener = Listener(listen(address), identity, {"echo": self._echo})
+    def __init__(self, credentials: Credentials, address: tuple[str, int] | Path = ("127.0.0.1", 0)) -> None:
+        self.listener = Listener(listen(address), credentials, {"echo": self._echo})
         self.address = str(address) if isinstance(address, Path) else ("127.0.0.1", self.listener.port)
 
     @staticmethod
@@ -62,11 +63,11 @@ class Echo:
 
 
 @pytest.fixture(params=["unix", "tls"])
-def echo(request: pytest.FixtureRequest, identity: Identity, stack: ExitStack) -> Echo:
+def echo(request: pytest.FixtureRequest, credentials: Credentials, stack: ExitStack) -> Echo:
     if request.param == "tls":
-        found = Echo(identity)
+        found = Echo(credentials)
     else:
-        found = Echo(Identity(TOKEN), stack.enter_context(scratch("test")) / "echo")
+        found = Echo(Credentials(TOKEN), stack.enter_context(scratch("test")) / "echo")
     stack.callback(found.listener.close)
     return found
 
@@ -76,7 +77,7 @@ def test_both_ends_that_know_the_token_talk(echo: Echo) -> None:
 
 
 def test_wrong_token_is_refused_and_told_on_both_sides(echo: Echo) -> None:
-    with pytest.raises(Refused, match="the tokens differ"):
+    with pytest.raises(ProofError, match="the tokens differ"):
         connect(echo.address, OTHER, "echo", patience=60)  # at once: it does not get better
     assert becomes_true(lambda: "the tokens differ" in echo.listener.refusal)
     assert echo.works()
@@ -97,15 +98,15 @@ def test_server_that_does_not_know_the_token_is_refused(stack: ExitStack) -> Non
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(secure.socket.socket, "connect", lambda *_: None)
         patch.setattr(secure.socket, "socket", lambda *_: one)
-        with pytest.raises(Refused, match="does not know the token"):
+        with pytest.raises(ProofError, match="does not know the token"):
             secure._connect("/nowhere", TOKEN, "echo")
 
 
 def test_relay_with_another_certificate_is_refused(
-    identity: Identity, stack: ExitStack, tmp_path: Path
+    credentials: Credentials, stack: ExitStack, tmp_path: Path
 ) -> None:
     """A machine in the middle ends TLS and passes every byte on: the proofs are of two certificates."""
-    echo = Echo(identity)
+    echo = Echo(credentials)
     stack.callback(echo.listener.close)
     context = server_context(self_signed(tmp_path))
     middle = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
@@ -121,7 +122,7 @@ def test_relay_with_another_certificate_is_refused(
         forward(client, server)
 
     threading.Thread(target=relay, daemon=True).start()
-    with pytest.raises(Refused):
+    with pytest.raises(ProofError):
         connect(middle.getsockname(), TOKEN, "echo")
     assert becomes_true(lambda: "certificate" in echo.listener.refusal)
     assert echo.works()
@@ -181,12 +182,12 @@ import resource, socket, sys, threading, time
 from pathlib import Path
 from weft.run import listener as module
 from weft.run.listener import Listener, listen
-from weft.run.secure import Identity, connect
+from weft.run.secure import Credentials, connect
 address = Path(sys.argv[1])
 def echo(channel):
     while True: channel.send(*channel.receive())
 module.MAX_PENDING = 10**6
-listener = Listener(listen(address), Identity("a-token-of-tests"), {"echo": echo})
+listener = Listener(listen(address), Credentials("a-token-of-tests"), {"echo": echo})
 resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))
 crowd = []
 try:
@@ -222,7 +223,7 @@ def test_address_that_cannot_be_listened_at_is_told(tmp_path: Path) -> None:
                 listen(address)
 
 
-def test_token_is_in_no_byte_that_travels(identity: Identity, stack: ExitStack) -> None:
+def test_token_is_in_no_byte_that_travels(credentials: Credentials, stack: ExitStack) -> None:
     """Neither over TLS nor, what a relay would see, inside of it."""
     seen: list[bytes] = []
     one, other = socket.socketpair()
@@ -236,7 +237,7 @@ def test_token_is_in_no_byte_that_travels(identity: Identity, stack: ExitStack) 
 
     for pair in ((other, theirs), (theirs, other)):
         threading.Thread(target=copy, args=pair, daemon=True).start()
-    done = threading.Thread(target=lambda: accept(ours, Identity(TOKEN)), daemon=True)
+    done = threading.Thread(target=lambda: accept(ours, Credentials(TOKEN)), daemon=True)
     done.start()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(secure.socket.socket, "connect", lambda *_: None)
@@ -251,7 +252,7 @@ def test_token_is_in_no_byte_that_travels(identity: Identity, stack: ExitStack) 
         each.close()
 
 
-def test_tunnel_carries_a_store_to_another_machine(identity: Identity, stack: ExitStack) -> None:
+def test_tunnel_carries_a_store_to_another_machine(credentials: Credentials, stack: ExitStack) -> None:
     from weft.run.stores import open_store, serve_store
 
     with listen(("127.0.0.1", 0)) as listening:
@@ -260,7 +261,7 @@ def test_tunnel_carries_a_store_to_another_machine(identity: Identity, stack: Ex
     def reach(channel: Channel) -> None:
         forward(socket.create_connection(("127.0.0.1", port)), channel.socket)
 
-    far = Listener(listen(("127.0.0.1", 0)), identity, {"store": reach})
+    far = Listener(listen(("127.0.0.1", 0)), credentials, {"store": reach})
     tunnel = Tunnel(lambda: connect(("127.0.0.1", far.port), TOKEN, "store"))
     stack.callback(far.close)
     stack.callback(tunnel.close)
@@ -281,6 +282,19 @@ def test_certificates_of_the_user_are_checked(tmp_path: Path) -> None:
     for cert, key in ((made.cert, other.key), (made.cert, tmp_path / "none"), (made.key, made.key)):
         with pytest.raises(InputError, match="cannot be used"):
             server_context(Certificate(cert=cert, key=key))
+
+
+def test_private_key_with_a_password_is_refused_and_not_asked_for(tmp_path: Path) -> None:
+    from cryptography.hazmat.primitives import serialization
+
+    made = self_signed(tmp_path)
+    key = serialization.load_pem_private_key(made.key.read_bytes(), None)
+    locked = serialization.BestAvailableEncryption(b"a password")
+    pem, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    made.key.write_bytes(key.private_bytes(pem, form, locked))
+    with pytest.raises(InputError, match="cannot be used") as caught:
+        server_context(made)
+    assert isinstance(caught.value.__cause__, ssl.SSLError)  # another error: there was no terminal to ask at
 
 
 def test_interface_is_that_of_the_master_or_the_named_one() -> None:
@@ -355,4 +369,4 @@ def test_handshake_that_fails_is_an_error_of_weft(stack: ExitStack) -> None:
     one, other = socket.socketpair()
     one.close()
     with pytest.raises(CommError):
-        accept(other, Identity(TOKEN))
+        accept(other, Credentials(TOKEN))

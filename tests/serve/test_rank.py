@@ -25,7 +25,7 @@ from weft.models.words import LENGTH, WORDS
 from weft.run.channel import Channel, Closed
 from weft.run.listener import listen
 from weft.run.scratch import scratch
-from weft.run.secure import Identity, accept
+from weft.run.secure import Credentials, accept
 from weft.serve import segment
 from weft.serve.facts import facts_of
 from weft.serve.jobs import Asked
@@ -69,7 +69,7 @@ class Server:
 
     def welcome(self, ranks: int) -> None:
         for _ in range(ranks):
-            channel, purpose = accept(self.listener.accept()[0], Identity(TOKEN))
+            channel, purpose = accept(self.listener.accept()[0], Credentials(TOKEN))
             assert purpose == "rank"
             hello, _ = channel.receive()
             assert hello["told"] == "hello"

@@ -8,15 +8,19 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.worlds import becomes_true, running
 from weft.run import channel as channels
 from weft.run.channel import Channel, Closed
 from weft.run.nodes import Nodes
 from weft.run.secure import connect
 from weft.serve.agent import AgentConfig
 from weft.serve.ranks import Ranks
+
+ROOT = Path(__file__).parents[2]
 
 
 class _Ranks(Ranks):
@@ -129,3 +133,45 @@ def test_rank_of_another_world_is_named(ranks: Ranks) -> None:
         rank.receive()
     assert ranks.trouble.startswith("A rank is one of 4, and this server has 1.")
     rank.close()
+
+
+def test_rank_that_hangs_on_another_machine_is_replaced_by_the_agent_there(ranks: Ranks) -> None:
+    agent, rank = connect(ranks.address, ranks._token, "agent"), joined(ranks)
+    assert becomes_true(lambda: len(ranks._links) == 1)
+    ranks.kill(0, "rank 0 was silent for 10 s")
+    assert becomes_true(lambda: not ranks._links)
+    with pytest.raises(Closed):
+        agent.receive()
+    agent.close()
+    rank.close()
+
+
+# Ranks that do nothing, forked from here: torch is not needed.
+AGENT = """
+import multiprocessing, os, signal, sys
+from weft.serve import agent
+fork = multiprocessing.get_context("fork")
+agent.multiprocessing.get_context = lambda _: fork
+def hang(config, local):
+    print(os.getpid(), flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+agent._rank, agent.GRACE_SECONDS = hang, 0.1
+where = {"address": sys.argv[1], "token": sys.argv[2]}
+agent._supervise(agent.AgentConfig(**where, model="", ranks=1, nodes=2, node=1))
+"""
+
+
+def test_agent_replaces_its_ranks_when_the_server_closes_its_connection(ranks: Ranks) -> None:
+    command = [sys.executable, "-c", AGENT, ranks.address, ranks._token]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT) as agent:
+        assert agent.stdin is not None
+        assert agent.stdout is not None
+        first = int(agent.stdout.readline())
+        assert becomes_true(lambda: len(ranks._links) == 1)
+        ranks._replace_elsewhere()
+        second = int(agent.stdout.readline())
+        assert not running(first)
+        agent.stdin.close()
+        assert agent.wait(30) == 0
+        assert not running(second)

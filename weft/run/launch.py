@@ -71,7 +71,7 @@ def _environment(ranks: int, nodes: Nodes, group: Group) -> dict[str, str]:
     """Return the variables of all ranks here; those that the user may have set are not replaced."""
     soft = {"OMP_NUM_THREADS": str(max(1, usable_cores() // ranks)), **network.environment(nodes.interface)}
     soft["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "1"
-    return soft | {name: os.environ[name] for name in soft if name in os.environ} | {
+    return soft | {name: os.environ[name] for name in soft if os.environ.get(name)} | {
         "WORLD_SIZE": str(group.world), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": str(nodes.node),
         "GROUP_WORLD_SIZE": str(nodes.count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(group.port),
         # torch: the launcher has the store, and rank 0 is to open none.
@@ -99,16 +99,21 @@ class _Worker:
         line = [sys.executable, "-m", "weft.run.script", *command]
         self.process = subprocess.Popen(line, env={**environment, **own}, start_new_session=True)
         self.descriptor = os.pidfd_open(self.process.pid) if hasattr(os, "pidfd_open") else None
+        self._is_over = False
 
     def send(self, number: int) -> None:
         if self.process.poll() is None:
             self.process.send_signal(number)
 
     def end(self) -> None:
-        """Kill the rank, if it still runs, and what it has started itself and left behind."""
-        with suppress(
-            ProcessLookupError, PermissionError
-        ):  # its group's number is not reused before it is empty
+        """Kill the rank, if it still runs, and what it has started itself and left behind.
+
+        Once, and as soon as the rank has ended: later its number may be that of a stranger's group.
+        """
+        if self._is_over:
+            return
+        self._is_over = True
+        with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         if self.descriptor is not None:
@@ -146,12 +151,13 @@ class _Supervisor:
                 for worker in ended:
                     if worker.descriptor is not None:
                         selector.unregister(worker.descriptor)
+                    worker.end()
                 self._step(ended)
             self._hear()  # of a failure elsewhere that came with the end
         return self.outcome or Outcome()
 
     def _timeout(self) -> float | None:
-        if any(each.descriptor is None for each in self.workers):
+        if any(each.descriptor is None for each in self.running):
             return POLL_SECONDS
         return None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
 
@@ -204,13 +210,16 @@ class _Supervisor:
 def _first_failure(failed: Sequence[_Worker]) -> Outcome:
     """Return the failure that the others follow from.
 
-    All of them ended before any was told to, so a rank that could not even report why it ended (killed,
-    crashed) comes before those that report the loss of a peer; else the first to report failed first.
+    All of them ended before any was told to, so a rank that was killed comes before those that ended by
+    themselves, and one that did not even report why before those that report the loss of a peer; else the
+    first to report failed first.
     """
     reports = {each: each.report() for each in failed}
 
-    def order(each: _Worker) -> tuple[bool, int, int]:
-        return bool(reports[each]), int(reports[each].get("nanoseconds", 0)), each.rank
+    def order(each: _Worker) -> tuple[bool, bool, int, int]:
+        code, report = each.process.returncode, reports[each]
+        by_itself = code > 0 or code == -signal.SIGABRT  # as NCCL ends a rank that has lost a peer
+        return by_itself, bool(report), int(report.get("nanoseconds", 0)), each.rank
 
     first = min(failed, key=order)
     code = first.process.returncode

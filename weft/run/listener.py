@@ -15,7 +15,7 @@ from typing import Any
 
 from weft.core.errors import CommError, InputError
 from weft.run.channel import Channel, shutdown
-from weft.run.secure import MISMATCH, Identity, Refused, accept
+from weft.run.secure import MISMATCH, Credentials, ProofError, accept
 
 MAX_PENDING = 64
 """Connections that have not proved themselves yet."""
@@ -57,8 +57,10 @@ class Listener:
     most, so a flood from one machine does not shut out another.
     """
 
-    def __init__(self, listening: socket.socket, identity: Identity, handlers: Mapping[str, Handler]) -> None:
-        self.socket, self.identity, self.handlers = listening, identity, handlers
+    def __init__(
+        self, listening: socket.socket, credentials: Credentials, handlers: Mapping[str, Handler]
+    ) -> None:
+        self.socket, self.credentials, self.handlers = listening, credentials, handlers
         self._pending: dict[socket.socket, str] = {}
         self._lock = threading.Lock()
         self._refused = (float("-inf"), "")
@@ -109,10 +111,10 @@ class Listener:
     def _serve(self, connection: socket.socket) -> None:
         source = self._pending.get(connection, "")
         try:
-            channel, purpose = accept(connection, self.identity)
+            channel, purpose = accept(connection, self.credentials)
         except (CommError, RuntimeError) as error:  # no proof, or no thread to watch over it
             connection.close()
-            if isinstance(error, Refused):
+            if isinstance(error, ProofError):
                 self._note(f"A connection from {source} was refused: {MISMATCH}.")
             return
         finally:

@@ -19,7 +19,7 @@ from weft.core.errors import CommError
 from weft.run import network
 from weft.run.channel import Channel, Closed
 from weft.run.listener import Listener, Tunnel, forward, listen
-from weft.run.secure import Identity, connect
+from weft.run.secure import Credentials, connect
 from weft.run.tls import Certificate, self_signed
 
 JOIN_SECONDS = 900.0
@@ -40,8 +40,8 @@ class Nodes:
     certificate: Certificate | None = None
     """Of machine 0; self-signed if there is none."""
 
-    def identity(self, folder: Path) -> Identity:
-        return Identity.of(self.token, self.certificate or self_signed(folder))
+    def credentials(self, folder: Path) -> Credentials:
+        return Credentials.of(self.token, self.certificate or self_signed(folder))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,7 @@ class Leader(Group):
     """Of machine 0, where the store is."""
 
     def __init__(self, nodes: Nodes, ranks: int, port: int, folder: Path) -> None:
-        identity = nodes.identity(folder)
+        credentials = nodes.credentials(folder)
         listening = listen((nodes.address, nodes.master[1]))
         super().__init__(ranks, port)
         self.nodes, self.ranks, self.world = nodes, ranks, ranks * nodes.count
@@ -125,7 +125,7 @@ class Leader(Group):
         self._started = self._is_done = False
         self._changed = threading.Condition()
         handlers = {"launch": self._serve, "store": self._store}
-        self._listener = Listener(listening, identity, handlers)
+        self._listener = Listener(listening, credentials, handlers)
 
     def gather(self) -> None:
         with self._changed:

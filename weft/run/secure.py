@@ -1,6 +1,6 @@
 """Secure channels: both ends prove that they know a shared token, bound to the server's TLS certificate.
 
-    server   channel, purpose = accept(connection, Identity(token, context, fingerprint))
+    server   channel, purpose = accept(connection, Credentials(token, context, fingerprint))
     client   channel = connect(("10.0.0.1", 29500), token, purpose="rank")
 
 Each end sends a nonce and an HMAC of both nonces and the certificate's fingerprint, keyed with the token. The
@@ -37,12 +37,12 @@ Address = tuple[str, int] | str
 """(host, port), or the path of a unix socket."""
 
 
-class Refused(CommError):  # noqa: N818 - the answer of a peer
+class ProofError(CommError):
     """The proof of a peer does not match: another token, or a certificate that is not the server's."""
 
 
 @dataclass(frozen=True)
-class Identity:
+class Credentials:
     """What a server proves itself with; without a certificate its connections are unix sockets."""
 
     token: str
@@ -50,29 +50,29 @@ class Identity:
     fingerprint: bytes = b""
 
     @classmethod
-    def of(cls, token: str, certificate: Certificate) -> Identity:
+    def of(cls, token: str, certificate: Certificate) -> Credentials:
         return cls(token, server_context(certificate), certificate.fingerprint())
 
 
-def accept(connection: socket.socket, identity: Identity) -> tuple[Channel, str]:
+def accept(connection: socket.socket, credentials: Credentials) -> tuple[Channel, str]:
     """Return the channel of an accepted connection and the purpose that its peer states.
 
     Close the connection and raise CommError if the peer does not prove itself within `HANDSHAKE_SECONDS`.
     """
     with _handshake(connection, "a client"):
         stream: Any = connection
-        if identity.context is not None:
-            stream = TLSSocket(connection, identity.context, server=True)
+        if credentials.context is not None:
+            stream = TLSSocket(connection, credentials.context, server=True)
             stream.handshake()
         channel, ours = Channel(stream), secrets.token_bytes(32)
         channel.send({"weft": 1, "nonce": ours.hex()})
         answer, _ = channel.receive(HANDSHAKE_LIMITS)
         theirs = bytes.fromhex(str(answer.get("nonce")))
-        proof = _proof(identity.token, "client", (ours, theirs), identity.fingerprint)
+        proof = _proof(credentials.token, "client", (ours, theirs), credentials.fingerprint)
         if not _matches(answer, proof):
             channel.send({"refused": MISMATCH})
-            raise Refused(f"A connection was refused: {MISMATCH}.")
-        channel.send({"proof": _proof(identity.token, "server", (ours, theirs), identity.fingerprint)})
+            raise ProofError(f"A connection was refused: {MISMATCH}.")
+        channel.send({"proof": _proof(credentials.token, "server", (ours, theirs), credentials.fingerprint)})
         channel.limit_sends()
         return channel, str(answer.get("purpose"))
 
@@ -80,7 +80,7 @@ def accept(connection: socket.socket, identity: Identity) -> tuple[Channel, str]
 def connect(address: Address, token: str, purpose: str, *, patience: float = 0.0) -> Channel:
     """Return a channel to the server at `address`, which has proved that it knows the token.
 
-    Try again for `patience` seconds while nobody answers. Raise `Refused` if the proofs do not match.
+    Try again for `patience` seconds while nobody answers. Raise `ProofError` if the proofs do not match.
     """
     until = time.monotonic() + patience
     while True:
@@ -116,9 +116,9 @@ def _connect(address: Address, token: str, purpose: str) -> Channel:
         channel.send({"nonce": ours.hex(), "proof": proof, "purpose": purpose})
         answer, _ = channel.receive(HANDSHAKE_LIMITS)
         if "refused" in answer:
-            raise Refused(f"The server at {where} refuses this connection: {MISMATCH}.")
+            raise ProofError(f"The server at {where} refuses this connection: {MISMATCH}.")
         if not _matches(answer, _proof(token, "server", (theirs, ours), fingerprint)):
-            raise Refused(f"What answers at {where} does not know the token.")
+            raise ProofError(f"What answers at {where} does not know the token.")
         return channel
 
 

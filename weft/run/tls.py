@@ -39,12 +39,9 @@ class TLSSocket:
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server)
         self._state, self._sending = threading.Lock(), threading.Lock()
-        self.family, self.settimeout = connection.family, connection.settimeout
-        self.setsockopt, self.shutdown, self.close = (
-            connection.setsockopt,
-            connection.shutdown,
-            connection.close,
-        )
+        self.family, self.fileno, self.close = connection.family, connection.fileno, connection.close
+        self.settimeout, self.setsockopt = connection.settimeout, connection.setsockopt
+        self.shutdown = connection.shutdown
 
     def handshake(self) -> None:
         while True:
@@ -122,12 +119,13 @@ def server_context(certificate: Certificate) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.num_tickets = 0  # no connection is resumed
     try:
-        context.load_cert_chain(certificate.cert, certificate.key)
+        # With an empty password: with none OpenSSL asks for one at the terminal, and waits.
+        context.load_cert_chain(certificate.cert, certificate.key, password="")
         certificate.fingerprint()
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         raise InputError(
             f"--tls-cert {certificate.cert} and --tls-key {certificate.key} cannot be used: {error}.",
-            hint="Pass a certificate and its private key as PEM files, or neither.",
+            hint="Pass a certificate and its private key, without a password, as PEM files, or neither.",
         ) from error
     return context
 

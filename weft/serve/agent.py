@@ -25,6 +25,7 @@ from typing import Any
 
 from weft.core.errors import CommError
 from weft.run import network
+from weft.run.channel import Closed
 from weft.run.launch import usable_cores
 from weft.run.scratch import use_for_multiprocessing
 from weft.run.secure import connect
@@ -89,12 +90,13 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     usual = {"OMP_NUM_THREADS": str(max(1, usable_cores() // config.ranks))}
     usual |= network.environment(config.interface)
-    for name, value in usual.items():
-        os.environ.setdefault(name, value)
+    os.environ |= {name: value for name, value in usual.items() if not os.environ.get(name)}
     try:
         use_for_multiprocessing()
         multiprocessing.set_forkserver_preload(PRELOAD)
         _supervise(config)
+    except Closed as error:  # the server is gone; whoever started this agent looks for it
+        sys.exit(f"weft: {error}")
     except Exception as error:
         _report(config, None, error)
         raise
@@ -106,17 +108,28 @@ def _supervise(config: AgentConfig) -> None:
     while True:
         began = time.monotonic()
         ranks = [context.Process(target=_rank, args=(config, local)) for local in range(config.ranks)]
+        link = _link(config)
         try:
             for rank in ranks:
                 rank.start()
             # Not sys.stdin: whoever holds its lock when Python ends makes that end a crash.
-            ready = connection.wait([0, *(rank.sentinel for rank in ranks)])
+            ready = connection.wait([0, *link, *(rank.sentinel for rank in ranks)])
             is_over = 0 in ready and not os.read(0, 4096)
         finally:
             _end_ranks(ranks)
+            for each in link:
+                each.close()
         wait = max(0.0, began + RESTART_SECONDS - time.monotonic())
         if is_over or (0 in connection.wait([0], timeout=wait) and not os.read(0, 4096)):
             return
+
+
+def _link(config: AgentConfig) -> list[Any]:
+    """Connect to the server of another machine, which closes the connection to have the ranks here replaced.
+
+    The server cannot kill a rank that hangs here.
+    """
+    return [connect(config.address, config.token, "agent").socket] if config.node else []
 
 
 def _end_ranks(ranks: Sequence[ForkServerProcess]) -> None:

@@ -24,7 +24,7 @@ from weft.run.channel import Channel, Closed
 from weft.run.listener import Listener, forward, listen
 from weft.run.nodes import Nodes
 from weft.run.scratch import scratch
-from weft.run.secure import Address, Identity
+from weft.run.secure import Address, Credentials
 from weft.serve.agent import AgentConfig, end, kill, start
 from weft.serve.process import Process
 
@@ -77,6 +77,8 @@ class Ranks:
         self._folder = Path()
         self._listeners: list[Listener] = []
         self._agent: subprocess.Popen[bytes] | None = None
+        self._links: set[Channel] = set()
+        """To the agents of other machines, which replace their ranks when these are closed."""
         self._token = self.nodes.token or secrets.token_urlsafe(32)
         self._failures: Counter[int] = Counter()
         """How often each rank ended before it was ready, since all were; and our agent."""
@@ -112,13 +114,14 @@ class Ranks:
 
     def start(self) -> None:
         self._folder = self._stack.enter_context(scratch("serve"))
-        handlers = {"rank": self._serve, "store": self._reach_store, "ping": lambda _: None}
+        # For any other purpose, such as to see that the token fits, the proof is all.
+        handlers = {"rank": self._serve, "store": self._reach_store, "agent": self._hold}
         if self.nodes.count > 1:
-            identity = self.nodes.identity(self._folder)
+            credentials = self.nodes.credentials(self._folder)
             port = listen((self.nodes.address, self.nodes.master[1]))
-            self._listeners.append(Listener(port, identity, handlers))
+            self._listeners.append(Listener(port, credentials, handlers))
         local = listen(Path(self.address))
-        self._listeners.append(Listener(local, Identity(self._token), handlers))
+        self._listeners.append(Listener(local, Credentials(self._token), handlers))
         self._start_agent()
 
     def send(self, number: int, said: dict[str, Any], blob: bytes = b"") -> None:
@@ -155,6 +158,7 @@ class Ranks:
         else:  # somebody may still have to start another machine
             self.trouble = f"{why} Is weft serve started on every machine?"
         kill(self._agent)
+        self._replace_elsewhere()
         self._start_agent()
 
     def kill(self, number: int, reason: str) -> None:
@@ -166,6 +170,12 @@ class Ranks:
         self._lose(rank, reason)
         if rank.process is not None:
             rank.process.kill()
+        else:
+            self._replace_elsewhere()
+
+    def _replace_elsewhere(self) -> None:
+        for link in list(self._links):
+            link.close()
 
     def close(self, seconds: float = 5.0) -> None:
         """All ranks and the agent end."""
@@ -178,6 +188,7 @@ class Ranks:
             end(self._agent, seconds)
         for rank in list(self.all.values()):
             rank.channel.close()
+        self._replace_elsewhere()
         self._stack.close()
 
     def _start_agent(self) -> None:
@@ -185,6 +196,14 @@ class Ranks:
             end(self._agent)  # it has; but its pipe is still open
         self._started = time.monotonic()
         self._agent = start(self._configure(self.address, self._token))
+
+    def _hold(self, link: Channel) -> None:
+        """Keep the connection of an agent on another machine."""
+        self._links.add(link)
+        try:
+            link.receive()
+        finally:
+            self._links.discard(link)
 
     def _reach_store(self, channel: Channel) -> None:
         """Carry a connection of a rank to the store that rank 0 serves on this machine's loopback."""
@@ -198,9 +217,8 @@ class Ranks:
             said, _ = channel.receive()
             if said.get("told") == "failed":
                 self.trouble = str(said["message"])
-                if (
-                    number := said.get("rank")
-                ) is not None:  # else an agent: ours is seen to end, others go on
+                # Without a rank it is an agent: ours is seen to end, others go on.
+                if (number := said.get("rank")) is not None:
                     self._failed(int(number), self.trouble)
             if said.get("told") == "hello" and said.get("world") != self.world:
                 self.trouble = f"A rank is one of {said.get('world')}, and this server has {self.world}. "
