@@ -153,3 +153,18 @@ def test_bandwidth_is_finite_and_positive(bandwidth):
 def test_flops_are_finite_and_positive(flops):
     with pytest.raises(InputError, match="flops"):
         Topology(flops=flops)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "flops = 1e308",
+        "call_seconds = 1e308",
+        "memory_bandwidth = 5e-324",
+        "[intra]\nlatency = 1e308\nbandwidth = 1",
+        "[inter]\nlatency = 0\nbandwidth = 5e-324",
+    ],
+)
+def test_numbers_whose_products_would_not_be_finite_are_refused(read, text):
+    with pytest.raises(InputError, match="e-324|e.308"):
+        read(text)

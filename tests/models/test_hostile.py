@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from weft.core.errors import InputError
 from weft.models import checkpoint
@@ -69,6 +71,39 @@ def test_weights_that_are_no_safetensors_are_refused(data: bytes, folder: Path) 
     (folder / WEIGHTS).unlink()
     with pytest.raises(InputError, match=WEIGHTS):
         VideoPipeline.load(folder)
+
+
+def test_weights_that_are_a_pipe_do_not_block(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    os.mkfifo(folder / WEIGHTS)
+    with pytest.raises(InputError, match=WEIGHTS):
+        VideoPipeline.load(folder)
+
+
+def test_weights_of_other_names_are_told_in_a_sentence(folder: Path) -> None:
+    weights = load_file(folder / WEIGHTS)
+    save_file(
+        {f"{'x' * 999}.{name}" if "mlp" in name else name: x for name, x in weights.items()}, folder / WEIGHTS
+    )
+    with pytest.raises(InputError, match="are not those of its") as refused:
+        VideoPipeline.load(folder)
+    assert len(str(refused.value)) < 1000 and "\n" not in str(refused.value)
+
+
+def test_weights_that_are_a_pickle_are_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("diffusers")
+    part = tmp_path / "transformer"
+    part.mkdir()
+    (tmp_path / INDEX).write_text(WAN % '"transformer": ["diffusers", "WanTransformer3DModel"]')
+    sizes = {"num_layers": 1, "num_attention_heads": 1, "attention_head_dim": 12, "ffn_dim": 8, "text_dim": 4}
+    (part / CONFIG).write_text(json.dumps({"_class_name": "WanTransformer3DModel", **sizes}))
+    torch.save({"x": torch.zeros(1)}, part / "diffusion_pytorch_model.bin")
+    opened: list[Any] = []
+    monkeypatch.setattr(torch, "load", lambda *args, **_: opened.append(args))
+    for load in (checkpoint.load_pipeline, lambda folder: checkpoint.load_part(folder, "transformer")):
+        with pytest.raises(InputError, match="safetensors"):
+            load(tmp_path)
+    assert not opened
 
 
 WAN = '{"_class_name": "WanPipeline", %s}'

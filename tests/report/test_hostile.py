@@ -6,6 +6,7 @@ import io
 import json
 import random
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from weft.core.timeline import Span, Timeline
 from weft.masks.grid import TokenGrid
 from weft.masks.trace import trace_mask
 from weft.report import trained, training
+from weft.report.sources import measured
+from weft.report.write import write_report, write_runs
 
 HOSTILE: list[Any] = [
     None, True, -1, 2**40, 10**30, 1e308, float("nan"), float("inf"), "", "a", "NaN", [], {}, [[]], [None],
@@ -47,6 +50,22 @@ def test_a_timeline_with_one_value_changed_is_valid_or_refused() -> None:
                     assert "This is no timeline" in str(error)
                     refused += 1
     assert refused > 300
+
+
+@pytest.mark.parametrize("end", [5e-324, 1e12])
+def test_a_timeline_of_extreme_times_is_drawn(end: float, tmp_path: Path) -> None:
+    extreme = replace(TIMELINE, spans=(SPANS[0]._replace(end=end), SPANS[1]))
+    read = Timeline.from_jsonl(extreme.to_jsonl())
+    assert write_report([measured(read)], tmp_path).is_file()
+
+
+@pytest.mark.parametrize("changes", [{"memory": [1, 2, 3]}, {"end": 1e308}, {"start": -1e308}])
+def test_a_timeline_that_could_not_be_drawn_is_refused(changes: dict[str, Any]) -> None:
+    head, first, last = map(json.loads, TIMELINE.to_jsonl().splitlines())
+    for table in (head, first):
+        table |= {name: value for name, value in changes.items() if name in table}
+    with pytest.raises(InputError, match="This is no timeline"):
+        Timeline.from_jsonl("\n".join(map(json.dumps, (head, first, last))))
 
 
 @pytest.mark.parametrize(
@@ -83,6 +102,16 @@ def test_a_log_with_hostile_values_is_read(tmp_path: Path) -> None:
             continue
         assert trained.about(run) and trained.verdict(run) and trained.rows(run)
         assert isinstance(run.total, int)
+
+
+@pytest.mark.parametrize("changes", [{"loss": 1e308}, {"loss": 5e-324}, {"tokens": 1e308, "seconds": 5e-324}])
+def test_a_log_of_extreme_numbers_is_drawn(changes: dict[str, float], tmp_path: Path) -> None:
+    steps = [
+        {"kind": "step", "step": n, "loss": 1 / n, "seconds": 1.0, "samples": 2, "tokens": 8} for n in (1, 2)
+    ]
+    lines = [json.dumps(record) for record in (steps[0], steps[1] | changes)]
+    (tmp_path / "log.jsonl").write_text("\n".join(lines))
+    assert write_runs([training.read(tmp_path)], tmp_path / "out").is_file()
 
 
 def npz(**arrays: Any) -> bytes:

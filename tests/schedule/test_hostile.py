@@ -150,12 +150,16 @@ def changed(**fields: Any) -> str:
         ('{"kind": "Mesh", "axes": []}', "holds a Mesh"),
         ("9" * 5000, "digits"),
         ("", "not JSON"),
+        (json.dumps({"kind": "x" * 99_999}), "is not a value of weft"),
+        (changed(name={"kind": "array", "dtype": "uint8", "shape": [2, 1], "data": "AAA="}), "Schedule.name"),
+        (changed(mask__pattern_of=[10**6] * 9999), "pattern_of"),
     ],
 )
 def test_the_message_names_the_field(text: str, field: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(text)
-    with pytest.raises(InputError, match=field):
+    with pytest.raises(InputError, match=field) as refused:
         Schedule.load(tmp_path / "a.json")
+    assert len(str(refused.value)) < 1000 and "\n" not in str(refused.value)
 
 
 def test_a_file_that_is_no_text_or_no_file(tmp_path: Path) -> None:

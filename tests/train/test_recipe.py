@@ -26,6 +26,16 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a path without a folder": ({"data": {"path": "x"}}, "have a path"),
     "a word for a budget": ({"sparse": {"budget": "most"}}, '"profile" or a number'),
     "more than everything": ({"train": {"ema": 1.5}}, "from 0 to 1"),
+    "a batch of a trillion": ({"train": {"batch": 2**40}}, "from 1 to 1,048,576"),
+    "a shift that overflows": ({"train": {"mean": 1e300}}, "from -100.0 to 100.0"),
+    "endless frames": ({"data": {"frames": 2**62}}, "from 1 to 65,536"),
+    "frames as wide as a city": ({"data": {"size": 2**31}}, "from 1 to 16,384"),
+    "clips that vanish": ({"model": {"upscale": 2**62}}, "from 1 to 64"),
+    "cubes that overflow": ({"sparse": {"cube": [2**40] * 3}}, "from 1 to 65,536"),
+    "cubes of too many tokens": ({"sparse": {"cube": [2**10] * 3}}, "from 1 to 65,536"),
+    "blocks of less than one key": ({"sparse": {"block_k": -1}}, "from 1 to 65,536"),
+    "costs of no tokens": ({"sparse": {"cost_tokens": -1}}, "from 0 to"),
+    "a predictor that unlearns": ({"sparse": {"rate": -1.0}}, "0 or more"),
 }
 
 
@@ -35,6 +45,14 @@ def test_wrong_recipes_are_refused_with_what_would_work(case: str) -> None:
     with pytest.raises(InputError) as refused:
         Recipe.of(said)
     assert hint in (refused.value.hint or "")
+
+
+@pytest.mark.parametrize(
+    "said", [{"data": {"set": "folder", "path": "x" * 999}}, {"model": {"start": "x" * 999}}]
+)
+def test_a_name_that_no_file_can_have_is_refused(said: dict[str, Any]) -> None:
+    with pytest.raises(InputError, match="too long for a path"):
+        Recipe.of(said)
 
 
 def test_toml_and_python_say_the_same(tmp_path: Path) -> None:

@@ -72,7 +72,8 @@ def from_plain(plain: Any) -> Any:
     if kind is None:
         return fields
     if not isinstance(kind, str) or kind not in _KINDS:
-        raise InputError(f"{kind!r} is not a value of weft.", hint=f"Known: {', '.join(sorted(_KINDS))}.")
+        known = ", ".join(sorted(_KINDS))
+        raise InputError(f"{tables.shown(kind)} is not a value of weft.", hint=f"Known: {known}.")
     return _build(kind, fields)
 
 

@@ -24,6 +24,8 @@ from weft.core.problem import Problem
 
 MAX_BYTES = 256 << 20
 """Of a file."""
+MAX_REASON = 500
+"""Characters: some reasons show a field, which may be long."""
 TENSORS = ("q", "kv", "o", "do", "dq", "dkv", "x")
 
 
@@ -165,7 +167,8 @@ class Schedule:
             found.check()
         except InputError as error:
             raise InputError(
-                f"{path} holds no schedule: {error}", hint="weft plan MODEL --save writes one."
+                f"{path} holds no schedule: {str(error)[:MAX_REASON]}",
+                hint="weft plan MODEL --save writes one.",
             ) from None
         return found
 

@@ -29,7 +29,8 @@ def read(kind: type[Kind], said: Any, where: str) -> Kind:
     table = cast("Mapping[str, Any]", said)
     for name in table:
         if name not in known:
-            raise InputError(f"{where}: there is no {name!r}.", hint=nearest_of(str(name), known))
+            hint = nearest_of(str(name)[:SHOWN], known)
+            raise InputError(f"{where}: there is no {shown(name)}.", hint=hint)
     for name, field in known.items():
         if name not in table and field.default is MISSING and field.default_factory is MISSING:
             raise InputError(f"{where}: {name} is not told.", hint=f"It is a table of {', '.join(known)}.")
@@ -55,7 +56,7 @@ def entry(kind: Any, given: Any, where: str, name: str) -> Any:
 def shown(given: Any) -> str:
     """A value for a message, however large."""
     try:
-        text = repr(given)
+        text = " ".join(repr(given).split())  # arrays have lines
     except (ValueError, RecursionError):  # a whole number of more digits than Python prints
         return "too large to show"
     return text if len(text) <= SHOWN else f"{text[:SHOWN]} …"

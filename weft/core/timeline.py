@@ -8,7 +8,6 @@ that is not there yet is a span of its own, on the lane that waits.
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, cast, get_type_hints
@@ -21,8 +20,8 @@ from weft.core.errors import InputError
 from weft.core.files import parse_json
 from weft.core.indices import IntArray, joined
 
-MAX_RANKS, MAX_BYTES = 4096, 1 << 50
-"""Of a file: a report draws all ranks, and adds bytes up in 64 bits."""
+MAX_RANKS, MAX_BYTES, MAX_SECONDS = 4096, 1 << 50, 1e12
+"""Of a file: a report draws all ranks, adds bytes up in 64 bits, and divides times by each other."""
 
 
 class Span(NamedTuple):
@@ -63,6 +62,10 @@ class Timeline:
     """Peak bytes of each rank, if known."""
     clocks: tuple[tuple[float, float], ...] = ()
     """By rank, seconds that its clock was ahead of rank 0's and how far that may be off, if measured."""
+
+    def __post_init__(self) -> None:
+        if len(self.memory) not in (0, self.ranks):
+            raise InputError(f"memory has {len(self.memory):,} values for {self.ranks:,} ranks.")
 
     @cached_property
     def seconds(self) -> float:
@@ -190,7 +193,7 @@ def _span(table: Any, where: str, ranks: int) -> Span:
         raise InputError(f"{where}: {error}.") from None
     if not (0 <= span.rank < ranks and -1 <= span.peer < ranks and 0 <= span.num_bytes <= MAX_BYTES):
         raise InputError(f"{where}: rank {span.rank}, peer {span.peer} and {span.num_bytes} bytes.")
-    if not (math.isfinite(span.start) and math.isfinite(span.end)):
+    if not (abs(span.start) <= MAX_SECONDS and abs(span.end) <= MAX_SECONDS):
         raise InputError(f"{where}: it lasts from {span.start} to {span.end}.")
     return span
 

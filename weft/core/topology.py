@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -11,6 +10,13 @@ from weft.core import files, tables
 from weft.core.codec import value
 from weft.core.errors import InputError
 from weft.core.mesh import MAX_RANKS
+
+MAX_NUMBER = 1e30
+"""Of a speed or a time, and its inverse: what they are multiplied and divided to stays finite."""
+
+
+def _is_usable(number: float) -> bool:
+    return 1 / MAX_NUMBER <= number <= MAX_NUMBER
 
 
 @value
@@ -22,9 +28,9 @@ class Link:
     bandwidth: float
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.latency) and self.latency >= 0):
+        if self.latency and not _is_usable(self.latency):
             raise InputError(f"A link's latency is {self.latency} s.", hint="Give seconds, 0 or more.")
-        if not (math.isfinite(self.bandwidth) and self.bandwidth > 0):
+        if not _is_usable(self.bandwidth):
             raise InputError(
                 f"A link's bandwidth is {self.bandwidth} bytes/s.", hint="Give a positive number."
             )
@@ -57,7 +63,7 @@ class Speed:
     def __post_init__(self) -> None:
         for name in ("tokens", "density", "block", "head_dim", "flops"):
             given = getattr(self, name)
-            if not (math.isfinite(given) and given > 0):
+            if not _is_usable(given):
                 raise InputError(f"A measured attention has {name}={given}.", hint="Give a number above 0.")
 
 
@@ -120,10 +126,10 @@ class Topology:
             raise InputError(
                 f"A topology of {self.ranks:,} ranks.", hint=f"At most {MAX_RANKS:,} are possible."
             )
-        if not (math.isfinite(self.flops) and self.flops > 0):
+        if not _is_usable(self.flops):
             raise InputError(f"flops={self.flops} is no speed.", hint="Give FLOP/s of one device, above 0.")
         for name in COSTS:
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+            if getattr(self, name) and not _is_usable(getattr(self, name)):
                 raise InputError(f"{name}={getattr(self, name)}.", hint="Give a number, 0 or more.")
         if self.comm_slowdown >= 1:
             raise InputError(

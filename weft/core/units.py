@@ -56,6 +56,8 @@ def short(text: str) -> str:
 
 
 def _written(value: float, units: tuple[tuple[float, str], ...], one: str) -> str:
+    if not math.isfinite(value):
+        return "unknown"
     if not value:
         return f"0 {one}".strip()
     factor, unit = next((u for u in units if abs(value) >= 0.9995 * u[0]), units[-1])
@@ -69,7 +71,7 @@ def ticks(most: float, wanted: int = 5) -> list[float]:
     >>> ticks(0.47)
     [0.0, 0.1, 0.2, 0.3, 0.4]
     """
-    if most <= 0:
+    if not 1e-300 < most < math.inf:  # below that, a tenth of it may be 0
         return [0.0]
     rough = most / wanted
     power = 10.0 ** math.floor(math.log10(rough))

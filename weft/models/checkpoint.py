@@ -52,7 +52,7 @@ def check(directory: Path) -> None:
 def check_whole(directory: Path) -> None:
     """Refuse a model of weft's own that would not compute what was judged when it was trained."""
     path = directory / CONFIG
-    if is_own(directory) and (missing := read_json(path).get(LEFT_OUT)):
+    if is_own(directory) and (missing := str(read_json(path).get(LEFT_OUT) or "")[:80]):
         raise InputError(
             f"{directory} was trained with {missing}, which it is without: it would show something else.",
             hint="Begin a run without it there (model.start = that folder), and take the model/ of that one.",
@@ -144,7 +144,8 @@ def _load(kind: Any, directory: Path, options: dict[str, Any]) -> Any:
 
     try:
         with quiet_libraries():
-            return kind.from_pretrained(directory, local_files_only=True, **options)
+            # Without use_safetensors, a folder that has only .bin files would be unpickled.
+            return kind.from_pretrained(directory, local_files_only=True, use_safetensors=True, **options)
     except ValueError as error:
         if find_spec("accelerate") is not None:
             raise InputError(f"Diffusers cannot load {directory}: {error}", hint=HINT) from error

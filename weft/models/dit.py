@@ -27,8 +27,15 @@ from weft.models.prompt import Prompt, by_row
 
 Size = tuple[int, int, int]
 """Frames, rows, columns."""
-MAX_SIZE = 1 << 20
-"""Of what a model has one layer, row or column each: a config is not always of one's own."""
+MAX_SIZES = {
+    "words": 1 << 20,
+    "length": 1 << 20,
+    "channels": 1 << 16,
+    "width": 1 << 20,
+    "depth": 1 << 12,
+    "mlp": 1 << 8,
+}
+"""A config is not always of one's own."""
 THETA = 100.0
 """Rotations are from one radian a patch to a hundredth: grids have tens of patches a side, not thousands."""
 TICKS = 1000.0
@@ -62,9 +69,9 @@ class DiTConfig:
     """Videos are made at a fraction of their height and width; an upscaler does the rest."""
 
     def __post_init__(self) -> None:
-        for name in ("words", "length", "channels", "depth", "mlp"):
-            if not 1 <= getattr(self, name) <= MAX_SIZE:
-                raise InputError(f"{name}={getattr(self, name)}.", hint=f"It is from 1 to {MAX_SIZE:,}.")
+        for name, most in MAX_SIZES.items():
+            if not 1 <= getattr(self, name) <= most:
+                raise InputError(f"{name}={getattr(self, name)}.", hint=f"It is from 1 to {most:,}.")
         if self.upscale < 1 or any(size % self.upscale for size in self.patch[1:]):
             raise InputError(
                 f"upscale={self.upscale} with patches of {'×'.join(map(str, self.patch))} pixels.",

@@ -106,6 +106,8 @@ class VideoPipeline:
             check_whole(folder)
         said = read_json(folder / CONFIG)
         own = Vocabulary.from_json(said["vocabulary"]) if "vocabulary" in said else None
+        if not (folder / WEIGHTS).is_file():  # a pipe would block
+            raise InputError(f"{folder} has no file {WEIGHTS}.", hint="Copy it again.")
         try:
             weights = load_file(folder / WEIGHTS)
             config = DiTConfig.from_json(said)
@@ -122,7 +124,8 @@ class VideoPipeline:
                 f"{folder / WEIGHTS} is no whole file: {error}", hint="Copy it again."
             ) from error
         except RuntimeError as error:
-            raise InputError(f"The weights in {folder} are not those of its {CONFIG}: {error}") from error
+            reason = " ".join(str(error).split())[:300]  # torch names every weight, in lines
+            raise InputError(f"The weights in {folder} are not those of its {CONFIG}: {reason}") from error
         return pipe.to(dtype)
 
     @torch.no_grad()

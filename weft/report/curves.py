@@ -164,7 +164,7 @@ def log_scale(data: tuple[float, float], place: tuple[float, float]) -> Put:
 def decades(low: float, high: float, put: Put, *, wanted: int = 3, apart: float = 20) -> list[float]:
     """Round numbers between two bounds: 1 of each decade, 2 and 5 as well where decades are few."""
     found: list[float] = []
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    powers = range(math.floor(math.log10(low)), math.floor(math.log10(high)) + 1)
     for steps in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8)):
         found = [s * 10.0**p for p in powers for s in steps if low <= s * 10.0**p <= high]
         if len(found) >= wanted:

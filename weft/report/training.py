@@ -117,12 +117,14 @@ def read(path: Path) -> Run:
     runs = [one for one in records if one["kind"] == "run"]
     values = {n: np.array([_number(one.get(n)) for one in steps]) for n in ("loss", *RATES, "seconds")}
     seconds = np.where(values["seconds"] > 0, values["seconds"], math.nan)
+    with np.errstate(over="ignore"):
+        rates = {name: values[name] / seconds for name in RATES}
     held_out = {one["step"]: _number(one.get("loss")) for one in records if one["kind"] == "validation"}
     return Run(
         name=log.resolve().parent.name,
         facts=_facts(runs[-1]) if runs else {},
         step=np.array(sorted(by_step), float),
-        values=values | {name: values[name] / seconds for name in RATES},
+        values=values | rates,
         validation=np.array(sorted(held_out.items()), float).reshape(-1, 2),
         layers=_layers(records),
         resumed=tuple(one["step"] for one in runs[1:] if one["step"]),  # else it began anew

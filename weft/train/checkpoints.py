@@ -110,6 +110,8 @@ class Checkpoints:
             json.dump({"format": FORMAT, "step": step, "files": prints}, stream, indent=1)
             stream.flush()
             os.fsync(stream.fileno())
+        for folder in (path, self.folder):  # names are on the disk, too, before an older one goes
+            _sync(folder)
         good = [found for found in self._found() if found not in self._damaged]
         for found in {*self._found()} - {*good[-self.keep :]}:
             _remove(found)
@@ -239,7 +241,18 @@ def _damage(path: Path) -> str:
 
 
 def _remove(path: Path) -> None:
-    """The manifest first: what is left if this ends half-way is no checkpoint."""
+    """The manifest first: what is left if this ends half-way is no checkpoint. Of a link, only the link."""
     with suppress(OSError):  # what cannot go stays whole; a new checkpoint is no worse for it
+        if path.is_symlink():
+            path.unlink()
+            return
         (path / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(path, ignore_errors=True)
+
+
+def _sync(folder: Path) -> None:
+    """Write the names in a folder to the disk, where the file system can."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    with suppress(OSError):
+        os.fsync(descriptor)
+    os.close(descriptor)

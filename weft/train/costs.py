@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from math import fsum, prod
+from math import fsum, isfinite, prod
 from statistics import median
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from weft.core.errors import InputError
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.run.attention import attention, let_go
@@ -61,6 +62,10 @@ class Costs:
     """A head's predictor, its training, and the selection."""
     plan: float
     """A new mask: dealing it, and compiling that; all ranks do it."""
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1 or not all(map(isfinite, vars(self).values())):
+            raise InputError(f"{self} were not measured.", hint="Give 1 rank or more, and finite times.")
 
     def dense(self) -> float:
         return self.heads * self.full / self.ranks

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from weft.core import tables
 from weft.core.errors import InputError
 from weft.train.costs import Costs
 from weft.train.select import Shares
@@ -160,15 +161,38 @@ class Dispatcher:
         return {"step": self.step, "costs": costs, "blocks": plain}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if len(state["blocks"]) != len(self.blocks):
-            raise InputError(f"The state is of {len(state['blocks'])} blocks, not of {len(self.blocks)}.")
-        self.step = state["step"]
-        self.costs = None if state["costs"] is None else Costs(**state["costs"])
-        self.blocks = [Block(**block) for block in state["blocks"]]
+        """Read what `state_dict` returned, from a file that anybody may have written."""
+        saved = tables.read(_State, state, "The dispatcher's state")
+        if len(saved.blocks) != len(self.blocks):
+            raise InputError(f"The state is of {len(saved.blocks)} blocks, not of {len(self.blocks)}.")
+        self.step, self.costs = saved.step, saved.costs
+        self.blocks = [Block(**vars(block)) for block in saved.blocks]
         for block in self.blocks:
             for name, kind in (("needed", np.float64), ("budgets", np.float64), ("whole", np.bool_)):
                 value = getattr(block, name)
+                if value is not None and len(value) != self.heads:
+                    raise InputError(f"{name} of a block has {len(value)} values for {self.heads} heads.")
                 setattr(block, name, None if value is None else np.asarray(value, dtype=kind))
+
+
+@dataclass(frozen=True)
+class _BlockState:
+    """A Block in plain numbers and lists."""
+
+    needed: tuple[float, ...] | None
+    coverage: float | None
+    ready: bool
+    since: int
+    sparse: bool
+    whole: tuple[bool, ...] | None
+    budgets: tuple[float, ...] | None
+
+
+@dataclass(frozen=True)
+class _State:
+    step: int
+    costs: Costs | None
+    blocks: tuple[_BlockState, ...]
 
 
 def _plain(value: Any) -> Any:

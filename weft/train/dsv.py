@@ -225,7 +225,7 @@ class DSV:
                 value.copy_(state[name][at])
         rest = parse_json(state["rest"], "Its rest")
         self.dispatcher.load_state_dict(rest["dispatcher"])
-        self.plans.known = {key: (shares, name) for key, (shares, name) in rest["plans"].items()}
+        self.plans.load(rest["plans"], self.dispatcher.heads)
 
     def _moments(self) -> dict[str, dict[str, Tensor]]:
         if self.optimiser is None:

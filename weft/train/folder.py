@@ -221,6 +221,8 @@ def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
     import av
     from av.error import FFmpegError
 
+    if not path.is_file():
+        raise UnreadableError("is not a regular file")
     try:
         with av.open(str(path), metadata_errors="replace") as container:  # titles are not always in UTF-8
             if not container.streams.video:

@@ -36,6 +36,8 @@ class Journal:
         self.live = Live(total) if live else None
         self._board: SummaryWriter | None = None
         self._boarding, self._purge = True, None
+        if self.path.exists() and not self.path.is_file():  # a pipe would block
+            raise InputError(f"{self.path} is not a regular file.", hint="Remove it, or give another --out.")
         with writing(self.path, hint=HINT):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = _reopened(self.path)

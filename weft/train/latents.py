@@ -69,6 +69,8 @@ class _File(NamedTuple):
 
 def _look(file: Path, beside: list[str]) -> _File:
     """What a file's header says."""
+    if not file.is_file():
+        raise UnreadableError("is not a regular file")
     try:
         with safe_open(file, "pt") as stored:
             latents, about = stored.get_slice("latents"), stored.metadata() or {}

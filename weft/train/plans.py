@@ -5,12 +5,15 @@ A choice takes ten times as long as balancing one mask by it, and masks of like 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from weft.core import tables
+from weft.core.errors import InputError
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.models.producers import Where
@@ -27,7 +30,16 @@ class Plans:
     """By layer and number of ranks: the budgets that a plan was chosen at, and its name."""
 
     def __init__(self) -> None:
-        self.known: dict[str, tuple[list[float], str]] = {}
+        self.known: dict[str, tuple[Sequence[float], str]] = {}
+
+    def load(self, known: dict[str, Any], heads: int) -> None:
+        """Take what was `known` before, from a file that anybody may have written."""
+        self.known = {
+            key: tables.entry(tuple[tuple[float, ...], str], given, "The plans", key)
+            for key, given in known.items()
+        }
+        if any(len(shares) != heads for shares, _ in self.known.values()):
+            raise InputError(f"The plans are not of {heads} heads.")
 
     def of(self, where: Where, layout: Layout, q: Tensor, k: Tensor, mask: BlockMask, budgets: Any) -> Any:
         """All ranks ask at the same time, of equal budgets and masks."""

@@ -14,6 +14,7 @@ A Python recipe has `recipe`, a dict of the same shape. Each part is one class b
 
 from __future__ import annotations
 
+import math
 import runpy
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -24,6 +25,12 @@ from weft.core import files, tables
 from weft.core.errors import InputError
 
 Extent = tuple[int, int, int]
+MAX_BATCH, MAX_FRAMES, MAX_SIZE = 1 << 20, 1 << 16, 1 << 14
+MAX_BLOCK, MAX_TOKENS = 1 << 16, 1 << 24
+"""A recipe is not always of one's own: larger ones overflow in kernels, or would take all memory."""
+MAX_MEAN = 100.0
+MAX_NAME = 255
+"""Bytes of a file's name."""
 
 
 @dataclass(frozen=True)
@@ -156,10 +163,13 @@ class SparsePart:
 
     def __post_init__(self) -> None:
         for name in ("rank", "rows", "profile_every", "profile_rarely"):
-            _at_least(f"sparse.{name}", getattr(self, name), 1)
-        for name in ("anneal", "stage1"):
-            _at_least(f"sparse.{name}", getattr(self, name), 0)
-        _at_least("sparse.cube", min(self.cube), 1)
+            _within(f"sparse.{name}", getattr(self, name), 1)
+        for name in ("anneal", "stage1", "rate"):
+            _within(f"sparse.{name}", getattr(self, name), 0)
+        for size in (*self.cube, math.prod(self.cube)):
+            _within("sparse.cube", size, 1, MAX_BLOCK)
+        _within("sparse.block_k", self.block_k or 1, 1, MAX_BLOCK)
+        _within("sparse.cost_tokens", self.cost_tokens or 0, 0, MAX_TOKENS)
         for name in ("mass", "least", "budget"):
             share = getattr(self, name)
             if share != "profile" and not 0 < share <= 1:
@@ -180,16 +190,22 @@ class Recipe:
     def __post_init__(self) -> None:
         train, data = self.train, self.data
         for name, value, least in (
-            ("train.steps", train.steps, 1), ("train.batch", train.batch, 1),
-            ("model.upscale", self.model.upscale, 1), ("train.edges", train.edges, 0),
+            ("train.steps", train.steps, 1), ("train.edges", train.edges, 0),
             ("train.accumulate", train.accumulate, 1), ("train.warmup", train.warmup, 0),
             ("save.every", self.save.every, 1), ("save.keep", self.save.keep, 1),
-            ("data.frames", data.frames, 1), ("data.size", data.size, 1),
             ("data.held_out", data.held_out, 1), ("parallel.sequence", self.parallel.sequence, 0),
             ("train.seed", train.seed, 0), ("save.samples", self.save.samples, 0),
             ("save.validate", self.save.validate, 0), ("prompts of save", len(self.save.prompts), 1),
         ):  # fmt: skip
-            _at_least(name, value, least)
+            _within(name, value, least)
+        _within("train.batch", train.batch, 1, MAX_BATCH)
+        _within("train.mean", train.mean, -MAX_MEAN, MAX_MEAN)
+        _within("data.frames", data.frames, 1, MAX_FRAMES)
+        _within("data.size", data.size, 1, MAX_SIZE)
+        _within("model.upscale", self.model.upscale, 1, data.size)
+        for path in (data.path, self.model.start):
+            if any(len(part.encode()) > MAX_NAME for part in Path(path).parts):
+                raise InputError(f"{path[:80]!r} in the recipe is too long for a path.")
         for name, share in (("ema", train.ema), ("drop", train.drop), ("floor", train.floor)):
             if not 0 <= share <= 1:
                 raise InputError(f"train.{name} = {share} in the recipe.", hint="It is from 0 to 1.")
@@ -236,6 +252,7 @@ class Recipe:
         return Recipe.of(said, str(file))
 
 
-def _at_least(name: str, value: float, least: int) -> None:
-    if value < least:
-        raise InputError(f"{name} = {value} in the recipe.", hint=f"It is {least} or more.")
+def _within(name: str, value: float, least: float, most: float = math.inf) -> None:
+    if not least <= value <= most:
+        hint = f"It is {least} or more." if most == math.inf else f"It is from {least} to {most:,}."
+        raise InputError(f"{name} = {value} in the recipe.", hint=hint)

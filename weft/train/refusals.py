@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import OutOfMemoryError, Tensor
 
 from weft.core.errors import InputError, WeftError
 from weft.core.files import read_json
@@ -53,6 +53,21 @@ def diverged(step: int, loss: float, norm: float, video: Tensor) -> WeftError:
     return WeftError(
         f"Step {step}: the loss is {loss:g} and its gradient's norm {norm:g}. {what}.", hint=hint
     )
+
+
+@contextmanager
+def fitting() -> Iterator[None]:
+    """Around code that takes memory by the sizes of a recipe: tell where there is not as much."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError | OutOfMemoryError) and "allocate memory" not in str(error):
+            raise
+        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else "it cannot be allocated"
+        raise WeftError(
+            f"There is not enough memory: {reason}.",
+            hint="Lower train.batch or the sizes in [data] and [model], or take more ranks.",
+        ) from error
 
 
 @contextmanager

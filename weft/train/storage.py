@@ -29,7 +29,8 @@ from weft.core.errors import InputError
 from weft.core.files import parse_json, read_json
 from weft.models.state import copied, pack, unpack
 
-VALUES = "values.json"
+VALUES, MAX_VALUES = "values.json", 256 << 20
+"""The file of what is no tensor, and its bytes at most."""
 NAMES = re.compile(r"values\.json|rank-\d{5,8}\.safetensors")
 """Of all files of a checkpoint beside its manifest: others, and paths to elsewhere, are refused."""
 DTYPES = {
@@ -87,7 +88,12 @@ def take(state: State, *, rank: int, ranks: int) -> Taken:
     chunks, values, total = dict[str, Chunk](), dict[str, Any](), 0
     for turn, (name, leaf) in enumerate(_leaves(state).items()):
         if not isinstance(leaf.value, Tensor):
-            values[name] = pack(copied(leaf.value), {})
+            inside = dict[str, Tensor]()
+            values[name] = pack(copied(leaf.value), inside)
+            if inside:
+                raise InputError(
+                    f"{name} has a tensor or an array in it.", hint="Save a tensor by a name of its own."
+                )
             continue
         tensor = leaf.value
         if tensor.dtype not in DTYPES:
@@ -97,6 +103,9 @@ def take(state: State, *, rank: int, ranks: int) -> Taken:
         if chunk is not None and first and (chunk.data.numel() or not tensor.numel()):
             chunks[name] = chunk._replace(data=chunk.data.to("cpu", copy=True).contiguous())
     text = json.dumps(values)
+    if len(text) > MAX_VALUES:
+        raise InputError(f"Values of {len(text):,} bytes.", hint=f"At most {MAX_VALUES:,}: save tensors.")
+    parse_json(text, "What is no tensor")  # what could not be loaded is not saved
     return Taken(chunks, text if rank == 0 else "", total + len(text))
 
 
@@ -118,7 +127,7 @@ def write(folder: Path, taken: Taken, *, rank: int) -> dict[str, Print]:
 def fill(state: State, folder: Path, files: Iterable[str]) -> None:
     """Fill the tensors of `state` in place and replace its other values, from the files of all ranks."""
     shards = [_Shard(folder / name) for name in sorted(files) if name != VALUES]
-    values, leaves = read_json(folder / VALUES), _leaves(state)
+    values, leaves = read_json(folder / VALUES, limit=MAX_VALUES), _leaves(state)
     saved = values.keys() | {name for shard in shards for name in shard.places}
     for names, there in ((saved - leaves.keys(), "which this run has not"), (leaves.keys() - saved, "")):
         if names:

@@ -41,17 +41,18 @@ from weft.train.journal import Journal
 from weft.train.optimise import follow, optimisers, rate
 from weft.train.ranks import Ranks, full, local
 from weft.train.recipe import Recipe
-from weft.train.refusals import check_same, diverged, reading
+from weft.train.refusals import check_same, diverged, fitting, reading
 from weft.train.stop import Stop
 
 
 def train(recipe: Recipe, folder: Path, *, live: bool = True) -> int:
     """Run on every rank, until the recipe's last step or until told to stop; the step that was reached."""
-    trainer = Trainer(recipe, folder, live=live)
-    try:
-        return trainer.run()
-    finally:
-        trainer.close()
+    with fitting():
+        trainer = Trainer(recipe, folder, live=live)
+        try:
+            return trainer.run()
+        finally:
+            trainer.close()
 
 
 class Trainer:
@@ -239,7 +240,9 @@ class Trainer:
         found = self.checkpoints.latest()
         if found is not None:
             state = self.state()
+            groups = state["optimiser"]["param_groups"]
             self.checkpoints.load(found, state)
+            state["optimiser"]["param_groups"] = groups  # the recipe's, whatever the file has
             set_model_state_dict(self.model, state["model"])
             set_optimizer_state_dict(self.model, self.optimisers, state["optimiser"])
             if self.sparse is not None:
