@@ -126,6 +126,14 @@ FORMS = {
     "JSON": ("; boundary=x", b'{"prompt":"a"}'),
     "nothing": ("; boundary=x", b""),
     "zeros": ("; boundary=x", b"\0" * 5000),
+    "a charset that raises": (
+        "; charset=undefined; boundary=x",
+        b"--x\r\n" + NAMED + b"\r\n\r\na\r\n--x--\r\n",
+    ),
+    "a charset that is slow": (
+        "; charset=punycode; boundary=x",
+        b"--x\r\n" + NAMED + b"\r\n\r\na\r\n--x--\r\n",
+    ),
     "a bad charset": ("; charset=evil; boundary=x", b"--x--\r\n"),
     "a long boundary": ("; boundary=" + "y" * 3000, b"--" + b"y" * 3000 + b"--\r\n"),
     "a part in a part": (
@@ -157,6 +165,20 @@ def forms() -> Iterator[Case]:
         )
 
 
+def repeated() -> Iterator[Case]:
+    """Keys that stand twice."""
+    headers = {"content-type": "application/json"}
+    for body in (
+        b'{"prompt":"a","prompt":"b"}',
+        b'{"prompt":"a","seed":1,"s\\u0065ed":2}',
+        b'{"prompt":"a","input_reference":{"image_url":"data:image/png;base64,AAAA","image_url":'
+        b'"data:image/png;base64,BBBB"}}',
+    ):
+        yield case(f"twice {body[:30]!r}", 400, "POST", VIDEOS, content=body, headers=headers)
+    body = b'{"prompt":"a","prompt":"b"}'
+    yield case("twice of an image", 400, "POST", IMAGES, content=body, headers=headers)
+
+
 def smuggled() -> Iterator[Case]:
     """Bodies with two ends, and headers with two values."""
     head = b"POST /v1/videos HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
@@ -176,4 +198,4 @@ def smuggled() -> Iterator[Case]:
         yield raw((400, 403), f"two of {name.decode()}", head + twice + close + b"\r\n" + body)
 
 
-CASES = [each for kind in (numbers, queries, methods, forms, smuggled) for each in kind()]
+CASES = [each for kind in (numbers, queries, methods, forms, repeated, smuggled) for each in kind()]

@@ -20,6 +20,7 @@ import httpx
 import psutil
 
 from tests.serve.full_disk import MIB, Filler
+from weft.run.scratch import LOCK
 
 HOLD_SECONDS = 4.0
 """For which connections of a flood, and streams, stay open."""
@@ -145,7 +146,11 @@ class FaultInjector:
         self.rank_lost.clear()
         path = ranks_socket(self._pid())
         junk = [JUNK[n // 2 % len(JUNK)] if n % 2 else b"" for n in range(self.plan.rank_connections)]
-        held = [self._hold(asyncio.open_unix_connection(path), each) for each in junk if path]
+        held = [
+            self._hold(asyncio.open_unix_connection(path), each, opened="rank connections")
+            for each in junk
+            if path
+        ]
         held += [self._hold(self._connect(), b"") for _ in range(self.plan.idle_connections)]
         await asyncio.gather(*held)
         self.counts["floods"] += 1
@@ -182,12 +187,16 @@ class FaultInjector:
     def _connect(self) -> Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
         return asyncio.open_connection(self._host, self._port)
 
-    async def _hold(self, connecting: Any, request: bytes, *, count: str = "", is_read: bool = True) -> None:
+    async def _hold(
+        self, connecting: Any, request: bytes, *, count: str = "", opened: str = "connections",
+        is_read: bool = True,
+    ) -> None:  # fmt: skip
         """Connect, send, and stay for `HOLD_SECONDS`; a server that closes it, or is killed, may."""
         self._open += 1
         try:
             with suppress(OSError, TimeoutError):
                 reader, writer = await connecting
+                self.counts[opened] += 1
                 try:
                     writer.write(request)
                     if count:
@@ -215,7 +224,7 @@ def ranks_socket(pid: int) -> str | None:
     with suppress(psutil.Error):
         for file in psutil.Process(pid).open_files():
             path = Path(file.path)
-            if path.name == ".lock" and path.parent.name.startswith("weft-serve-"):
+            if path.name == LOCK and path.parent.name.startswith("weft-serve-"):
                 return str(path.parent / "ranks")
     return None
 

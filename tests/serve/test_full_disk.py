@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import sqlite3
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import pytest
 from tests.serve.fake import made as making
 from tests.serve.fake import serving
 from tests.serve.full_disk import Filler, Injected, mounted
+from tests.serve.hostile import PICTURE
 from tests.serve.ranks import ThreadRanks
 from tests.serve.test_engine import asked, ended, running, until
 from weft.serve import engine as engines
@@ -245,6 +249,67 @@ def test_outcomes_wait_for_a_database_that_takes_nothing_at_all(
         assert disk.refused > 2
     assert told(caplog, "the disk is full") == 1
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_results_wait_for_a_descriptor_in_a_flood(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No job fails for it, and the disk is not called full."""
+
+    def out(*_: Any, **__: Any) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with running(tmp_path, policy="one") as engine:
+        ids = begun(engine)
+        with monkeypatch.context() as patch:
+            patch.setattr("weft.serve.disk._replace", out)
+            until(lambda: len(engine.dispatch.outcomes) == 1 or ended(engine, *ids))
+            assert not engine.store.reserve.is_full
+        until(lambda: completed(engine, ids))
+        assert engine.content(ids[0])[0].read_bytes() == RESULT  # type: ignore[index]
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_a_job_waits_for_a_descriptor_to_read_its_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(tmp_path) as engine, engine.disk.spool() as upload:
+        read, tries = engine.disk.read, list[str]()
+
+        def out(id: str, name: str) -> bytes:
+            tries.append(id)
+            if len(tries) < 3:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return read(id, name)
+
+        monkeypatch.setattr(engine.disk, "read", out)
+        upload.write(PICTURE)
+        job = engine.submit(asked(), image=upload)
+        until(lambda: completed(engine, [job.id]))
+
+
+def test_a_picture_is_synced_before_the_database_is_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or every other request waits for the disk."""
+    synced, fsync = list[bool](), os.fsync
+    with running(tmp_path) as engine, serving(engine) as url, ThreadPoolExecutor(1) as other:
+        lock = engine.store._database.lock
+
+        def is_free() -> bool:
+            if is_free := lock.acquire(timeout=2):
+                lock.release()
+            return is_free
+
+        def note(descriptor: int) -> None:
+            if Path(f"/proc/self/fd/{descriptor}").resolve().name.startswith(".upload."):
+                synced.append(other.submit(is_free).result())
+            fsync(descriptor)
+
+        monkeypatch.setattr("os.fsync", note)
+        fields = {"prompt": (None, "a"), "input_reference": ("a.png", PICTURE)}
+        assert httpx.post(f"{url}/v1/videos", files=fields, timeout=60).status_code == 200
+    assert synced == [True]
 
 
 def test_what_is_no_want_of_space_is_not_taken_for_it(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import socket
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -145,6 +146,28 @@ def test_two_keys_are_none(tmp_path: Any, headers: list[tuple[str, str]]) -> Non
         refused = httpx.get(f"{url}/v1/videos", headers=headers)
         assert refused.status_code in (400, 401)
         assert refused.json()["error"]["code"] in ("repeated_header", "invalid_api_key")
+
+
+def test_connections_that_were_answered_before_their_body_are_bounded(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In number and in time: a byte of the body now and then is no request."""
+    monkeypatch.setattr("weft.serve.host.MAX_IDLE_CONNECTIONS", 2)
+    head = b"POST /nowhere HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 999\r\n\r\n"
+    with made(tmp_path) as engine, serving(engine) as url, ExitStack() as stack:
+        place = ("127.0.0.1", int(url.rpartition(":")[2]))
+
+        def refused() -> socket.socket:
+            line = stack.enter_context(socket.create_connection(place, timeout=8))
+            line.sendall(head)
+            assert line.recv(65536).startswith(b"HTTP/1.1 404")
+            line.sendall(b"x")
+            return line
+
+        oldest = [refused() for _ in range(3)][0]
+        assert oldest.recv(1) == b""
+        monkeypatch.setattr("weft.serve.host.HEAD_SECONDS", 0.1)
+        assert refused().recv(1) == b""
 
 
 def test_a_server_without_descriptors_is_busy_and_goes_on(

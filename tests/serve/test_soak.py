@@ -29,7 +29,10 @@ def test_a_thousand_requests_survive_a_long_storm(tmp_path: Path) -> None:
     )  # fmt: skip
     left = survive(storm, tmp_path)
     assert left.rank_kills >= 3
-    for fault in ("full disks", "deletions on a full disk", "floods", "streams 503", "oversize refused"):
+    for fault in (
+        "full disks", "deletions on a full disk", "floods", "rank connections", "streams 503",
+        "oversize refused",
+    ):  # fmt: skip
         assert left.faults[fault], fault
     for life in left.lives:
         third = len(life) // 3

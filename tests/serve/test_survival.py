@@ -26,6 +26,7 @@ def test_a_small_storm_leaves_every_job_as_it_would_have_been(small: Left) -> No
     assert len(told) >= 2
     assert small.probes["ok"]
     assert small.faults["floods"] == 1
+    assert small.faults["rank connections"]
     assert small.faults["oversize refused"]
 
 

@@ -167,6 +167,15 @@ def test_data_urls_that_are_wrong(url: str, url_given: str) -> None:
     assert (answer.status_code, answer.json()["error"]["param"].partition(".")[0]) == (400, "input_reference")
 
 
+def test_many_values_are_refused_before_each_is_an_error(url: str) -> None:
+    body = {f"{n:x}": 1 for n in range(15_000)}
+    answer = httpx.post(f"{url}/v1/videos", timeout=60, json=body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+    assert "commas" in answer.json()["error"]["message"]
+    prompt = {"prompt": "a" + "," * 3999, "negative_prompt": "," * 4000, "num_inference_steps": 1}
+    assert httpx.post(f"{url}/v1/videos", timeout=60, json=prompt).status_code == 200
+
+
 def raw(url: str, *parts: bytes, pause: float = 0) -> bytes:
     """What comes back for bytes on a socket; the end of what is sent is not the end of the connection."""
     host, port = url.removeprefix("http://").split(":")

@@ -105,10 +105,9 @@ class Disk:
         return path
 
     def move(self, id: str, name: str, upload: SpoolFile) -> None:
-        """Make an upload the file `name` of a job; it is counted already."""
+        """Make an upload the file `name` of a job; it is counted and synced already."""
         path = self.path(id, name)
         with self._putting(path, 0):
-            os.fsync(upload.file.fileno())
             upload.path.replace(path)
             _sync(path.parent)
         upload.file.close()

@@ -16,6 +16,7 @@ from weft.core.errors import InputError
 from weft.serve.admission import Admission
 from weft.serve.batch import Batch
 from weft.serve.disk import Disk, State
+from weft.serve.errors import is_out_of_files
 from weft.serve.jobs import Failure, Job
 from weft.serve.latency import Latency
 from weft.serve.outcomes import Outcome, Outcomes
@@ -178,6 +179,9 @@ class Dispatch:
         try:
             pictures = [self.disk.read(job.id, job.asked.image) if job.asked.image else b"" for job in jobs]
         except OSError as error:  # it was deleted a moment ago, or the disk has lost it
+            if is_out_of_files(error):
+                batch.ranks = ()
+                return
             message = f"Its picture cannot be read: {error.strerror}."
             self._failed(batch, {"code": "internal_error", "message": message}, b"")
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,8 +24,11 @@ SHOWN = 60
 """Characters of what was given that a message repeats."""
 
 
-# After a letter, a digit or a dot a slash is no root: "and/or", "10 MB/s", "a.b/c".
-_PATH = re.compile(r"(?:file://|(?<![\w./\])}])~?)/[^\s'\"<>|,;:()\[\]{}]+")
+# In quotes, as Python has them in its errors, a path may hold anything. After a letter, a digit or a dot a
+# slash is no root: "and/or", "10 MB/s", "a.b/c".
+_PATH = re.compile(
+    r"""(?<=(['"]))(?:file://|~)?/[^'"]+(?=\1)|(?:file://|(?<![\w./\])}])~?)/[^\s'"<>|,;:()\[\]{}]+"""
+)
 
 
 class Refused(Exception):  # noqa: N818 - a refusal is an answer, not a fault
@@ -76,7 +80,7 @@ def invalid(errors: Sequence[Mapping[str, Any]], known: Sequence[str] = ()) -> R
         return Refused(400, "invalid_json", f"The body is not a JSON object: {reason}.")
     if first["type"] == "extra_forbidden":
         param = shown(".".join(place))
-        message = f"There is no field {param!r}. {nearest_of(place[-1], known)}"
+        message = f"There is no field {param!r}. {nearest_of(place[-1][:100], known)}"
         return Refused(400, "unknown_field", message, param=param)
     # Of a field that may be one of several types, pydantic's place goes on with the type.
     name, param = place[0], ".".join(part for part in place if part in known) or place[0]
@@ -97,11 +101,18 @@ def shown(given: Any) -> str:
 def without_paths(text: str, *roots: Path) -> str:
     """An internal error as clients may read it: of each path of this machine only the last name is left.
 
-    roots   paths that are known, and may hold spaces; others are recognized by their form.
+    roots   paths that are known, and may hold spaces; others that do are only recognized in quotes.
     """
     for root in sorted(map(str, roots), key=len, reverse=True):
         text = text.replace(root, f"/{Path(root).name}")
     return _PATH.sub(lambda found: found[0].rstrip("/").rpartition("/")[2], text)
+
+
+def is_out_of_files(error: BaseException | None) -> bool:
+    """Whether no descriptor was free, as in a flood of connections, which goes by."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.EMFILE, errno.ENFILE)
+    return isinstance(error, WeftError) and is_out_of_files(error.__cause__)
 
 
 def words(error: BaseException) -> str:

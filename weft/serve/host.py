@@ -82,9 +82,14 @@ class Protocol(H11Protocol):
         self._idle: dict[Protocol, None] = self.server_state.__dict__.setdefault("idle", {})
         self._expect()
 
+    @property
+    def _is_waiting(self) -> bool:
+        """Whether no request is being answered; the rest of a body that was refused is none."""
+        return self.cycle is None or self.cycle.response_complete
+
     def handle_events(self) -> None:
         super().handle_events()
-        if self.conn.their_state is not h11.IDLE:
+        if not self._is_waiting:
             self._idle.pop(self, None)
 
     def on_response_complete(self) -> None:
@@ -101,7 +106,7 @@ class Protocol(H11Protocol):
             self._head.cancel()
         self._head = self.loop.call_later(HEAD_SECONDS, self._late)
         self._idle.pop(self, None)
-        if self.conn.their_state is h11.IDLE:
+        if self._is_waiting:
             self._idle[self] = None
         if len(self._idle) > MAX_IDLE_CONNECTIONS:
             oldest = next(iter(self._idle))
@@ -109,7 +114,7 @@ class Protocol(H11Protocol):
             oldest._late()
 
     def _late(self) -> None:
-        if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
+        if self._is_waiting and not self.transport.is_closing():
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's words

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import time
@@ -10,9 +9,8 @@ from typing import Any
 
 from starlette.requests import Request
 
-from weft.core.errors import WeftError
 from weft.serve import auth, logs
-from weft.serve.errors import Refused, by_status
+from weft.serve.errors import Refused, by_status, is_out_of_files
 from weft.serve.limits import Bounds, Limits
 from weft.serve.metrics import Metrics
 
@@ -51,7 +49,7 @@ class Middleware:
         except Refused as refused:
             await answer.refuse(refused)
         except Exception as error:
-            if _is_out_of_files(error):  # as in a flood of connections: it ends
+            if is_out_of_files(error):
                 await answer.refuse(Refused(503, "busy", "Too many files are open. Try again soon."))
             else:
                 _log.exception("a request failed", extra={"method": scope["method"], "route": route(scope)})
@@ -150,12 +148,6 @@ REASONS = {
     404: "There is nothing here. GET /openapi.json lists what there is.",
     416: "The range is outside of the file. The Content-Range header has its size.",
 }
-
-
-def _is_out_of_files(error: BaseException | None) -> bool:
-    if isinstance(error, OSError):
-        return error.errno in (errno.EMFILE, errno.ENFILE)
-    return isinstance(error, WeftError) and _is_out_of_files(error.__cause__)
 
 
 def route(scope: Any) -> str:

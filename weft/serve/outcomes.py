@@ -13,11 +13,13 @@ import logging
 import sqlite3
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from weft.core.errors import InputError
 from weft.serve.disk import Disk, OverQuota
+from weft.serve.errors import is_out_of_files
 from weft.serve.jobs import Failure
 from weft.serve.reserve import DiskFull
 from weft.serve.store import Store
@@ -69,9 +71,12 @@ class Outcomes:
 
     def add(self, outcome: Outcome) -> None:
         outcome.size = len(outcome.data)
-        if not self._store_now(outcome):
+        try:
+            if self._store_now(outcome):
+                return
+        except DiskFull:
             self._store.reserve.release()
-            self._held[outcome.id] = outcome
+        self._held[outcome.id] = outcome
 
     def drop(self, id: str) -> None:
         """Nobody waits for it any more."""
@@ -80,10 +85,12 @@ class Outcomes:
     def settle(self) -> None:
         """Store what is held and fits by now."""
         for outcome in list(self._held.values()):
-            if self._store_now(outcome):
-                self.drop(outcome.id)
+            with suppress(DiskFull):
+                if self._store_now(outcome):
+                    self.drop(outcome.id)
 
     def _store_now(self, outcome: Outcome) -> bool:
+        """Return False, or raise DiskFull, if it has to be tried again."""
         expires = time.time() + self._keep
         try:
             if outcome.failure is None and not outcome.is_written:
@@ -93,9 +100,9 @@ class Outcomes:
             else:
                 job = self._store.complete(outcome.id, outcome.name, outcome.size, outcome.timings, expires)
         except DiskFull:
-            return False
-        except sqlite3.OperationalError:  # such as an I/O error: no reason to lose a result
-            _log.exception("the database takes no outcomes", extra={"job": outcome.id})
+            raise
+        except (InputError, sqlite3.OperationalError) as error:  # such as an I/O error, which may go by
+            _log.warning("an outcome could not be stored yet", extra={"job": outcome.id, "why": str(error)})
             return False
         if job is None:
             self._disk.remove(outcome.id)  # it was cancelled or deleted meanwhile
@@ -109,13 +116,16 @@ class Outcomes:
             outcome.is_written = True
         except OverQuota as error:
             outcome.failure = Failure(code="disk_full", message=str(error))
-        except DiskFull:
-            held = sum(len(each.data) for each in self._held.values() if each is not outcome)
-            is_late = time.monotonic() - outcome.since > MAX_HELD_SECONDS
-            if not is_late and held + len(outcome.data) <= MAX_HELD_BYTES:
+        except InputError as error:
+            is_full = isinstance(error, DiskFull)
+            if (is_full or is_out_of_files(error)) and self._may_hold(outcome):
                 raise
-            outcome.failure = NO_ROOM
-        except InputError:
-            _log.exception("a result could not be written", extra={"job": outcome.id})
-            outcome.failure = NOT_WRITTEN
+            if not is_full:
+                _log.exception("a result could not be written", extra={"job": outcome.id})
+            outcome.failure = NO_ROOM if is_full else NOT_WRITTEN
         outcome.data = b""
+
+    def _may_hold(self, outcome: Outcome) -> bool:
+        held = sum(len(each.data) for each in self._held.values() if each is not outcome)
+        is_late = time.monotonic() - outcome.since > MAX_HELD_SECONDS
+        return not is_late and held + len(outcome.data) <= MAX_HELD_BYTES

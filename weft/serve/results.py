@@ -22,7 +22,8 @@ from weft.serve.middleware import open_stream
 from weft.serve.variants import VARIANTS, variant_of
 
 STATUSES = {
-    "refused": 400, "out_of_memory": 400, "too_long": 400, "cancelled": 409, "rank_lost": 503, "disk_full": 503,
+    "refused": 400, "out_of_memory": 400, "too_long": 400, "cancelled": 409, "rank_lost": 503,
+    "disk_full": 503,
 }  # fmt: skip
 """Of failures, for who waits for a result; others are faults of ours."""
 POLL = {"openai-poll-after-ms": "500"}

@@ -8,7 +8,9 @@ with await receive(request.stream(), disk.spool) as body:
 from __future__ import annotations
 
 import io
-from collections.abc import AsyncIterator, Callable, Iterator
+import os
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,14 +35,15 @@ class SpoolFile:
     def write(self, data: bytes | bytearray) -> None:
         """Append; raises DiskFull where the quota or the disk has no room."""
         self.count(len(data))
-        try:
+        with _writing():
             left = memoryview(data)
             while left:
                 left = left[self.file.write(left) or 0 :]
-        except OSError as error:
-            if is_full(error):
-                raise DiskFull("The disk has no room for an upload.", hint="Make room on it.") from error
-            raise
+
+    def sync(self) -> None:
+        """Make what was written durable, which may take long; `Disk.move` does not."""
+        with _writing():
+            os.fsync(self.file.fileno())
 
     def count(self, size: int) -> None:
         """Count bytes; another process may have written them."""
@@ -62,6 +65,16 @@ class SpoolFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@contextmanager
+def _writing() -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        if is_full(error):
+            raise DiskFull("The disk has no room for an upload.", hint="Make room on it.") from error
+        raise
 
 
 @dataclass

@@ -17,11 +17,14 @@ from typing import Any, Generic, TypeVar
 
 from fastapi import Request
 from pydantic import ValidationError
+from python_multipart.multipart import parse_options_header
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData, Headers, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import ClientDisconnect
 
+from weft.core.errors import InputError
+from weft.core.files import parse_json
 from weft.serve.disk import Disk
 from weft.serve.errors import Refused, invalid, shown
 from weft.serve.limits import Limits
@@ -35,6 +38,9 @@ MAGIC = {b"\x89PNG\r\n\x1a\n": "png", b"\xff\xd8\xff": "jpeg", b"RIFF": "webp"}
 DECODE = Path(__file__).with_name("decode.py")
 TOO_MANY_PIXELS, NO_ROOM = 3, 4
 """Exit codes of `decode.py`."""
+MAX_COMMAS = 10_000
+"""In a JSON body, with those of its texts: each error of pydantic's takes a kilobyte."""
+CHARSETS = (b"utf-8", b"utf8", b"us-ascii")
 SentT = TypeVar("SentT", bound=Sent)
 
 
@@ -83,6 +89,7 @@ def posted(
                 async with slots:
                     picture = stack.enter_context(await run_in_threadpool(disk.spool))
                     await decoded(source.file, picture, limits)
+                await run_in_threadpool(picture.sync)  # not when a job is made: the database is locked then
                 source.file.close()
             canonical = asks.model_dump_json(exclude_none=True, exclude={FILE}).encode()
             yield Posted(asks, picture, canonical + b"\0" + (source.digest if source else b""))
@@ -102,7 +109,20 @@ Keep = Callable[[Iterator[bytes]], Source]
 
 def _json(_: Headers, body: Body, kind: type[SentT], keep: Keep) -> tuple[SentT, Source | None]:
     """What is asked, and the picture that came with it."""
-    return _with_picture(kind, lambda: kind.model_validate_json(body.read(), strict=True), keep)
+
+    def parse() -> SentT:
+        data = body.read()
+        if data.count(b",") > MAX_COMMAS:
+            message = f"The body has more than {MAX_COMMAS} commas, and no request needs as many."
+            raise Refused(400, "invalid_json", message)
+        asks = kind.model_validate_json(data, strict=True)
+        try:
+            parse_json(data, "The body")  # pydantic takes the last of two equal keys
+        except InputError as error:
+            raise Refused(400, "invalid_json", str(error)) from None
+        return asks
+
+    return _with_picture(kind, parse, keep)
 
 
 def _form(headers: Headers, body: Body, kind: type[SentT], keep: Keep) -> tuple[SentT, Source | None]:
@@ -136,6 +156,10 @@ async def _fields(headers: Headers, body: Body) -> tuple[dict[str, Any], UploadF
         for piece in body.pieces():
             yield piece
 
+    charset = parse_options_header(headers["content-type"])[1].get(b"charset", b"utf-8")
+    if charset.lower() not in CHARSETS:  # those that Python has may take hours, or raise anything
+        message = f"A form in {shown(charset.decode('latin-1'))!r} is not read. Send it in UTF-8."
+        raise Refused(400, "invalid_form", message)
     try:
         limits: Any = {"max_files": 1, "max_fields": 40, "max_part_size": 2**30}
         form = await _Parser(headers, stream(), **limits).parse()
