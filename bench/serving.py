@@ -13,7 +13,7 @@ Mixed: images and long videos arrive at random times, the same for a server with
 server. The limit of what is in time is that of a fluid: at each deadline no more work than both ranks do; of
 the images' latency, that of one alone. Batches do less work than their jobs, so they may come above.
 
-Estimates: see `bench.serving_estimates`.
+Estimates: see `bench.serving_estimates`. Isolation: see `bench.serving_isolation`.
 
 Simulated: the same schedulers on 8 to 64 GPUs, images and videos of a model like Wan2.1-14B, whose times are
 the planner's.
@@ -38,6 +38,7 @@ from rich.progress import Progress
 
 from bench.rows import Line, Report, Row, Took, interleave, main, median_ratio, quartiles, undisturbed
 from bench.serving_estimates import busy_cores, estimates
+from bench.serving_isolation import OPTIONS, delete_of_longest, image_beside_longest
 from bench.serving_rank import each, prepare, shared
 from weft.run.pool import Pool
 from weft.serve import load, simulator
@@ -81,13 +82,13 @@ QUICK = Size(
 
 
 @contextmanager
-def served(policy: str) -> Iterator[str]:
+def served(policy: str, *options: str) -> Iterator[str]:
     """The address of a real server that lasts as long as the block."""
     with tempfile.TemporaryDirectory(prefix="weft-bench-") as folder:
         command = ["serve", "--port", "0", "--data", folder, "--ranks", str(RANKS), "--policy", policy]
         with (Path(folder) / "log").open("wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "weft", *command, "--max-queue", "10000"],
+                [sys.executable, "-m", "weft", *command, "--max-queue", "10000", *options],
                 stdout=subprocess.PIPE,
                 stderr=log,
             )
@@ -123,6 +124,12 @@ def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - the co
         with busy_cores():
             url = stack.enter_context(served("elastic"))
         estimates(report, url, quick=quick)
+    if not quick:
+        progress.update(task, description="isolation")
+        with served("elastic", *OPTIONS) as url:
+            image_beside_longest(report, url)
+        with served("one", *OPTIONS) as url:
+            delete_of_longest(report, url)
     progress.update(task, description="simulated")
     simulated(report, size)
     progress.remove_task(task)
