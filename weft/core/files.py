@@ -67,28 +67,28 @@ def toml(path: Path) -> dict[str, Any]:
 
 def read_json(path: Path, *, limit: int = MAX_BYTES) -> dict[str, Any]:
     """Read a file that holds one JSON object."""
-    found = parse_json(read_bytes(path, limit=limit), str(path))
-    if not isinstance(found, dict):
-        raise InputError(f"{path} holds a {type(found).__name__}; an object is required.")
-    return cast("dict[str, Any]", found)
+    value = parse_json(read_bytes(path, limit=limit), str(path))
+    if not isinstance(value, dict):
+        raise InputError(f"{path} holds a {type(value).__name__}; an object is required.")
+    return cast("dict[str, Any]", value)
 
 
 def parse_json(data: bytes | str, where: str) -> Any:
     """Parse JSON that may be hostile; `where` begins the message of the InputError."""
     try:
         text = data if isinstance(data, str) else data.decode("utf-8-sig")
-        found = json.loads(text, object_pairs_hook=_unique)
+        value = json.loads(text, object_pairs_hook=_unique)
         if re.search(r"\\u[dD]", text):  # half a character, which nothing can print or write
-            json.dumps(found, ensure_ascii=False).encode()
+            json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise InputError(f"{where} is not JSON: it is nested too deeply.") from None
     except ValueError as error:  # JSONDecodeError, UnicodeError, and whole numbers of too many digits
         raise InputError(f"{where} is not JSON: {str(error)[:200]}.") from None
-    level = [found]
+    level = [value]
     for _ in range(MAX_DEPTH):
         level = [child for each in level for child in _children(each)]
         if not level:
-            return found
+            return value
     raise InputError(f"{where} is nested more than {MAX_DEPTH} deep.")
 
 

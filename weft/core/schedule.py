@@ -109,10 +109,10 @@ class Exchange:
     @property
     def messages(self) -> dict[tuple[int, int], list[Piece]]:
         """What goes from one rank to another, by (source, target)."""
-        found: dict[tuple[int, int], list[Piece]] = {}
+        pieces: dict[tuple[int, int], list[Piece]] = {}
         for transfer in self.transfers:
-            found.setdefault((transfer.src, transfer.dst), []).append(transfer.piece)
-        return found
+            pieces.setdefault((transfer.src, transfer.dst), []).append(transfer.piece)
+        return pieces
 
     def __str__(self) -> str:
         shown = "; ".join(str(t) for t in self.transfers[:3])
@@ -161,16 +161,16 @@ class Schedule:
         Whether it computes the attention is for `weft.schedule.verify` to say.
         """
         try:
-            found = loads(files.read_bytes(Path(path), limit=MAX_BYTES))
-            if not isinstance(found, Schedule):
-                raise InputError(f"It holds a {type(found).__name__}.")
-            found.check()
+            schedule = loads(files.read_bytes(Path(path), limit=MAX_BYTES))
+            if not isinstance(schedule, Schedule):
+                raise InputError(f"It holds a {type(schedule).__name__}.")
+            schedule.check()
         except InputError as error:
             raise InputError(
                 f"{path} holds no schedule: {str(error)[:MAX_REASON]}",
                 hint="weft plan MODEL --save writes one.",
             ) from None
-        return found
+        return schedule
 
     def check(self) -> None:
         """Raise an InputError that names the field where parts do not fit each other."""
@@ -222,7 +222,7 @@ class Schedule:
     @cached_property
     def brought_by(self) -> dict[int, str]:
         """By Attend: the label of the exchange, after the scatter, that brought its keys and values."""
-        found: dict[int, str] = {}
+        labels: dict[int, str] = {}
         arrivals: dict[int, list[tuple[str, Piece]]] = {}
         for index, op in enumerate(self.ops):
             if isinstance(op, Exchange):
@@ -233,8 +233,8 @@ class Schedule:
             # From the last one: in a ring, what is used now has come just before.
             came = (label for label, piece in reversed(arrivals.get(op.rank, ())) if piece.meets(op.kv))
             if label := next(came, ""):
-                found[index] = label
-        return found
+                labels[index] = label
+        return labels
 
     @cached_property
     def digest(self) -> str:

@@ -73,15 +73,15 @@ def transformers(directory: Path) -> dict[str, str]:
         return {"transformer": "VideoDiT"}
     index = _index(directory)
     parts = {name: said[-1] for name, said in index.items() if isinstance(said, list) and said}
-    found = {
+    classes = {
         name: kind
         for name, kind in parts.items()
         if "transformer" in name and isinstance(kind, str) and "Transformer" in kind
     }
-    if not found:
+    if not classes:
         kind, names = index["_class_name"], ", ".join(name for name in index if name[:1] != "_")
         raise InputError(f"{directory} is of a {kind}, which has no transformer.", hint=f"It has {names}.")
-    return found
+    return classes
 
 
 def load_part(directory: Path, part: str, **options: Any) -> Any:

@@ -29,8 +29,8 @@ class State:
     def to_bytes(self) -> bytes:
         """safetensors, with JSON as their metadata."""
         tensors: dict[str, Tensor] = {}
-        said = {"step": self.step, "values": pack(self.values, tensors)}
-        return save(tensors, {"format": VERSION, "state": json.dumps(said)})
+        state = {"step": self.step, "values": pack(self.values, tensors)}
+        return save(tensors, {"format": VERSION, "state": json.dumps(state)})
 
     @staticmethod
     def from_bytes(data: bytes) -> State:
@@ -38,11 +38,13 @@ class State:
         try:
             tensors = load(data)
             header = parse_json(data[8 : 8 + int.from_bytes(data[:8], "little")], "Its header")
-            told = header.get("__metadata__", {})
-            if told.get("format") != VERSION:
-                raise InputError(f"It is of {told.get('format')!r}, and this weft goes on from {VERSION!r}.")
-            said = parse_json(told["state"], "Its metadata")
-            return State(int(said["step"]), unpack(said["values"], tensors))
+            metadata = header.get("__metadata__", {})
+            if metadata.get("format") != VERSION:
+                raise InputError(
+                    f"It is of {metadata.get('format')!r}, and this weft goes on from {VERSION!r}."
+                )
+            state = parse_json(metadata["state"], "Its metadata")
+            return State(int(state["step"]), unpack(state["values"], tensors))
         except (SafetensorError, LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             hint = "Begin at step 0, without a state."
             raise InputError(f"{len(data)} bytes are no state of a pipeline: {error}", hint=hint) from error

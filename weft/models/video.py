@@ -91,10 +91,10 @@ class VideoPipeline:
             # By ourselves: safetensors would keep it from all other users, and has errors of its own.
             file.write_bytes(to_bytes(weights))
         own = {} if self.vocabulary is None else {"vocabulary": self.vocabulary.to_json()}
-        said = {"_class_name": OWN, **self.transformer.config.to_json(), **own}
-        said |= {LEFT_OUT: left_out} if left_out else {}
+        config = {"_class_name": OWN, **self.transformer.config.to_json(), **own}
+        config |= {LEFT_OUT: left_out} if left_out else {}
         with whole(folder / CONFIG) as file:
-            file.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+            file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
     @staticmethod
     def load(
@@ -104,13 +104,13 @@ class VideoPipeline:
         folder = Path(directory)
         if whole:
             check_whole(folder)
-        said = read_json(folder / CONFIG)
-        own = Vocabulary.from_json(said["vocabulary"]) if "vocabulary" in said else None
+        saved = read_json(folder / CONFIG)
+        own = Vocabulary.from_json(saved["vocabulary"]) if "vocabulary" in saved else None
         if not (folder / WEIGHTS).is_file():  # a pipe would block
             raise InputError(f"{folder} has no file {WEIGHTS}.", hint="Copy it again.")
         try:
             weights = load_file(folder / WEIGHTS)
-            config = DiTConfig.from_json(said)
+            config = DiTConfig.from_json(saved)
             _check_size(config, weights, folder)
             pipe = VideoPipeline(VideoDiT(config).eval(), own)
             if pipe.upscaler is not None:

@@ -157,11 +157,11 @@ def share(one: Reading) -> float:
 def _records(lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:
     for line in lines:
         try:
-            found = parse_json(line, LOG)
+            record = parse_json(line, LOG)
         except InputError:
             continue
-        if isinstance(found, dict) and isinstance(found.get("kind"), str) and _is_count(found.get("step")):
-            yield found
+        if isinstance(record, dict) and isinstance(record.get("kind"), str) and _is_count(record.get("step")):
+            yield record
 
 
 def _is_count(value: Any) -> bool:
@@ -178,10 +178,10 @@ def _facts(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def _layers(records: Sequence[dict[str, Any]]) -> dict[str, tuple[Reading, ...]]:
-    found: dict[Any, dict[int, Reading]] = {}
+    layers: dict[Any, dict[int, Reading]] = {}
     for one in records:
         if one["kind"] == "sparsity":
-            found.setdefault(_layer(one.get("layer")), {})[one["step"]] = Reading(
+            layers.setdefault(_layer(one.get("layer")), {})[one["step"]] = Reading(
                 one["step"],
                 one.get("mode") == "sparse",
                 _numbers(one.get("sparsity")),
@@ -190,9 +190,9 @@ def _layers(records: Sequence[dict[str, Any]]) -> dict[str, tuple[Reading, ...]]
                 _number(one.get("recall")),
                 _number(one.get("keys")),
             )
-    if all(isinstance(layer, int) for layer in found):
-        found = dict(sorted(found.items()))
-    return {str(layer): tuple(some[step] for step in sorted(some)) for layer, some in found.items()}
+    if all(isinstance(layer, int) for layer in layers):
+        layers = dict(sorted(layers.items()))
+    return {str(layer): tuple(some[step] for step in sorted(some)) for layer, some in layers.items()}
 
 
 def _layer(value: Any) -> int | str:

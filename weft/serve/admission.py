@@ -184,11 +184,11 @@ class Admission:
 
     def _too_long(self, shape: Shape, jobs: int, step: float, whole: float) -> Refused:
         """The numbers, and what would be admitted."""
-        said, hints, param = [], [], "size"
+        reasons, hints, param = [], [], "size"
         if whole > self.max_time:
-            said.append(f"{_words(whole)} in all, and this server admits {_words(self.max_time)}")
+            reasons.append(f"{_words(whole)} in all, and this server admits {_words(self.max_time)}")
         if step > self.max_step:
-            said.append(f"{_words(step)} for each step, and it admits {_words(self.max_step)}")
+            reasons.append(f"{_words(step)} for each step, and it admits {_words(self.max_step)}")
             hints.append("a smaller size or fewer frames")
         elif jobs > 1:
             hints.append("fewer images, fewer steps or a smaller size")
@@ -199,7 +199,7 @@ class Admission:
         else:
             hints.append("a smaller size or fewer frames")
         default = f"The model's default, {_of(self.default)}, takes {_words(self._whole(self.default))}."
-        message = f"{_of(shape, jobs)} would take about {'; '.join(said)}. Ask for {hints[0]}. {default}"
+        message = f"{_of(shape, jobs)} would take about {'; '.join(reasons)}. Ask for {hints[0]}. {default}"
         return Refused(400, "too_long", message[:1].upper() + message[1:], param=param)
 
 

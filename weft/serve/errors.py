@@ -48,16 +48,16 @@ class Refused(Exception):  # noqa: N818 - a refusal is an answer, not a fault
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
-        said: dict[str, str] = {}
+        headers: dict[str, str] = {}
         if self.retry is not None:
-            said["Retry-After"] = str(max(1, round(self.retry)))
+            headers["Retry-After"] = str(max(1, round(self.retry)))
         if self.status in (408, 409) or (self.status >= 500 and self.retry is None):
-            said["x-should-retry"] = "false"  # OpenAI's clients send these again, to the same end
+            headers["x-should-retry"] = "false"  # OpenAI's clients send these again, to the same end
         if self.status == 401:
-            said["WWW-Authenticate"] = "Bearer"
+            headers["WWW-Authenticate"] = "Bearer"
         if self.close:
-            said["Connection"] = "close"
-        return said
+            headers["Connection"] = "close"
+        return headers
 
 
 def by_status(status: int, message: str) -> Refused:
@@ -117,5 +117,5 @@ def is_out_of_files(error: BaseException | None) -> bool:
 
 def words(error: BaseException) -> str:
     """An error as one line; our own are sentences, others need their name."""
-    said = str(error) if isinstance(error, WeftError) else f"{type(error).__name__}: {error}"
-    return " ".join(said.split())[:MOST_WORDS]
+    message = str(error) if isinstance(error, WeftError) else f"{type(error).__name__}: {error}"
+    return " ".join(message.split())[:MOST_WORDS]

@@ -41,8 +41,8 @@ def video(asks: VideoAsks, engine: Any, *, image: bool | None = None) -> Asked:
         raise Refused(400, "image_required", message, param="input_reference")
     fps = asks.fps or float(facts["fps"])
     frames = _frames(asks, facts, fps)
-    given = _given(asks) | ({"input_reference"} if image else set())
-    return _asked("video", asks, engine, given=given, frames=frames, fps=fps, format="mp4")
+    fields = _given(asks) | ({"input_reference"} if image else set())
+    return _asked("video", asks, engine, given=fields, frames=frames, fps=fps, format="mp4")
 
 
 def image(asks: ImageAsks, engine: Any) -> Asked:

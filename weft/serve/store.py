@@ -125,15 +125,15 @@ class Store:
         return self._database.write(insert, durable=True, spare=False)
 
     def _keyed(self, key: str, digest: bytes) -> Job | None:
-        found = self._database.rows("SELECT digest, job FROM keys WHERE key = ?", (_bytes(key),))
-        if not found:
+        rows = self._database.rows("SELECT digest, job FROM keys WHERE key = ?", (_bytes(key),))
+        if not rows:
             return None
-        if found[0][0] != digest:
+        if rows[0][0] != digest:
             raise KeyReused(
                 f"The idempotency key {key[:80]!r} came before, with another request.",
                 hint="Send the same request again, or this one with a new key.",
             )
-        return self._first("SELECT * FROM jobs WHERE id = ?", (found[0][1],))
+        return self._first("SELECT * FROM jobs WHERE id = ?", (rows[0][1],))
 
     def get(self, id: str) -> Job | None:
         return self._first("SELECT * FROM jobs WHERE id = ?", (id,)) if is_id(id) else None
@@ -162,8 +162,8 @@ class Store:
         return self._all("SELECT * FROM jobs WHERE expires <= ? ORDER BY expires, id", (now,))
 
     def counts(self) -> dict[Status, int]:
-        found = dict(self._database.rows("SELECT status, count(*) FROM jobs GROUP BY status"))
-        return {status: found.get(status, 0) for status in STATUSES}
+        counts = dict(self._database.rows("SELECT status, count(*) FROM jobs GROUP BY status"))
+        return {status: counts.get(status, 0) for status in STATUSES}
 
     def queued(self) -> dict[str, int]:
         """By kind."""

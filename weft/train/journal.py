@@ -158,10 +158,10 @@ def _step(line: bytes) -> float:
 def _record(line: bytes) -> dict[str, Any]:
     """Of a line that anything may have happened to; empty if it is none."""
     try:
-        found = parse_json(line, NAME)
+        record = parse_json(line, NAME)
     except InputError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return record if isinstance(record, dict) else {}
 
 
 def _replace(path: Path, lines: list[bytes], wanted: list[bool]) -> None:

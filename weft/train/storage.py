@@ -196,23 +196,23 @@ class _Shard:
                         tuple(slice(a - at, b - at) for (a, b), at in zip(spans, begin, strict=True))
                         for begin in (offset, target.offset)
                     )
-                    part = stored.get_slice(name)[source] if source else stored.get_tensor(name)
-                    target.data[where].copy_(part)
-                    yield name, part.numel()
+                    chunk = stored.get_slice(name)[source] if source else stored.get_tensor(name)
+                    target.data[where].copy_(chunk)
+                    yield name, chunk.numel()
 
 
 def _leaves(state: State, path: str = "") -> dict[str, Leaf]:
     """All values by their names, in the order of the state."""
-    found = dict[str, Leaf]()
+    leaves = dict[str, Leaf]()
     for key, value in state.items():
         if not isinstance(key, str):
             raise InputError(f"state{path}[{key!r}] has a key that is no string.", hint="Name it by str().")
         nested = isinstance(value, dict) and value
         below = _leaves(value, f"{path}.{key}") if nested else {f"{path}.{key}"[1:]: Leaf(state, key, value)}
-        if twice := found.keys() & below.keys():
+        if twice := leaves.keys() & below.keys():
             raise InputError(f"Two values of the state have the name {min(twice)}.", hint="Rename one.")
-        found |= below
-    return found
+        leaves |= below
+    return leaves
 
 
 def _local(tensor: Tensor) -> Chunk | None:
