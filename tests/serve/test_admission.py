@@ -78,6 +78,20 @@ def test_the_limit_on_all_of_it_names_the_steps_that_fit() -> None:
     assert admits.refusal(replace(LONG, steps=steps + 1)) is not None
 
 
+def test_step_far_larger_than_all_observed_needs_a_margin_below_the_limit() -> None:
+    latency = Latency(FACTS, Topology.local(1))
+    latency.observe(DEFAULT, 1, 1, latency.predicted(DEFAULT, 1), warmup=True)
+    step, default = latency.step(LONG, 1), latency.step(DEFAULT, 1)
+    admits = Admission(latency, max_step=1.2 * step)
+    refused = admits.refusal(LONG)
+    assert refused is not None
+    assert "nothing nearly as large was seen yet" in refused.message
+    assert Admission(latency, max_step=1.6 * step).refusal(LONG) is None
+    assert Admission(latency, max_step=1.01 * default).refusal(DEFAULT) is None
+    latency.observe(LONG, 1, 1, step, steps=20)
+    assert admits.refusal(LONG) is None
+
+
 def test_a_limit_below_the_default_request_is_the_operators_wish() -> None:
     assert admission(max_time=1e-4).refusal(DEFAULT, idle=True) is not None
     assert admission(max_step=1e-5).refusal(DEFAULT, idle=True) is not None

@@ -31,6 +31,9 @@ DEFAULT_FACTOR = 10.0
 request takes, whichever is longer."""
 TIMES_ALONE = 3.0
 """A job should take no longer than so many times what it takes alone, unless its request says."""
+EXTRAPOLATION_FACTOR, EXTRAPOLATION_MARGIN = 2.0, 1.5
+"""A step so many times as large as all that were observed, and as the default's, may take so many times its
+prediction; that is what `--max-step` bounds."""
 STALE_SECONDS = 600.0
 """After which an idle server measures again: what it saw last may have been under load."""
 
@@ -127,7 +130,7 @@ class Admission:
         if message := self.latency.no_room(shape):
             return Refused(400, "out_of_memory", message, param="size")
         step, whole = self._fastest_step(shape), self._whole(shape, jobs)
-        if step <= self.max_step and whole <= self.max_time:
+        if self._margin(shape) * step <= self.max_step and whole <= self.max_time:
             return None
         if idle and self._is_measurement(shape, jobs):
             return None
@@ -168,6 +171,12 @@ class Admission:
     def _fastest_step(self, shape: Shape) -> float:
         return min((self.latency.step(shape, size) for size in self._sizes(shape)), default=math.inf)
 
+    def _margin(self, shape: Shape) -> float:
+        latency, ranks = self.latency, self.latency.topology.ranks
+        known = max(latency.observed_steps.largest, latency.predicted(self.default, ranks))
+        is_known = latency.predicted(shape, ranks) <= EXTRAPOLATION_FACTOR * known
+        return 1.0 if is_known else EXTRAPOLATION_MARGIN
+
     def _whole(self, shape: Shape, jobs: int = 1) -> float:
         """Of so many jobs: groups of equal size take one each, and then the next."""
         turns = {size: -(-jobs // (self.latency.topology.ranks // size)) for size in self._sizes(shape)}
@@ -187,8 +196,9 @@ class Admission:
         reasons, hints, param = [], [], "size"
         if whole > self.max_time:
             reasons.append(f"{_words(whole)} in all, and this server admits {_words(self.max_time)}")
-        if step > self.max_step:
-            reasons.append(f"{_words(step)} for each step, and it admits {_words(self.max_step)}")
+        if (most := self._margin(shape) * step) > self.max_step:
+            error = f" (up to {_words(most)}: nothing nearly as large was seen yet)" if most > step else ""
+            reasons.append(f"{_words(step)} for each step{error}, and it admits {_words(self.max_step)}")
             hints.append("a smaller size or fewer frames")
         elif jobs > 1:
             hints.append("fewer images, fewer steps or a smaller size")

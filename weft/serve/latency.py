@@ -70,7 +70,7 @@ class Latency:
         self._predict = lru_cache(PREDICTIONS)(self._predict)
         self._ways = lru_cache(WAYS)(self._ways)
         self._density = lru_cache(PREDICTIONS)(self._density)
-        self._steps = Observations(STEP_OVERHEAD_SECONDS)
+        self.observed_steps = Observations(STEP_OVERHEAD_SECONDS)
         self._fixed = Observations(FIXED_OVERHEAD_SECONDS)
         self._estimates: dict[tuple[Shape, int, int], float] = {}
         """Of steps, since one was last observed."""
@@ -87,7 +87,7 @@ class Latency:
         key, estimates = (_size(shape), ranks, jobs), self._estimates
         if (seconds := estimates.get(key)) is None:  # a schedule asks for the same ones many times
             cost = Cost(self.predicted(shape, ranks, jobs), ranks)
-            seconds = self._steps.estimate(key, cost)
+            seconds = self.observed_steps.estimate(key, cost)
             if len(estimates) < PREDICTIONS:  # clients may ask of any size, and nothing may be observed
                 estimates[key] = seconds
         return seconds
@@ -118,7 +118,7 @@ class Latency:
         """`steps` of a batch took `seconds` each."""
         self._observed_at = self._clock()
         cost = Cost(self.predicted(shape, ranks, jobs), ranks)
-        self._steps.add((_size(shape), ranks, jobs), cost, seconds, steps=steps, warmup=warmup)
+        self.observed_steps.add((_size(shape), ranks, jobs), cost, seconds, steps=steps, warmup=warmup)
         self._estimates = {}
 
     def seconds_since_observed(self) -> float:
@@ -172,7 +172,7 @@ class Latency:
             "tokens": math.prod(self.grid(shape)),
             "density": density,
             "memory": self.memory(shape, best),
-            "observed": any((_size(shape), ranks, 1) in self._steps for ranks in self.sizes),
+            "observed": any((_size(shape), ranks, 1) in self.observed_steps for ranks in self.sizes),
             "reason": _reason(by_ranks, best, cheapest),
         }
 

@@ -79,6 +79,11 @@ class Observations:
     def __len__(self) -> int:
         return len(self._seen)
 
+    @property
+    def largest(self) -> float:
+        """The largest cost that was observed."""
+        return max((each.cost.seconds for each in self._seen.values()), default=0.0)
+
     def add(self, key: Hashable, cost: Cost, seconds: float, *, steps: int = 1, warmup: bool = False) -> None:
         """`steps` took `seconds` each. Once others were seen, a warm-up only tells the form of the line."""
         if not (seconds > 0 and math.isfinite(seconds) and steps > 0):
