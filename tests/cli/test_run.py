@@ -84,6 +84,14 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
+def test_name_of_machine_0_that_is_its_loopback_is_refused(token, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("weft.run.nodes.listen", None)
+    monkeypatch.setattr("weft.run.network.resolve", lambda _: "127.0.1.1")
+    given = ("--nodes", "2", "--master", "machine0:29500", "--token-file", str(token))
+    assert ended(__file__, *given) == 2
+    assert "--master machine0 resolves to 127.0.1.1" in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

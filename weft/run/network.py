@@ -55,6 +55,11 @@ def choose(master: str, interface: str, *, is_master: bool) -> tuple[str, str]:
         own = next((each for each in known[interface] if is_master and each == _resolved(master)), "")
         return interface, own or known[interface][0]
     target = resolve(master)
+    if is_master and _is_loopback(target) and master not in (target, "localhost"):
+        raise InputError(  # as Debian does with a machine's own name
+            f"--master {master} resolves to {target} on machine 0, where no other machine can reach it.",
+            hint=f"Pass the address of machine 0, or --interface, one of {', '.join(known)}.",
+        )
     own = target if is_master else _route(target)
     for name, found in known.items():
         if own in found or (name == LOOPBACK and _is_loopback(own)):
