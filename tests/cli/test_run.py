@@ -154,11 +154,12 @@ def two_machines(path: str, token: Path, *words: str) -> tuple[object, tuple[int
     return ended(path, *given), other.ended()
 
 
-def test_two_machines_are_one_world(script, token, capfd) -> None:
+def test_two_machines_are_one_world(script, token, tmp_path, capfd) -> None:
     path = script(
         "import torch, torch.distributed as dist\n"
         "dist.init_process_group('gloo')\n"
         "x = torch.tensor([2 ** dist.get_rank()]); dist.all_reduce(x)\n"
+        "(here / f'run{rank}').write_text(os.environ['TORCHELASTIC_RUN_ID'])\n"
         "print(dist.get_rank(), dist.get_world_size(), os.environ['GROUP_RANK'], int(x), flush=True)\n"
         "dist.destroy_process_group()"
     )
@@ -166,6 +167,7 @@ def test_two_machines_are_one_world(script, token, capfd) -> None:
     assert (code, other[0]) == (0, 0), other
     lines = capfd.readouterr().out.splitlines() + other[1].splitlines()
     assert sorted(lines) == ["0 4 0 15", "1 4 0 15", "2 4 1 15", "3 4 1 15"]
+    assert len({(tmp_path / f"run{rank}").read_text() for rank in range(4)}) == 1
 
 
 def test_failure_on_one_machine_ends_and_names_it_on_both(script, token, capfd) -> None:

@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -75,7 +74,7 @@ def _environment(ranks: int, nodes: Nodes, group: Group) -> dict[str, str]:
         "WORLD_SIZE": str(group.world), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": str(nodes.node),
         "GROUP_WORLD_SIZE": str(nodes.count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(group.port),
         # torch: the launcher has the store, and rank 0 is to open none.
-        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": uuid.uuid4().hex,
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": group.run_id,
         "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
         "WEFT_LAUNCHER": str(os.getpid()),
     }  # fmt: skip

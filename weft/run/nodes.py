@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import socket
 import threading
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -68,6 +69,8 @@ class Group:
     def __init__(self, ranks: int, port: int) -> None:
         self.first, self.world, self.port = 0, ranks, port
         """The first rank here, the number of ranks on all machines, and the store's port on loopback."""
+        self.run_id = uuid.uuid4().hex
+        """The same on all machines."""
         self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.wake, self._waker = socket.socketpair()
         """Readable when there are messages."""
@@ -138,7 +141,7 @@ class Leader(Group):
                     hint="Start weft with the same --master, --nodes and token on each of them.",
                 )
             self._started = True
-        self.send({"type": "start"})
+        self.send({"type": "start", "run_id": self.run_id})
 
     def ended(self, outcome: Outcome) -> None:  # noqa: ARG002 - the others hear of a failure when it happens
         self._is_done = True
@@ -213,6 +216,7 @@ class Member(Group):
             raise CommError("Machine 0 ended before all machines were there.") from error
         if answer.get("type") != "start":
             raise CommError(f"Machine 0 refuses this machine: {answer.get('reason')}.")
+        self.run_id = str(answer.get("run_id"))
         threading.Thread(target=self._read, name="weft-leader", daemon=True).start()
 
     def send(self, message: dict[str, Any]) -> None:
