@@ -13,10 +13,12 @@ from typing import Any
 
 import httpx
 import pytest
+from uvicorn.server import ServerState
 
 from tests.serve.fake import Fake, made, serving
 from tests.serve.hosting import until
-from weft.serve.app import Limits
+from weft.serve.app import Limits, create_app, server_config
+from weft.serve.host import Protocol
 
 
 def open_streams(http: httpx.Client, id: str, count: int, stack: ExitStack) -> list[int]:
@@ -172,6 +174,37 @@ def test_connections_that_were_answered_before_their_body_are_bounded(
         wait_until_closed([refused() for _ in range(3)][0])
         monkeypatch.setattr("weft.serve.host.HEAD_SECONDS", 0.1)
         wait_until_closed(refused())
+
+
+def test_flood_does_not_close_a_connection_whose_request_was_not_read_yet(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weft.serve.host.MAX_IDLE_CONNECTIONS", 2)
+
+    async def ask(engine: Fake, stack: ExitStack) -> bytes:
+        config, state = (
+            server_config(create_app(engine, limits=Limits()), host="127.0.0.1", port=0),
+            ServerState(),
+        )
+        config.load()
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(
+            lambda: Protocol(config=config, server_state=state, app_state={}), "127.0.0.1", 0
+        )
+        place = server.sockets[0].getsockname()
+        # The loop does not run meanwhile, so all of these are accepted before any of them is read.
+        lines = [stack.enter_context(socket.create_connection(place, timeout=60)) for _ in range(6)]
+        lines[0].sendall(b"GET /live HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        try:
+            return await loop.run_in_executor(None, lines[0].recv, 65536)
+        finally:
+            server.close()
+            for each in list(state.connections):
+                each.transport.abort()
+            await asyncio.sleep(0)  # so that the sockets are closed
+
+    with made(tmp_path) as engine, ExitStack() as stack:
+        assert asyncio.run(ask(engine, stack)).startswith(b"HTTP/1.1 200")
 
 
 def test_a_server_without_descriptors_is_busy_and_goes_on(

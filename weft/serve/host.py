@@ -12,6 +12,7 @@ import asyncio
 import json
 import logging
 import os
+import select
 import signal
 import socket
 from collections.abc import Callable, Generator
@@ -109,9 +110,19 @@ class Protocol(H11Protocol):
         if self._is_waiting:
             self._idle[self] = None
         if len(self._idle) > MAX_IDLE_CONNECTIONS:
-            oldest = next(iter(self._idle))
-            del self._idle[oldest]
-            oldest._late()
+            oldest = next((each for each in self._idle if not each._has_input()), None)
+            if oldest is not None:
+                del self._idle[oldest]
+                oldest._late()
+
+    def _has_input(self) -> bool:
+        """Whether bytes have come that were not read yet.
+
+        A flood is accepted by the hundred, before any of it is read: a request among them is not idle.
+        """
+        ready = select.poll()
+        ready.register(self.transport.get_extra_info("socket").fileno(), select.POLLIN)
+        return bool(ready.poll(0))
 
     def _late(self) -> None:
         if self._is_waiting and not self.transport.is_closing():
