@@ -28,7 +28,7 @@ class Link:
     bandwidth: float
 
     def __post_init__(self) -> None:
-        if self.latency and not _is_usable(self.latency):
+        if not 0 <= self.latency <= MAX_NUMBER:
             raise InputError(f"A link's latency is {self.latency} s.", hint="Give seconds, 0 or more.")
         if not _is_usable(self.bandwidth):
             raise InputError(

@@ -258,9 +258,9 @@ class Dispatch:
             took = said["timings"]
             shared = sum(took.get(name, 0.0) for name in OF_BATCH) / len(batch.members)
             self.latency.observe_fixed(batch.shape, shared + took.get("media", 0.0))
-        batch.jobs.remove(id)
         about = said.get("about", {})
         self.outcomes.add(Outcome(id, name=said["name"], data=blob, timings=said["timings"], about=about))
+        batch.jobs.remove(id)  # not before: draining ends when no batch has jobs
 
     def _done(self, batch: Batch, said: dict[str, Any], blob: bytes) -> None:  # noqa: ARG002
         self._forget(batch)
