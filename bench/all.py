@@ -29,6 +29,7 @@ from bench.results import publish
 from weft import __version__
 
 ROOT = Path(__file__).parent.parent
+RUNNERS = ("all", "against")
 HOURS = ("quality",)
 LONGEST_SECONDS = 3600
 """Of all others: none takes a quarter of it, and one that hangs should not stop the rest."""
@@ -36,9 +37,9 @@ GRACE_SECONDS = 20
 
 
 def names(root: Path = ROOT) -> list[str]:
-    """The modules of bench/ that are commands, but for this one."""
+    """The modules of bench/ that are commands, but for those that run them."""
     files = sorted((root / "bench").glob("*.py"))
-    return [f.stem for f in files if f.stem != "all" and '__name__ == "__main__"' in f.read_text()]
+    return [f.stem for f in files if f.stem not in RUNNERS and '__name__ == "__main__"' in f.read_text()]
 
 
 def state(root: Path = ROOT) -> str:
