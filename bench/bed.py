@@ -157,7 +157,7 @@ def prepare(schedules: Sequence[Schedule], kernel: str) -> None:
     """A call for each schedule, made twice, so that memory and connections are there."""
     _calls.clear()
     comm = world_of(None, 120.0).comm
-    problem = schedules[0].problem
+    problem, _ = schedules[0].attention
     shards = [torch.randn(1, problem.heads, problem.q.rows(comm.rank), DIM) for _ in range(3)]
     chosen: Any = _timer if kernel == TIMER else choose(kernel)
     for schedule in schedules:

@@ -81,7 +81,7 @@ def prepare(wanted: Sequence[Case]) -> None:
     contenders: dict[str, Callable[[], object]] = {}
     for case in wanted:
         schedule = case.schedule()
-        rows = schedule.problem.q.rows(dist.get_rank())
+        rows = schedule.problem.home("q").rows(dist.get_rank())
         q, k, v = (torch.randn(1, HEADS, rows, DIM) for _ in range(3))
         contenders[str(case)] = partial(attention, q, k, v, plan=schedule)
         contenders[str(case)]()

@@ -23,7 +23,8 @@ from weft.run.pool import RankFailure
 from weft.run.trace import read_trace
 from weft.run.world import world_of
 from weft.schedule.measure import measure
-from weft.schedule.switch import gather, switch, turned
+from weft.schedule.reverse import reverse
+from weft.schedule.switch import switch
 
 GRID = {"batch": 2, "time": 5, "space": 7, "channel": 3}
 Answer = tuple[Tensor, list[Tensor]]
@@ -73,8 +74,8 @@ def test_a_switch_of_processes_is_right_and_sends_what_its_schedule_says(
 ) -> None:
     time, space = (Layout.even(GRID[name], size) for name in ("time", "space"))
     one = switch(Switch.of(time, space, width=6, dtype=dtype))
-    two = gather(space, width=30, dtype=dtype)
-    ahead, again, back = measure(one), measure(two), [measure(turned(s)) for s in (one, two)]
+    two = switch(Switch.of(space, width=30, dtype=dtype))
+    ahead, again, back = measure(one), measure(two), [measure(reverse(s)) for s in (one, two)]
     for rank, (right, sent) in enumerate(worlds(size).run(there_and_back, getattr(torch, dtype))):
         assert right
         step_back = sum(report.sent(rank) for report in back)

@@ -14,7 +14,7 @@ from weft.core.layout import Layout
 from weft.core.problem import Switch
 from weft.plan.stages import FREE, WHOLE, Route, Stage, State, place
 from weft.schedule.measure import measure
-from weft.schedule.switch import gather, switch
+from weft.schedule.switch import switch
 
 Sizes = dict[str, int]
 
@@ -41,7 +41,7 @@ def move_cost(a: str, b: str, state: State, sizes: Sizes, axes: tuple[int, ...],
             rest *= -(-size // others[dim]) if dim in others else size
     before = Layout.even(sizes[a], ranks)
     if b == WHOLE:
-        report = measure(gather(before, width=rest))
+        report = measure(switch(Switch.of(before, width=rest)))
     else:
         report = measure(switch(Switch.of(before, Layout.even(sizes[b], ranks), width=rest)))
     return busiest(report.link_bytes, ranks) // 4

@@ -19,7 +19,8 @@ from weft.core.problem import Switch
 from weft.run.comm.threads import run_threads
 from weft.run.world import World
 from weft.schedule.measure import measure
-from weft.schedule.switch import gather, switch, turned
+from weft.schedule.reverse import reverse
+from weft.schedule.switch import switch
 
 SIZES = st.integers(1, 7)
 NAMES = ("batch", "time", "space", "channel")
@@ -196,8 +197,8 @@ def test_every_rank_sends_what_the_schedule_says(dtype: torch.dtype) -> None:
     name = str(dtype).removeprefix("torch.")
     time, space = Layout.even(5, ranks), Layout.even(7, ranks)
     one = switch(Switch.of(time, space, width=6, dtype=name))
-    two = gather(space, width=30, dtype=name)
-    told = [measure(s) for s in (one, two, turned(two), turned(one))]
+    two = switch(Switch.of(space, width=30, dtype=name))
+    told = [measure(s) for s in (one, two, reverse(two), reverse(one))]
     for rank, found in enumerate(on_ranks(ranks, job)):
         forward, gathered, back, again = (report.sent(rank) for report in told)
         assert found == [forward, gathered, back + again]

@@ -20,7 +20,8 @@ from weft.core.schedule import Attend, Exchange, Piece, Schedule, Transfer
 from weft.core.topology import Link, Topology
 from weft.plan.choose import build
 from weft.schedule.measure import measure
-from weft.schedule.switch import gather, switch, turned
+from weft.schedule.reverse import reverse
+from weft.schedule.switch import switch
 from weft.schedule.verify import verify
 from weft.simulate.critical import critical_path
 from weft.simulate.events import simulate
@@ -38,9 +39,10 @@ def even(time: int, space: int, ranks: int, *, width: int = 4, dtype: str = "flo
 def moved(schedule: Schedule, whole: np.ndarray) -> list[np.ndarray]:
     """Run it on [tokens, heads]: what each rank has in the end, NaN where it has nothing."""
     problem = schedule.problem
+    assert isinstance(problem, Switch)
     have = [np.full(whole.shape, np.nan) for _ in range(problem.ranks)]
     for rank in range(problem.ranks):
-        rows = problem.q.held(rank).array
+        rows = problem.before.held(rank).array
         have[rank][rows] = whole[rows]
     for op in schedule.ops:
         assert isinstance(op, Exchange)
@@ -56,7 +58,7 @@ def moved(schedule: Schedule, whole: np.ndarray) -> list[np.ndarray]:
 def test_any_sizes_on_any_ranks_arrive(time: int, space: int, ranks: int) -> None:
     schedule = even(time, space, ranks)
     verify(schedule)
-    verify(turned(schedule))
+    verify(reverse(schedule))
     whole = np.arange(time * space, dtype=float).reshape(time, space)
     for rank, have in enumerate(moved(schedule, whole)):
         columns = Layout.even(space, ranks).held(rank).array
@@ -73,15 +75,15 @@ def test_any_layouts_arrive(time: int, space: int, ranks: int, seed: int) -> Non
 
     problem = Switch.of(permuted(time), permuted(space), width=1)
     verify(switch(problem))
-    verify(turned(switch(problem)))
+    verify(reverse(switch(problem)))
 
 
 @settings(max_examples=80)
 @given(time=SIZES, ranks=RANKS)
 def test_a_gather_is_a_switch_to_what_everybody_holds(time: int, ranks: int) -> None:
-    schedule = gather(Layout.even(time, ranks, dim="time"), width=6)
+    schedule = switch(Switch.of(Layout.even(time, ranks, dim="time"), width=6))
     verify(schedule)
-    verify(turned(schedule))
+    verify(reverse(schedule))
     whole = np.arange(time, dtype=float)[:, None]
     assert all(np.array_equal(have, whole) for have in moved(schedule, whole))
     report = measure(schedule)
@@ -132,9 +134,9 @@ def test_in_each_round_nobody_is_sent_to_by_two() -> None:
 def test_a_switch_is_a_value_like_any_other() -> None:
     schedule = even(5, 7, 3)
     assert loads(dumps(schedule)) == schedule
-    assert schedule.digest != even(5, 7, 3, width=5).digest != turned(schedule).digest
+    assert schedule.digest != even(5, 7, 3, width=5).digest != reverse(schedule).digest
     assert schedule.ops[0].label == "time → space"  # pyright: ignore
-    assert turned(schedule).ops[0].label == "time → space backward"  # pyright: ignore
+    assert reverse(schedule).ops[0].label == "time → space backward"  # pyright: ignore
 
 
 def test_predicted_time_is_latency_and_bytes() -> None:
@@ -192,7 +194,7 @@ def of_another_tensor(t: Transfer) -> Transfer:
     return replace(t, piece=replace(t.piece, tensor="q"))
 
 
-@pytest.mark.parametrize("direction", [lambda s: s, turned])
+@pytest.mark.parametrize("direction", [lambda s: s, reverse])
 @pytest.mark.parametrize(
     "spoil",
     [
@@ -224,5 +226,5 @@ def test_a_switch_attends_to_nothing() -> None:
 def test_layouts_that_do_not_belong_together_are_refused() -> None:
     with pytest.raises(InputError, match="over 2 ranks"):
         Switch.of(Layout.even(4, 2), Layout.even(4, 3), width=1)
-    with pytest.raises(InputError, match="forward switch"):
-        turned(turned(even(2, 2, 2)))
+    with pytest.raises(InputError, match="already a backward"):
+        reverse(reverse(even(2, 2, 2)))

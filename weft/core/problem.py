@@ -1,8 +1,9 @@
-"""Problem: the attention that has to be computed, and where its tensors live."""
+"""What a schedule is for: a `Problem` is an attention, a `Switch` moves a tensor from dim to dim."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from weft.core.codec import value
 from weft.core.errors import InputError
@@ -71,8 +72,17 @@ class Problem:
         return max(4, self.item_bytes)
 
     @property
+    def row_elements(self) -> int:
+        """Elements of a tensor at one head and token."""
+        return self.batch * self.head_dim
+
+    @property
     def all_heads(self) -> Indices:
         return Indices.span(0, self.heads)
+
+    def heads_of(self, tensor: str) -> int:
+        """Return the number of heads of a whole tensor."""
+        return self.kv_heads if tensor.endswith("kv") else self.heads
 
     def kv_heads_of(self, heads: Indices) -> Indices:
         """The key/value heads that some query heads read."""
@@ -85,42 +95,93 @@ class Problem:
     def home_bytes(self, rank: int) -> int:
         """Inputs and output of a rank's own shard."""
         rows = 2 * self.heads * self.q.rows(rank) + 2 * self.kv_heads * self.kv.rows(rank)
-        return rows * self.batch * self.head_dim * self.item_bytes
+        return rows * self.row_elements * self.item_bytes
 
 
 @value
 @dataclass(frozen=True, kw_only=True)
-class Switch(Problem):
-    """Nothing to attend: a tensor `x`, sharded by one dim, is to be sharded by another.
+class Switch:
+    """A tensor `x` that is sharded by one dim and is to be sharded by another.
 
-    The dim that is sharded before stands where tokens do (`q`), the one after where heads do, and all
-    other dims together are `head_dim`. If every rank holds all of `after`, it is a gather.
+    Its pieces have indices of the dim before as tokens, and indices of the dim after as heads.
     """
 
+    before: Layout
     after: Layout
-
-    def __post_init__(self) -> None:
-        Problem.__post_init__(self)
-        if (self.after.ranks, self.after.size) != (self.ranks, self.heads):
-            raise InputError(
-                f"{self.after} does not lay out {self.heads} {self.after.dim} over {self.ranks} ranks."
-            )
+    """For a gather, one index that every rank holds: `Layout.replicated(1, ranks, dim="whole")`."""
+    shape: tuple[int, ...]
+    """Sizes of all dims of the whole tensor."""
+    dims: tuple[int, int | None]
+    """Positions in `shape` of the dims before and after; None if every rank gets the whole tensor."""
+    dtype: str = "float32"
 
     @staticmethod
-    def of(before: Layout, after: Layout, *, width: int, dtype: str = "float32") -> Switch:
-        """`width` is the number of elements at each index of the two dims."""
-        return Switch(
-            batch=1,
-            heads=after.size,
-            kv_heads=after.size,
-            head_dim=width,
-            q=before,
-            kv=before,
-            dtype=dtype,
-            after=after,
-        )
+    def of(before: Layout, after: Layout | None = None, *, width: int, dtype: str = "float32") -> Switch:
+        """Return the switch of a tensor (before, after, width), or the gather of one (before, width)."""
+        if after is None:
+            whole = Layout.replicated(1, before.ranks, dim="whole")
+            return Switch(before=before, after=whole, shape=(before.size, width), dims=(0, None), dtype=dtype)
+        shape = (before.size, after.size, width)
+        return Switch(before=before, after=after, shape=shape, dims=(0, 1), dtype=dtype)
+
+    def __post_init__(self) -> None:
+        check_dtype(self.dtype)
+        if self.before.ranks != self.after.ranks:
+            raise InputError(
+                f"`before` is a layout over {self.before.ranks} ranks, `after` over {self.after.ranks}.",
+                hint="Give both layouts the same number of ranks.",
+            )
+        source, target = self.dims
+        wanted = [(source, self.before.size)] + ([] if target is None else [(target, self.after.size)])
+        if source == target or any((at, size) not in enumerate(self.shape) for at, size in wanted):
+            raise InputError(
+                f"shape={self.shape} does not have {self.before.size} {self.before.dim} and "
+                f"{self.after.size} {self.after.dim} at dims={self.dims}."
+            )
+        if target is None and self.after != Layout.replicated(1, self.ranks, dim="whole"):
+            raise InputError(
+                f"The layout after a gather is {self.after}.",
+                hint='It must be Layout.replicated(1, ranks, dim="whole").',
+            )
+        if any(size < 0 for size in self.shape) or prod(max(1, size) for size in self.shape) > MAX_ELEMENTS:
+            raise InputError(
+                f"shape={self.shape} is negative or too large.",
+                hint=f"A tensor has at most {MAX_ELEMENTS:,} elements.",
+            )
+
+    @property
+    def ranks(self) -> int:
+        return self.before.ranks
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def sum_bytes(self) -> int:
+        return max(4, self.item_bytes)
+
+    @property
+    def row_elements(self) -> int:
+        """Elements at one index of both dims: the product of all other dims."""
+        return prod(size for at, size in enumerate(self.shape) if at not in self.dims)
+
+    @property
+    def all_heads(self) -> Indices:
+        return Indices.span(0, self.after.size)
+
+    def heads_of(self, tensor: str) -> int:  # noqa: ARG002
+        return self.after.size
+
+    def home(self, tensor: str) -> Layout:  # noqa: ARG002
+        return self.before
 
     def home_bytes(self, rank: int) -> int:
         """What the rank holds before and after."""
-        held = self.q.rows(rank) * self.after.size + self.q.size * self.after.rows(rank)
-        return held * self.head_dim * self.item_bytes
+        held = self.before.rows(rank) * self.after.size + self.before.size * self.after.rows(rank)
+        return held * self.row_elements * self.item_bytes
+
+    def __str__(self) -> str:
+        return (
+            f"gather {self.before.dim}" if self.dims[1] is None else f"{self.before.dim} → {self.after.dim}"
+        )

@@ -1,4 +1,4 @@
-"""Schedule: a parallel attention as a value, a list of exchanges and partial attentions over pieces.
+"""Schedule: a parallel attention, or a switch of dims, as a list of exchanges and partial attentions.
 
 The list has one global order; a rank's own program is the part it takes part in. Every operation
 reads only what earlier ones delivered, so any runtime that starts operations in list order and
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from operator import lt
 from pathlib import Path
@@ -18,9 +18,10 @@ from weft.core import files
 from weft.core.codec import dumps, loads, value
 from weft.core.errors import InputError
 from weft.core.indices import Indices
+from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.mesh import Mesh
-from weft.core.problem import Problem
+from weft.core.problem import Problem, Switch
 
 MAX_BYTES = 256 << 20
 """Of a file."""
@@ -70,12 +71,12 @@ class Piece:
             left = [rest for piece in left for rest in piece.minus(other)]
         return left
 
-    def elements(self, problem: Problem) -> int:
+    def elements(self, problem: Problem | Switch) -> int:
         """Numbers in it, over the batch; a kv piece is two tensors."""
         both = 2 if self.tensor.endswith("kv") else 1
-        return both * problem.batch * problem.head_dim * self.heads.size * self.tokens.size
+        return both * problem.row_elements * self.heads.size * self.tokens.size
 
-    def num_bytes(self, problem: Problem) -> int:
+    def num_bytes(self, problem: Problem | Switch) -> int:
         return self.elements(problem) * (problem.sum_bytes if self.is_sum else problem.item_bytes)
 
     def __str__(self) -> str:
@@ -146,8 +147,9 @@ class Schedule:
     """What moves and what is computed, in which order, on all ranks."""
 
     name: str
-    problem: Problem
-    mask: BlockMask
+    problem: Problem | Switch
+    mask: BlockMask | None
+    """None for a switch, which has no Attend either."""
     mesh: Mesh
     ops: tuple[Op, ...]
     backward: bool = False
@@ -172,16 +174,26 @@ class Schedule:
             ) from None
         return schedule
 
+    @property
+    def attention(self) -> tuple[Problem, BlockMask]:
+        """The problem and the mask of an attention; a switch raises."""
+        if isinstance(self.problem, Switch) or self.mask is None:
+            kind = f"a {type(self.problem).__name__} with {'no' if self.mask is None else 'a'} mask"
+            raise InputError(f"Schedule {self.name!r} is {kind}, not an attention.")
+        return self.problem, self.mask
+
     def check(self) -> None:
         """Raise an InputError that names the field where parts do not fit each other."""
-        problem, mask = self.problem, self.mask
-        for field, here, there in (
-            ("mesh ranks", self.mesh.ranks, problem.ranks),
-            ("mask.heads", mask.heads, problem.heads),
-            ("mask.q_len", mask.q_len, problem.q.size),
-            ("mask.kv_len", mask.kv_len, problem.kv.size),
-            ("len(kept)", len(self.kept) or problem.ranks, problem.ranks),
-        ):
+        ranks = self.problem.ranks
+        sizes = [("mesh ranks", self.mesh.ranks, ranks), ("len(kept)", len(self.kept) or ranks, ranks)]
+        if isinstance(self.problem, Problem) or self.mask is not None or any(self.attends()):
+            problem, mask = self.attention
+            sizes += [
+                ("mask.heads", mask.heads, problem.heads),
+                ("mask.q_len", mask.q_len, problem.q.size),
+                ("mask.kv_len", mask.kv_len, problem.kv.size),
+            ]
+        for field, here, there in sizes:
             if here != there:
                 raise InputError(f"{field} is {here:,}, the problem has {there:,}.")
         for index, transfer in self.transfers():
@@ -199,9 +211,8 @@ class Schedule:
             raise InputError(f"{where}: ranks {ranks} are not among {problem.ranks:,}.")
         if piece.tensor not in TENSORS:
             raise InputError(f"{where}: tensor={piece.tensor[:80]!r}.", hint=f"Known: {', '.join(TENSORS)}.")
-        heads = problem.kv_heads if piece.tensor.endswith("kv") else problem.heads
         for name, indices, size in (
-            ("heads", piece.heads, heads),
+            ("heads", piece.heads, problem.heads_of(piece.tensor)),
             ("tokens", piece.tokens, problem.home(piece.tensor).size),
         ):
             edges = [edge for run in indices.runs for edge in run]
@@ -239,10 +250,9 @@ class Schedule:
     @cached_property
     def digest(self) -> str:
         # Mask and layouts are hashed once, by themselves: they are most of the bytes, and many schedules'.
-        problem = self.problem
-        sizes = [problem.batch, problem.heads, problem.kv_heads, problem.head_dim, problem.dtype]
-        parts = [problem.q.digest, problem.kv.digest, self.mask.digest]
-        head = dumps([self.name, sizes, parts, self.mesh, self.backward, self.kept])
+        parts = [getattr(self.problem, field.name) for field in fields(self.problem)] + [self.mask]
+        parts = [part.digest if isinstance(part, Layout | BlockMask) else part for part in parts]
+        head = dumps([self.name, parts, self.mesh, self.backward, self.kept])
         state = hashlib.sha256(head.encode())
         for op in self.ops:
             state.update(repr(_exact(op)).encode())
@@ -256,7 +266,8 @@ class Schedule:
 
     def __str__(self) -> str:
         way = " backward" if self.backward else ""
-        lines = [f"{self.name}{way} on {self.mesh} · {self.mask} · {self.digest}"]
+        task = self.problem if self.mask is None else self.mask
+        lines = [f"{self.name}{way} on {self.mesh} · {task} · {self.digest}"]
         lines += [f"{index:4d}  {op}" for index, op in enumerate(self.ops)]
         return "\n".join(lines)
 

@@ -102,8 +102,8 @@ class Case:
         try:
             strategy = parse(schedule.name, self.ranks)
             plain = replace(strategy, balance="none")
-            before = rank_work(build(str(plain), schedule.problem, schedule.mask, topology))
-            bound = Deals(schedule.problem, schedule.mask, topology).bound(strategy)
+            before = rank_work(build(str(plain), *schedule.attention, topology))
+            bound = Deals(*schedule.attention, topology).bound(strategy)
         except InputError:
             return Loads(after, note=f"{schedule.name!r} is no plan of weft: what it was before is unknown.")
         if before == after:
@@ -121,7 +121,7 @@ class Case:
         """Floating-point operations of all ranks; 0 if unknown."""
         if not self.schedule:
             return 0.0
-        return 4.0 * self.schedule.problem.head_dim * self.schedule.problem.batch * sum(self.loads.after)
+        return 4.0 * self.schedule.problem.row_elements * sum(self.loads.after)
 
 
 ALONE = (
@@ -195,6 +195,6 @@ def numbers(case: Case) -> dict[str, Any]:
     }
     if case.schedule:
         found["schedule"] = {"name": case.schedule.name, "digest": case.schedule.digest}
-        found["density"] = case.schedule.mask.density
+        found["density"] = case.schedule.attention[1].density
         found["flops"] = case.flops
     return found

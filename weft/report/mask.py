@@ -36,7 +36,7 @@ def owners(schedule: Schedule, head: int) -> tuple[IntArray, IntArray]:
     A unit is a block of the mask; where everything is active, blocks say nothing and it is a
     fixed share of the tokens.
     """
-    mask = schedule.mask
+    _, mask = schedule.attention
     rows, cols = (
         _samples(mask.q_len, mask.block_q, dense=mask.is_dense),
         _samples(mask.kv_len, mask.block_k, dense=mask.is_dense),

@@ -98,11 +98,11 @@ def _about(case: Case) -> str:
     machines = f" on {case.machines} machines" if case.machines > 1 else ""
     parts.append(f"{case.ranks} rank{'s' * (case.ranks != 1)}{machines}")
     if case.schedule:
-        problem = case.schedule.problem
+        problem, mask = case.schedule.attention
         parts.append(
             f"{problem.q.size:,} tokens, {problem.heads} heads × {problem.head_dim}, {problem.dtype}"
         )
-        parts.append(f"{case.schedule.mask.density:.0%} active")
+        parts.append(f"{mask.density:.0%} active")
     return " · ".join(parts)
 
 

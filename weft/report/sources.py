@@ -67,7 +67,8 @@ def simulated(schedule: Schedule, topology: Topology, others: Sequence[str] = ()
     timeline = simulate(schedule, topology)
     scaling = _scaling(schedule, topology, timeline)
     named = tuple(name for name in others if name != schedule.name)
-    found = sweep(lambda _: schedule.problem, schedule.mask, [topology] if named else [], named)
+    problem, mask = schedule.attention
+    found = sweep(lambda _: problem, mask, [topology] if named else [], named)
     plans = sorted(
         (Point.of(schedule.name, topology, timeline), *(one.point for one in found)), key=lambda p: p.seconds
     )
@@ -78,5 +79,6 @@ def _scaling(schedule: Schedule, topology: Topology, timeline: Timeline) -> tupl
     if topology.links or topology.cores:
         return ()  # measured links belong to one size, and shared cores do not grow
     smaller = [resized(topology, gpus) for gpus in sizes_up_to(topology)[:-1]]
-    points = sweep(partial(on_ranks, schedule.problem), schedule.mask, smaller)
+    problem, mask = schedule.attention
+    points = sweep(partial(on_ranks, problem), mask, smaller)
     return (*(found.point for found in points), Point.of(schedule.name, topology, timeline))

@@ -163,7 +163,7 @@ def topology_for(given: Topology | None, ranks: int) -> Topology:
 
 def facts(schedule: Schedule, tensors: Tensors, options: Options, kernel: str) -> dict[str, str]:
     """What every rank must say alike before anything moves; the schedule's digest stands for the rest."""
-    problem = schedule.problem
+    problem, mask = schedule.attention
     return {
         "batch": str(problem.batch),
         "heads": f"{problem.heads}/{problem.kv_heads}",
@@ -171,7 +171,7 @@ def facts(schedule: Schedule, tensors: Tensors, options: Options, kernel: str) -
         "dtype": problem.dtype,
         "device": tensors.devices[0].type,
         "tokens": f"{problem.q.size}×{problem.kv.size}",
-        "mask": schedule.mask.digest,
+        "mask": mask.digest,
         "scale": repr(options.scale),
         "kernel": kernel,
         "strategy": f"{schedule.name} on {schedule.mesh}",
@@ -183,7 +183,7 @@ def _given_schedule(tensors: Tensors, options: Options, rank: int, ranks: int) -
     plan = options.plan
     assert isinstance(plan, Plan | Schedule)
     schedule = plan.schedule if isinstance(plan, Plan) else plan
-    problem = schedule.problem
+    problem, mask = schedule.attention
     if problem.ranks != ranks:
         raise InputError(f"The plan is for {problem.ranks} ranks, this world has {ranks}.")
     batch, heads, q_rows, head_dim = tensors.q
@@ -195,7 +195,7 @@ def _given_schedule(tensors: Tensors, options: Options, rank: int, ranks: int) -
         )
     _check_rows("q", q_rows, problem.q, rank)
     _check_rows("k and v", tensors.k[2], problem.kv, rank)
-    if options.mask is not None and options.mask != schedule.mask:
+    if options.mask is not None and options.mask != mask:
         raise InputError("The plan was made for another mask.", hint="Leave mask out, or plan again.")
     verify(schedule)
     return schedule

@@ -23,7 +23,8 @@ class Compiler:
     """What both directions share: arrivals, operands, messages. One instance compiles one program."""
 
     def __init__(self, schedule: Schedule, rank: int, tag: int) -> None:
-        self.schedule, self.rank, self.problem, self.tag = schedule, rank, schedule.problem, tag
+        self.schedule, self.rank, self.tag = schedule, rank, tag
+        self.problem, self.mask = schedule.attention
         self.way = "backward " if schedule.backward else ""
         self.narrow = getattr(torch, self.problem.dtype)
         self.wide = torch.float64 if self.problem.dtype == "float64" else torch.float32
@@ -197,7 +198,7 @@ class Compiler:
             "kv_index": kv.index(op.kv),
             "out": f"out of {q.slot}",
             "lse": f"lse of {q.slot}",
-            "tiles": Tiles.of(self.schedule.mask, op),
+            "tiles": Tiles.of(self.mask, op),
             "kv_of": None if same else torch.from_numpy(kv_of),
             "whole": all(piece == q.piece for piece in others),
             "sum_dtype": self.wide,

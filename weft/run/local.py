@@ -37,21 +37,22 @@ def run_local(
 
 class _Rank:
     def __init__(self, schedule: Schedule, rank: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
-        self.schedule, self.rank, self.q, self.scale = schedule, rank, q, scale
+        self.rank, self.q, self.scale = rank, q, scale
+        self.problem, self.mask = schedule.attention
         self.held: Held = []
         self.parts: dict[Piece, list[tuple[Tensor, Tensor]]] = {}
         self.outputs = _disjoint(op.q for _, op in schedule.attends() if op.rank == rank)
         for tensor, planes in (("q", (q,)), ("kv", (k, v))):
-            layout = schedule.problem.home(tensor)
+            layout = self.problem.home(tensor)
             rows = torch.from_numpy(layout.order(rank).argsort())
             piece = Piece(tensor, Indices.span(0, planes[0].shape[1]), layout.held(rank))
             self.held.append((piece, tuple(x[:, :, rows] for x in planes)))
 
     def attend(self, op: Attend) -> None:
         (query,), (key, value) = self.find(op.q), self.find(op.kv)
-        share = self.schedule.problem.heads // self.schedule.problem.kv_heads
+        share = self.problem.heads // self.problem.kv_heads
         kv_of = [list(op.kv.heads).index(head // share) for head in op.q.heads]
-        tiles = Tiles.of(self.schedule.mask, op)
+        tiles = Tiles.of(self.mask, op)
         part = Reference().attend(query, key[:, kv_of], value[:, kv_of], tiles, self.scale)
         whole = Piece("o", op.q.heads, op.q.tokens)
         for piece in filter(whole.covers, self.outputs):
@@ -60,7 +61,7 @@ class _Rank:
 
     def find(self, wanted: Piece) -> tuple[Tensor, ...]:
         """Put a piece together from what is held; outputs that nothing was computed for are 0."""
-        problem = self.schedule.problem
+        problem = self.problem
         size = (problem.batch, wanted.heads.size, wanted.tokens.size, problem.head_dim)
         planes = tuple(self.q.new_zeros(size) for _ in range(2 if wanted.tensor == "kv" else 1))
         computed = [(piece, (_merged(parts),)) for piece, parts in self.parts.items()]
@@ -81,7 +82,7 @@ class _Rank:
         return planes
 
     def output(self) -> Tensor:
-        problem = self.schedule.problem
+        problem = self.problem
         (out,) = self.find(Piece("o", problem.all_heads, problem.q.held(self.rank)))
         rows = torch.from_numpy(problem.q.order(self.rank).argsort().argsort())
         padding = self.q.shape[2] - len(rows)

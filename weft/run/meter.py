@@ -46,7 +46,7 @@ class Meter:
             self.plans[schedule.name, frame.comm.size] = None
             self._runs, self._first = self._runs + 1, self._first + (schedule not in self._known)
             self._known.add(schedule)
-            self.density = schedule.mask.density
+            self.density = schedule.attention[1].density
         self._marked.append((program, marks, clock))
         run_marked(program, frame, clock, marks)
 

@@ -22,11 +22,9 @@ from weft.run.arena import Arena
 from weft.run.comm import Comm
 from weft.run.program import Program, Region
 from weft.run.steps import Frame, Post, Wait
-from weft.schedule.switch import turned
+from weft.schedule.reverse import reverse
 
 Shape = tuple[int, ...]
-Dims = tuple[int, int | None]
-"""The dim that is sharded before, and after; none, if everybody has the whole."""
 
 
 class Flight(NamedTuple):
@@ -65,20 +63,18 @@ class _Step:
 class Mover:
     """Runs a switch, or the backward of one, on tensors of one shape."""
 
-    def __init__(
-        self, schedule: Schedule, line: tuple[Comm, Arena], shape: Shape, at: Dims, *, name: str
-    ) -> None:
-        """`at` are the dims that are sharded before and after; forward, `shape` has the first one cut.
+    def __init__(self, schedule: Schedule, line: tuple[Comm, Arena], shape: Shape, *, name: str) -> None:
+        """`shape` is of a rank's shard: forward, with the first of the problem's dims cut.
 
         `name` is what all ranks agreed to run: messages of calls with different names never meet.
         """
         assert isinstance(schedule.problem, Switch)
-        self.schedule, self.shape, self.at, self.name = schedule, shape, at, name
+        self.schedule, self.shape, self.at, self.name = schedule, shape, schedule.problem.dims, name
         self.comm, self.arena = line
         self.problem, self.rank = schedule.problem, self.comm.rank
         self.dtype: torch.dtype = getattr(torch, self.problem.dtype)
         # Copies of a gathered tensor each have a gradient of their own.
-        self.adds = schedule.backward and at[1] is None
+        self.adds = schedule.backward and self.at[1] is None
         self.wide = torch.promote_types(self.dtype, torch.float32) if self.adds else self.dtype
         self.result = self._result()
         self.program = self._program()
@@ -86,12 +82,12 @@ class Mover:
     @cached_property
     def adjoint(self) -> Mover:
         line, back = (self.comm, self.arena), f"{self.name} backward"
-        found = Mover(turned(self.schedule), line, self.result, self.at, name=back)
+        found = Mover(reverse(self.schedule), line, self.result, name=back)
         found.__dict__["adjoint"] = self
         return found
 
     def _result(self) -> Shape:
-        before, after = self.problem.q, self.problem.after
+        before, after = self.problem.before, self.problem.after
         back, (source, target) = self.schedule.backward, self.at
         sizes = list(self.shape)
         sizes[source] = before.rows(self.rank) if back else before.size
@@ -125,7 +121,7 @@ class Mover:
             program.steps.append(_Step(lambda frame: self._pack(frame, going, coming)))
             label = getattr(self.schedule.ops[0], "label", "")
             program.steps.append(Post(0, tuple(going), tuple(coming), label, tag))
-        mine = Piece("x", self.problem.after.held(self.rank), self.problem.q.held(self.rank))
+        mine = Piece("x", self.problem.after.held(self.rank), self.problem.before.held(self.rank))
         if mine:
             leaves, comes = self._ends(mine)
             program.steps.append(_Step(lambda frame: self._own(frame, leaves, comes)))

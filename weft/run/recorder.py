@@ -159,7 +159,7 @@ class Recorder:
         self.saved.unlink(missing_ok=True)
         if len(self.schedules) == 1:
             (only,) = self.schedules.values()
-            if only.problem.ranks == self.ranks and only.mask.heads:
+            if only.problem.ranks == self.ranks and only.mask is not None:
                 self.saved.write_text(dumps(only), encoding="utf-8")
 
     def _head(self) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from weft.core.errors import InputError
+from weft.core.problem import Problem
 from weft.core.schedule import Schedule
 from weft.core.timeline import Timeline
 from weft.core.topology import Topology
@@ -46,21 +47,21 @@ def measure_attends(schedule: Schedule, kernel: str = "auto", repeats: int = 3) 
         raise InputError("This is a backward schedule.", hint="Replay the forward one.")
     if repeats < 1:
         raise InputError(f"repeats={repeats} measures nothing.", hint="Repeat once or more.")
+    problem, _ = schedule.attention
     taken: dict[int, list[float]] = defaultdict(list)
     stopwatch = _Stopwatch(taken)
     arena = Arena()
-    for rank in range(schedule.problem.ranks):
-        comm = _Silence(rank, schedule.problem.ranks, getattr(torch, schedule.problem.dtype))
-        executor = Executor(schedule, comm, choose(kernel, schedule.problem.dtype), arena=arena)
-        shards = _shards(schedule, rank)
+    for rank in range(problem.ranks):
+        comm = _Silence(rank, problem.ranks, getattr(torch, problem.dtype))
+        executor = Executor(schedule, comm, choose(kernel, problem.dtype), arena=arena)
+        shards = _shards(problem, rank)
         with watched_by(stopwatch):
             for _ in range(repeats + 1):
-                executor.forward(*shards, schedule.problem.head_dim**-0.5, keep=False)
+                executor.forward(*shards, problem.head_dim**-0.5, keep=False)
     return {op: median(times[1:]) for op, times in taken.items()}
 
 
-def _shards(schedule: Schedule, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    problem = schedule.problem
+def _shards(problem: Problem, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     dtype = getattr(torch, problem.dtype)
     sizes = ((problem.heads, problem.q), (problem.kv_heads, problem.kv), (problem.kv_heads, problem.kv))
     q, k, v = (

@@ -17,7 +17,6 @@ loss from a gathered output, that loss counts N times: take the mean over the ra
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -32,7 +31,6 @@ from weft.run import trace
 from weft.run.agree import agree, refuse
 from weft.run.mover import Flight, Mover
 from weft.run.world import World, world_of
-from weft.schedule.switch import gather as gather_schedule
 from weft.schedule.switch import switch as switch_schedule
 
 Dims = Mapping[str, int | None]
@@ -196,13 +194,12 @@ class _Request:
         agree(self.world.comm, facts, what=f"switches at {self.stage}")
         while len(known) >= MOVERS:
             known.pop(next(iter(known)))
-        at = self.names.index(source), None if target is None else self.names.index(target)
         line = self.world.comm, self.world.arena
-        known[key] = Mover(schedule, line, tuple(x.shape), at, name=str(facts))
+        known[key] = Mover(schedule, line, tuple(x.shape), name=str(facts))
         return known[key]
 
     def _schedule(self, source: str, target: str | None) -> Schedule:
-        ends = [self.position(name) for name in (source, target) if name is not None]
+        at = self.position(source), None if target is None else self.position(target)
         if source == target:
             raise self.error(f"x is sharded by {source} already.", hint="weft.keep checks that it is.")
         dtype = str(self.x.dtype).removeprefix("torch.")
@@ -210,9 +207,9 @@ class _Request:
             raise self.error(f"x is {self.x.dtype}.", hint=f"Use one of {', '.join(ITEM_BYTES)}.")
         self.check_shape(source)
         before = self.layout(source, self.dims[source])
-        # A shard of another axis of the mesh may be empty, and then so are all messages.
-        width = max(1, prod(size for i, size in enumerate(self.x.shape) if i not in ends))
-        if target is None:
-            return gather_schedule(before, width=width, dtype=dtype)
-        after = self.layout(target, self.x.shape[self.position(target)])
-        return switch_schedule(Switch.of(before, after, width=width, dtype=dtype))
+        if target is None or at[1] is None:
+            after = Layout.replicated(1, self.ranks, dim="whole")
+        else:
+            after = self.layout(target, self.x.shape[at[1]])
+        shape = tuple(before.size if i == at[0] else size for i, size in enumerate(self.x.shape))
+        return switch_schedule(Switch(before=before, after=after, shape=shape, dims=at, dtype=dtype))

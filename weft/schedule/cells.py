@@ -12,12 +12,11 @@ import numpy as np
 
 from weft.core.indices import Indices, IntArray
 from weft.core.layout import Layout
-from weft.core.mask import BoolArray
 from weft.core.schedule import Piece, Schedule
 
 
 class Cells:
-    """Token cells of the query and of the key/value sequence, and where the mask is active on them."""
+    """Token cells of the query (or of the dim that is switched) and of the key/value sequence."""
 
     def __init__(self, schedule: Schedule) -> None:
         problem, mask = schedule.problem, schedule.mask
@@ -26,16 +25,16 @@ class Cells:
             pieces += [attend.q, attend.kv]
         for kept in schedule.kept:
             pieces += kept
-        self.heads = problem.heads
-        self.share = problem.heads // problem.kv_heads
-        self.mask = mask
+        blocks = (0, 0) if mask is None else (mask.block_q, mask.block_k)
         self._edges: dict[bool, IntArray] = {}
-        for is_kv, layout, block in ((False, problem.q, mask.block_q), (True, problem.kv, mask.block_k)):
+        for is_kv, tensor, block in ((False, "q", blocks[0]), (True, "kv", blocks[1])):
             tokens = {piece.tokens for piece in pieces if piece.tensor.endswith("kv") == is_kv}
-            self._edges[is_kv] = _edges(layout, block, tokens)
+            self._edges[is_kv] = _edges(problem.home(tensor), block, tokens)
         self._memo: dict[tuple[bool, Indices], IntArray] = {}
-        self.q_block = self._edges[False][:-1] // mask.block_q
-        self.kv_block = self._edges[True][:-1] // mask.block_k
+
+    def blocks(self, size: int, *, is_kv: bool) -> IntArray:
+        """The block of `size` tokens in which each cell lies."""
+        return self._edges[is_kv][:-1] // size
 
     def count(self, *, is_kv: bool) -> int:
         return len(self._edges[is_kv]) - 1
@@ -60,17 +59,12 @@ class Cells:
         is_kv = piece.tensor.endswith("kv")
         return int(self._edges[is_kv][self.of(piece.tokens, is_kv=is_kv)[cell]])
 
-    def active(self, heads: IntArray, q_cells: IntArray, kv_cells: IntArray) -> BoolArray:
-        """Where the mask is active, [heads, q cells, kv cells]."""
-        patterns = np.asarray(self.mask.pattern_of)[heads]
-        return self.mask.patterns[np.ix_(patterns, self.q_block[q_cells], self.kv_block[kv_cells])]
-
     def holding(self, layout: Layout, rank: int, *, is_kv: bool) -> IntArray:
         return self.of(layout.held(rank), is_kv=is_kv)
 
 
 def _edges(layout: Layout, block: int, tokens: Iterable[Indices]) -> IntArray:
-    edges = set(range(0, layout.size, block)) | {layout.size}
+    edges = {0, layout.size, *(range(0, layout.size, block) if block else ())}
     for runs in (*layout.shards, *(piece.runs for piece in tokens)):
         for start, stop in runs:
             edges |= {start, stop}

@@ -69,6 +69,8 @@ def rank_work(schedule: Schedule, works: dict[int, int] | None = None) -> tuple[
 
 def attend_works(schedule: Schedule) -> dict[int, int]:
     """By operation, the active (head, query token, key token) triples of each Attend."""
+    if schedule.mask is None:
+        return {}
     mask = schedule.mask
     if mask.is_dense:
         return {i: op.q.heads.size * op.q.tokens.size * op.kv.tokens.size for i, op in schedule.attends()}

@@ -1,13 +1,15 @@
-"""The walk that both directions of a proof share: who holds what, and which tiles are done."""
+"""The walk that all proofs share: who holds what, and, of an attention, which tiles are done."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from math import prod
 from typing import NoReturn
 
 import numpy as np
 
 from weft.core.errors import ScheduleError
+from weft.core.indices import IntArray
 from weft.core.mask import BoolArray
 from weft.core.schedule import TENSORS, Attend, Op, Piece, Schedule, Transfer
 from weft.schedule.cells import Cells
@@ -19,37 +21,31 @@ MAX_CELLS = 1 << 34
 class Proof(ABC):
     """One pass over the operations of a schedule; the first broken rule raises."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, *tensors: str) -> None:
+        """`tensors` are those of which each rank holds a shard at first."""
         self.schedule = schedule
         self.problem = schedule.problem
         self.at: tuple[int, object] = (-1, None)
         self.check_pieces()
         self.cells = Cells(schedule)
-        ranks, heads, kv_heads = self.problem.ranks, self.problem.heads, self.problem.kv_heads
-        q_cells, kv_cells = self.cells.count(is_kv=False), self.cells.count(is_kv=True)
-        cells = heads * max(ranks * max(q_cells, kv_cells), q_cells * kv_cells)
-        if cells > MAX_CELLS:
+        self.held = {tensor: self.nothing(tensor) for tensor in tensors}
+        for tensor, held in self.held.items():
+            held |= self.at_home(tensor)
+
+    def nothing(self, tensor: str) -> BoolArray:
+        """[ranks, heads, cells] of a tensor, all False."""
+        cells = self.cells.count(is_kv=tensor == "kv")
+        shape = self.check_size(self.problem.ranks, self.problem.heads_of(tensor), cells)
+        return np.zeros(shape, dtype=bool)
+
+    def check_size(self, *shape: int) -> tuple[int, ...]:
+        if (cells := prod(shape)) > MAX_CELLS:
             self.fail(f"a proof would take {cells:,} cells.", hint=f"At most {MAX_CELLS:,} are possible.")
-        self.held = {
-            "q": np.zeros((ranks, heads, q_cells), dtype=bool),
-            "kv": np.zeros((ranks, kv_heads, kv_cells), dtype=bool),
-        }
-        for name, held in self.held.items():
-            held |= self.at_home(name)
-        if schedule.backward:
-            self.held["o"] = np.zeros((ranks, heads, q_cells), dtype=bool)
-        for rank, pieces in enumerate(schedule.kept):
-            for piece in pieces:
-                self.held[piece.tensor][rank][self.cells.index(piece)] = True
-        everything = (np.arange(heads), np.arange(q_cells), np.arange(kv_cells))
-        self.todo = self.cells.active(*everything)
-        self.has_tiles = np.asarray(self.todo.any(axis=2))
-        self.tiles_left = self.todo.sum(axis=2)
-        self.owner = np.full((heads, q_cells), -1, dtype=np.int64)
+        return shape
 
     def at_home(self, tensor: str) -> BoolArray:
         """[ranks, heads, cells] of what each rank holds before anything moves."""
-        home = np.zeros_like(self.held[tensor])
+        home = self.nothing(tensor)
         for rank in range(self.problem.ranks):
             cells = self.cells.holding(self.problem.home(tensor), rank, is_kv=tensor == "kv")
             home[rank][:, cells] = True
@@ -63,7 +59,7 @@ class Proof(ABC):
     def step(self, index: int, op: Op) -> None:
         if isinstance(op, Attend):
             self.at = (index, op)
-            self.check_attend(op)
+            self.attend(op)
             return
         # Transfers of one exchange start together, so none of them may read what another one brings.
         landed: list[Transfer] = []
@@ -91,8 +87,8 @@ class Proof(ABC):
             self.check_bounds(op.q)
             self.check_bounds(op.kv)
         self.at = (-1, None)
-        if self.schedule.kept and not self.schedule.backward:
-            self.fail("only a backward schedule has pieces that were kept.")
+        if self.schedule.kept and (self.schedule.mask is None or not self.schedule.backward):
+            self.fail("only a backward attention has pieces that were kept.")
         for piece in (piece for pieces in self.schedule.kept for piece in pieces):
             self.check_bounds(piece)
 
@@ -103,46 +99,9 @@ class Proof(ABC):
     def check_bounds(self, piece: Piece) -> None:
         if piece.tensor not in TENSORS:
             self.fail(f"there is no tensor {piece.tensor!r}; pieces are of {', '.join(TENSORS)}.")
-        is_kv = piece.tensor.endswith("kv")
-        heads = self.problem.kv_heads if is_kv else self.problem.heads
-        size = self.problem.home(piece.tensor).size
+        heads, size = self.problem.heads_of(piece.tensor), self.problem.home(piece.tensor).size
         if not piece or piece.heads.runs[-1][1] > heads or piece.tokens.runs[-1][1] > size:
             self.fail(f"{piece} is empty or reaches beyond {heads} heads and {size} tokens.")
-
-    def check_attend(self, op: Attend) -> None:
-        """Both pieces are there, blocks are whole, no tile is computed twice, each row stays on one rank."""
-        if not op.kv.heads.covers(self.problem.kv_heads_of(op.q.heads)):
-            self.fail(
-                f"query heads {op.q.heads} need key/value heads {self.problem.kv_heads_of(op.q.heads)}."
-            )
-        for piece in (op.q, op.kv):
-            self.require(self.held[piece.tensor][op.rank], piece, f"rank {op.rank} does not have")
-            self.check_blocks(piece)
-        heads = op.q.heads.array
-        q_cells = self.cells.of(op.q.tokens, is_kv=False)
-        kv_cells = self.cells.of(op.kv.tokens, is_kv=True)
-        active = self.cells.active(heads, q_cells, kv_cells)
-        where = np.ix_(heads, q_cells, kv_cells)
-        if (again := active & ~self.todo[where]).any():
-            head, row, col = (int(axis[0]) for axis in np.nonzero(again))
-            tile = (int(heads[head]), self.cells.q_block[q_cells[row]], self.cells.kv_block[kv_cells[col]])
-            self.fail("tile (head {}, q block {}, kv block {}) is computed a second time.".format(*tile))
-        self.todo[where] &= ~active
-        rows = np.ix_(heads, q_cells)
-        self.tiles_left[rows] -= active.sum(axis=2)
-        mine = np.asarray(active.any(axis=2))
-        other = mine & (self.owner[rows] >= 0) & (self.owner[rows] != op.rank)
-        if other.any():
-            self.fail(f"some of its rows are also computed on rank {self.owner[rows][other][0]}.")
-        self.owner[rows] = np.where(mine, op.rank, self.owner[rows])
-        self.attended(op, mine, np.asarray(active.any(axis=1)))
-
-    def check_blocks(self, piece: Piece) -> None:
-        mask = self.schedule.mask
-        block, size = (mask.block_k, mask.kv_len) if piece.tensor == "kv" else (mask.block_q, mask.q_len)
-        cut = any(a % block or (b % block and b != size) for a, b in piece.tokens.runs)
-        if cut and not mask.is_dense:
-            self.fail(f"{piece} cuts a block of {block} tokens in two.")
 
     def require(self, held: BoolArray, piece: Piece, what: str) -> None:
         missing = ~held[self.cells.index(piece)]
@@ -153,13 +112,6 @@ class Proof(ABC):
                 f"{what} {piece.tensor} of head {int(piece.heads.array[head])}, token {token} at this point."
             )
 
-    def check_all_done(self) -> None:
-        self.at = (-1, None)
-        if self.todo.any():
-            head, row, col = (int(axis[0]) for axis in np.nonzero(self.todo))
-            tile = (head, self.cells.q_block[row], self.cells.kv_block[col])
-            self.fail("tile (head {}, q block {}, kv block {}) is never computed.".format(*tile))
-
     def copy_in(self, transfer: Transfer, held: BoolArray) -> None:
         where = self.cells.index(transfer.piece)
         if held[transfer.dst][where].any():
@@ -167,8 +119,8 @@ class Proof(ABC):
         held[transfer.dst][where] = True
 
     @abstractmethod
-    def attended(self, op: Attend, rows: BoolArray, cols: BoolArray) -> None:
-        """An Attend was found sound; it touches `rows` [heads, q cells] and `cols` [heads, kv cells]."""
+    def attend(self, op: Attend) -> None:
+        """May this run now?"""
 
     @abstractmethod
     def leave(self, transfer: Transfer) -> None:
@@ -181,3 +133,76 @@ class Proof(ABC):
     @abstractmethod
     def end(self) -> None:
         """Is everything done and delivered?"""
+
+
+class AttentionProof(Proof):
+    """What both directions of an attention share: which tiles are done, and on which rank."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        super().__init__(schedule, "q", "kv")
+        self.attention, self.mask = schedule.attention
+        if schedule.backward:
+            self.held["o"] = self.nothing("o")
+        for rank, pieces in enumerate(schedule.kept):
+            for piece in pieces:
+                if piece.tensor not in self.held:
+                    self.fail(f"{piece} cannot be kept.")
+                self.held[piece.tensor][rank][self.cells.index(piece)] = True
+        self.q_block = self.cells.blocks(self.mask.block_q, is_kv=False)
+        self.kv_block = self.cells.blocks(self.mask.block_k, is_kv=True)
+        shape = self.check_size(self.attention.heads, len(self.q_block), len(self.kv_block))
+        self.todo = self.active(*map(np.arange, shape))
+        self.has_tiles = np.asarray(self.todo.any(axis=2))
+        self.tiles_left = self.todo.sum(axis=2)
+        self.owner = np.full(shape[:2], -1, dtype=np.int64)
+
+    def active(self, heads: IntArray, q_cells: IntArray, kv_cells: IntArray) -> BoolArray:
+        """Where the mask is active, [heads, q cells, kv cells]."""
+        patterns = np.asarray(self.mask.pattern_of)[heads]
+        return self.mask.patterns[np.ix_(patterns, self.q_block[q_cells], self.kv_block[kv_cells])]
+
+    def attend(self, op: Attend) -> None:
+        """Both pieces are there, blocks are whole, no tile is computed twice, each row stays on one rank."""
+        if not op.kv.heads.covers(self.attention.kv_heads_of(op.q.heads)):
+            self.fail(
+                f"query heads {op.q.heads} need key/value heads {self.attention.kv_heads_of(op.q.heads)}."
+            )
+        for piece in (op.q, op.kv):
+            self.require(self.held[piece.tensor][op.rank], piece, f"rank {op.rank} does not have")
+            self.check_blocks(piece)
+        heads = op.q.heads.array
+        q_cells = self.cells.of(op.q.tokens, is_kv=False)
+        kv_cells = self.cells.of(op.kv.tokens, is_kv=True)
+        active = self.active(heads, q_cells, kv_cells)
+        where = np.ix_(heads, q_cells, kv_cells)
+        if (again := active & ~self.todo[where]).any():
+            head, row, col = (int(axis[0]) for axis in np.nonzero(again))
+            tile = (int(heads[head]), self.q_block[q_cells[row]], self.kv_block[kv_cells[col]])
+            self.fail("tile (head {}, q block {}, kv block {}) is computed a second time.".format(*tile))
+        self.todo[where] &= ~active
+        rows = np.ix_(heads, q_cells)
+        self.tiles_left[rows] -= active.sum(axis=2)
+        mine = np.asarray(active.any(axis=2))
+        other = mine & (self.owner[rows] >= 0) & (self.owner[rows] != op.rank)
+        if other.any():
+            self.fail(f"some of its rows are also computed on rank {self.owner[rows][other][0]}.")
+        self.owner[rows] = np.where(mine, op.rank, self.owner[rows])
+        self.attended(op, mine, np.asarray(active.any(axis=1)))
+
+    def check_blocks(self, piece: Piece) -> None:
+        mask = self.mask
+        block, size = (mask.block_k, mask.kv_len) if piece.tensor == "kv" else (mask.block_q, mask.q_len)
+        cut = any(a % block or (b % block and b != size) for a, b in piece.tokens.runs)
+        if cut and not mask.is_dense:
+            self.fail(f"{piece} cuts a block of {block} tokens in two.")
+
+    def check_all_done(self) -> None:
+        self.at = (-1, None)
+        if self.todo.any():
+            head, row, col = (int(axis[0]) for axis in np.nonzero(self.todo))
+            tile = (head, self.q_block[row], self.kv_block[col])
+            self.fail("tile (head {}, q block {}, kv block {}) is never computed.".format(*tile))
+
+    @abstractmethod
+    def attended(self, op: Attend, rows: BoolArray, cols: BoolArray) -> None:
+        """An Attend was found sound; it touches `rows` [heads, q cells] and `cols` [heads, kv cells]."""

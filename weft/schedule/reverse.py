@@ -2,12 +2,16 @@
 
 Output gradients travel the way outputs came. Attentions run again in forward order, over keys and
 values that were kept or are sent again as before; each rank's partial dK/dV goes straight home as
-soon as its last tile is done, and dQ goes back where Q came from.
+soon as its last tile is done, and dQ goes back where Q came from. Gradients of a tensor that was switched
+go back the way it came, and are added where copies meet.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from weft.core.errors import InputError
+from weft.core.problem import Switch
 from weft.core.schedule import Exchange, Op, Piece, Schedule, Transfer
 from weft.schedule.usp import without_empty
 
@@ -21,6 +25,13 @@ def reverse(schedule: Schedule, *, keep: str = "auto") -> Schedule:
         raise InputError(f"{schedule.name} is already a backward schedule.", hint="Reverse the forward one.")
     if keep not in ("all", "none", "auto"):
         raise InputError(f"keep={keep!r} is unknown.", hint="Use all, none or auto.")
+    if isinstance(schedule.problem, Switch):
+        back = (
+            Exchange(tuple(Transfer(t.piece, t.dst, t.src) for t in op.transfers), f"{op.label} backward")
+            for op in reversed(schedule.ops)
+            if isinstance(op, Exchange)
+        )
+        return replace(schedule, ops=tuple(back), backward=True)
     if keep == "auto":
         keep = "all" if _kv_fits(schedule) else "none"
     again: list[Op] = []
@@ -43,15 +54,7 @@ def reverse(schedule: Schedule, *, keep: str = "auto") -> Schedule:
             moves += _home(schedule, op.rank, _gradient(piece))
     first = Exchange(_output_gradients(schedule), "output gradients")
     ops = (first, *again, Exchange(tuple(moves), "gradients home"))
-    return Schedule(
-        schedule.name,
-        schedule.problem,
-        schedule.mask,
-        schedule.mesh,
-        without_empty(ops),
-        backward=True,
-        kept=_kept(schedule, keep),
-    )
+    return replace(schedule, ops=without_empty(ops), backward=True, kept=_kept(schedule, keep))
 
 
 def _finished_keys(schedule: Schedule) -> dict[int, list[Piece]]:
@@ -99,7 +102,7 @@ def _kept(schedule: Schedule, keep: str) -> tuple[tuple[Piece, ...], ...]:
 
 
 def _kv_fits(schedule: Schedule) -> bool:
-    problem = schedule.problem
+    problem, _ = schedule.attention
     received = [0] * problem.ranks
     for _, transfer in schedule.transfers():
         if transfer.piece.tensor == "kv":

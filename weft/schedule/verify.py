@@ -1,4 +1,4 @@
-"""Verify: prove from the data alone that a schedule computes the attention it claims to.
+"""Verify: prove from the data alone that a schedule computes its attention, or switches its tensor.
 
 The operations are walked once, in order, on boolean arrays over heads × token cells:
 
@@ -18,22 +18,24 @@ from weft.core.mask import BoolArray
 from weft.core.problem import Switch
 from weft.core.schedule import Attend, Schedule, Transfer
 from weft.schedule.measure import Report, measure
-from weft.schedule.proof import Proof
+from weft.schedule.proof import AttentionProof, Proof
 
 
 def verify(schedule: Schedule) -> Report:
     """Raise ScheduleError at the first operation that breaks a rule; else tell bytes and memory."""
+    ops = list(enumerate(schedule.ops))
     if isinstance(schedule.problem, Switch):
         proof = _SwitchProof(schedule, schedule.problem)
+        ops = ops[::-1] if schedule.backward else ops
     else:
         proof = _BackwardProof(schedule) if schedule.backward else _ForwardProof(schedule)
-    for index, op in enumerate(schedule.ops):
+    for index, op in ops:
         proof.step(index, op)
     proof.end()
     return measure(schedule)
 
 
-class _ForwardProof(Proof):
+class _ForwardProof(AttentionProof):
     """Outputs leave only when whole and reach every rank that holds the query's token."""
 
     def __init__(self, schedule: Schedule) -> None:
@@ -69,15 +71,15 @@ class _ForwardProof(Proof):
     def end(self) -> None:
         self.check_all_done()
         for rank in range(self.problem.ranks):
-            cells = self.cells.holding(self.problem.q, rank, is_kv=False)
+            cells = self.cells.holding(self.attention.q, rank, is_kv=False)
             here = (self.owner == rank) | self.arrived[rank] | ~self.has_tiles
             if not here[:, cells].all():
                 head, cell = (int(axis[0]) for axis in np.nonzero(~here[:, cells]))
-                block = self.cells.q_block[cells[cell]]
+                block = self.q_block[cells[cell]]
                 self.fail(f"output of head {head}, q block {block} never reaches rank {rank}.")
 
 
-class _BackwardProof(Proof):
+class _BackwardProof(AttentionProof):
     """Output gradients reach whoever computed the row; partial input gradients go home exactly once."""
 
     def __init__(self, schedule: Schedule) -> None:
@@ -95,9 +97,10 @@ class _BackwardProof(Proof):
             late = rows & self.home["q"][holder][q_where] & (self.taker[holder][q_where] != op.rank)
             if holder != op.rank and late.any():
                 self.fail(f"rank {op.rank} does not have the output gradient that rank {holder} holds.")
-        kv_rows = np.zeros((self.problem.kv_heads, len(kv_cells)), dtype=bool)
-        np.logical_or.at(kv_rows, op.q.heads.array // self.cells.share, cols)
-        everyone = np.arange(self.problem.kv_heads)
+        share = self.attention.heads // self.attention.kv_heads
+        kv_rows = np.zeros((self.attention.kv_heads, len(kv_cells)), dtype=bool)
+        np.logical_or.at(kv_rows, op.q.heads.array // share, cols)
+        everyone = np.arange(self.attention.kv_heads)
         for name, where, touched in (("q", q_where, rows), ("kv", np.ix_(everyone, kv_cells), kv_rows)):
             if (touched & self.sent[name][op.rank][where]).any():
                 self.fail(f"it adds to d{name} that rank {op.rank} has already sent home.")
@@ -145,16 +148,15 @@ class _BackwardProof(Proof):
 class _SwitchProof(Proof):
     """Elements reach every rank that is to hold them.
 
-    A backward switch takes each partial gradient to every copy it is part of. It is sound if, with the
-    two ends of each transfer swapped, it takes each copy to where the partial gradients are.
+    A backward switch takes each partial gradient to every copy it is part of. It is sound if, run from its
+    end with the two ends of each transfer swapped, it takes each copy to where the partial gradients are.
     """
 
     def __init__(self, schedule: Schedule, problem: Switch) -> None:
-        super().__init__(schedule)
+        super().__init__(schedule, "x")
         self.after = problem.after
-        self.held["x"] = self.held["q"]
 
-    def attended(self, op: Attend, rows: BoolArray, cols: BoolArray) -> None:  # noqa: ARG002
+    def attend(self, op: Attend) -> None:  # noqa: ARG002
         self.fail("a switch attends to nothing.")
 
     def ahead(self, transfer: Transfer) -> Transfer:
@@ -171,7 +173,7 @@ class _SwitchProof(Proof):
         self.copy_in(self.ahead(transfer), self.held["x"])
 
     def end(self) -> None:
-        self.check_all_done()
+        self.at = (-1, None)
         for rank, held in enumerate(self.held["x"]):
             missing = ~held[self.after.held(rank).array]
             if missing.any():

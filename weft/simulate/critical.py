@@ -40,7 +40,7 @@ def critical_path(schedule: Schedule, topology: Topology, works: dict[int, int] 
     for index, op in enumerate(schedule.ops):
         if isinstance(op, Attend):
             ready = [_ready(arrivals[op.rank], piece) for piece in (op.q, op.kv)]
-            seconds = attend_seconds(topology, schedule.problem, schedule.mask, works[index], op)
+            seconds = attend_seconds(topology, *schedule.attention, works[index], op)
             clock[op.rank] = max(clock[op.rank], *ready) + seconds
             compute[op.rank] += seconds
             continue

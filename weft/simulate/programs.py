@@ -114,7 +114,7 @@ class Programmer:
             if isinstance(op, Exchange):
                 self._exchange(index, op)
             elif seconds is None:
-                cost = attend_seconds(self.topology, self.problem, self.schedule.mask, works[index], op)
+                cost = attend_seconds(self.topology, *self.schedule.attention, works[index], op)
                 self._attend(index, op, cost)
             else:
                 self._attend(index, op, seconds[index])
@@ -202,10 +202,9 @@ class Programmer:
             operand = tensor.lstrip("d").replace("o", "q")
             parts = [key for key in rank.operands if self.tensors[key] == operand]
             if arrived or len(parts) > 1:
-                planes, heads = (2, problem.kv_heads) if tensor == "dkv" else (1, problem.heads)
-                rows = problem.home(tensor).rows(number)
-                size = planes * problem.batch * heads * rows * problem.head_dim * problem.item_bytes
-                self._copy(rank, -1, size)
+                planes = 2 if tensor == "dkv" else 1
+                rows = planes * problem.heads_of(tensor) * problem.home(tensor).rows(number)
+                self._copy(rank, -1, rows * problem.row_elements * problem.item_bytes)
         self._wait(rank, rank.whole.values())
         for message in rank.sent:
             rank.steps.append(Wait(message, finish_name(self.schedule, message.op), message.dst))
