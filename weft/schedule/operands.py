@@ -1,0 +1,202 @@
+"""Operands: where the queries, keys and values that attentions read lie on a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from weft.core.indices import Indices
+from weft.core.problem import ITEM_BYTES, Problem
+from weft.core.schedule import Attend, Piece
+from weft.schedule.lowering import Lowering, Messages, Part
+from weft.schedule.places import hulls
+from weft.schedule.program import Copy, Fill, Segment, Slot, View
+
+
+@dataclass(eq=False, slots=True)
+class Operand:
+    """Queries, or keys and values, that attentions read from one slot."""
+
+    name: str
+    hull: Piece
+    number: int
+    readers: int = 0
+    partial: bool = False
+    """Some attention reads a part of it only."""
+    slot: Slot | None = None
+    is_view: bool = False
+    """It lies elsewhere, whole: nothing is copied into its slot."""
+    have: list[Piece] = field(default_factory=list[Piece])
+    """Parts that have been copied into its slot."""
+    sums: tuple[Slot, ...] = ()
+    """What attentions write for it: output and log-sum-exp, or its gradient."""
+    written: int = 0
+
+
+class AttentionLowering(Lowering):
+    """What both directions of an attention share."""
+
+    def begin(self, attends: list[Attend], parts: Sequence[Part]) -> None:
+        assert isinstance(self.schedule.problem, Problem)
+        self.problem = self.schedule.problem
+        self.operand_of: dict[int, Operand] = {}
+        self.operands = {
+            "q": self._operands("q", [op.q for op in attends]),
+            "kv": self._operands("kv", [op.kv for op in attends]),
+        }
+        self.sent = {
+            self.pieces(pieces[0]).number
+            for _, op in parts
+            if isinstance(op, Messages)
+            for pieces in op.sends.values()
+            if len(pieces) == 1
+        }
+        self.home = {tensor: self.home_slot(tensor, "input") for tensor in ("q", "kv")}
+
+    def _operands(self, tensor: str, pieces: list[Piece]) -> list[Operand]:
+        numbers = [self.pieces(piece).number for piece in pieces]
+        distinct = dict(zip(numbers, pieces, strict=True))
+        operands = [
+            Operand(f"{tensor}{i}", hull, self.pieces(hull).number)
+            for i, hull in enumerate(hulls(list(distinct.values())))
+        ]
+        by_number = {operand.number: operand for operand in operands}
+        for number, piece in distinct.items():
+            operand = by_number.get(number) or next(each for each in operands if each.hull.covers(piece))
+            operand.partial |= operand.number != number
+            self.operand_of[number] = operand
+        for number in numbers:
+            self.operand_of[number].readers += 1
+        return operands
+
+    def home_slot(self, tensor: str, memory: str) -> Slot:
+        """The caller's own tensor, in the caller's row order."""
+        layout = self.problem.home(tensor)
+        heads = self.problem.kv_heads if tensor.endswith("kv") else self.problem.heads
+        piece = Piece(tensor, Indices.span(0, heads), layout.held(self.rank))
+        slot = self.slot(f"home {tensor}", memory, piece, self.narrow, layout.rows(self.rank))
+        if layout.shards[self.rank] != piece.tokens.runs:
+            slot.order = layout.order(self.rank)
+        self.program.slots[slot.name] = slot
+        return slot
+
+    def is_home(self, piece: Piece) -> bool:
+        """Whether a piece is all that the rank has of a query tensor, row by row, without padding."""
+        home = self.home["q"]
+        own = home.piece
+        assert own is not None
+        same = (own.heads, own.tokens) == (piece.heads, piece.tokens)
+        return same and home.order is None and home.shape[3] == own.tokens.size
+
+    def shape(self, piece: Piece, rows: int) -> tuple[int, ...]:
+        planes = 2 if piece.tensor.endswith("kv") else 1
+        return planes, self.problem.batch, piece.heads.size, rows, self.problem.head_dim
+
+    def lse(self, q: Operand, memory: str) -> Slot:
+        shape = (1, self.problem.batch, q.hull.heads.size, q.hull.tokens.size, 1)
+        size = self.problem.batch * q.hull.heads.size * q.hull.tokens.size * ITEM_BYTES[self.wide]
+        return Slot(f"lse of {q.name}", memory, size, self.wide, q.hull, shape)
+
+    def sources(self, piece: Piece) -> list[Slot]:
+        return [self.home[piece.tensor], *self.arrived[piece.tensor]]
+
+    def lying(self, piece: Piece, number: int) -> Slot | None:
+        operand = self.operand_of.get(number)
+        if operand is None or operand.number != number:
+            return None
+        slot = self.operand(piece).slot
+        return (
+            slot if slot is not None and slot.memory == self.buffer_memory and not operand.is_view else None
+        )
+
+    def operand(self, wanted: Piece) -> Operand:
+        """The operand that a piece belongs to, with everything that the piece needs in its slot."""
+        operand = self.operand_of[self.pieces(wanted).number]
+        if operand.slot is None:
+            self.place(operand)
+        if not operand.is_view:
+            self._complete(operand, wanted)
+        elif self.unwaited:
+            self.wait_at(operand.slot)
+        return operand
+
+    def place(self, operand: Operand) -> None:
+        """Decide whether an operand is used where it lies, or has a buffer to be put together in."""
+        if self.place_at_home(operand):
+            return
+        hull, saved = operand.hull, operand.hull.tensor in self.target.save
+        exact = self.exact.get(operand.number)
+        if exact is not None and not saved:
+            operand.slot, operand.is_view = exact, True
+        elif exact is not None and exact.parent is None and exact.memory == "workspace":
+            exact.memory = "saved"  # received into memory that outlives the call
+            operand.slot, operand.is_view = exact, True
+        elif not saved and (slot := self._part_of_arrival(operand)):
+            operand.slot, operand.is_view = slot, True
+        else:
+            memory = self.buffer_memory if operand.number in self.sent else "workspace"
+            operand.slot = self.slot(operand.name, "saved" if saved else memory, hull)
+        if saved:
+            assert operand.slot is not None
+            self.program.saved[operand.name] = operand.slot
+
+    def place_at_home(self, operand: Operand) -> bool:
+        home = self.home[operand.hull.tensor]
+        assert home.piece is not None
+        if home.piece.covers(operand.hull) and (slot := self.view(operand.name, home, operand.hull)):
+            operand.slot, operand.is_view = slot, True
+        return operand.is_view
+
+    def _part_of_arrival(self, operand: Operand) -> Slot | None:
+        covering = (s for s in self.arrived[operand.hull.tensor] if s.piece and s.piece.covers(operand.hull))
+        source = next(covering, None)
+        return self.view(operand.name, source, operand.hull) if source is not None else None
+
+    def view(self, name: str, source: Slot, piece: Piece) -> Slot | None:
+        """A piece where it lies, if it lies there in one stride."""
+        own = source.piece
+        assert own is not None
+        if not own.covers(piece) or not source.in_one_stride(piece):
+            return None
+        self.wait_at(source)
+        if (own.heads, own.tokens) == (piece.heads, piece.tokens) and source.shape[3] == own.tokens.size:
+            return source
+        slot = self.slot(name, source.memory, piece, source.dtype)
+        slot.parent = source
+        self.steps.append(View(-1, source, slot))
+        return slot
+
+    def _complete(self, operand: Operand, wanted: Piece) -> None:
+        slot = operand.slot
+        assert slot is not None
+        missing = wanted.without(operand.have) if operand.have else [wanted]
+        segments = [segment for piece in missing for segment in self.find(piece, slot)]
+        if segments:
+            operand.have += missing
+            for segment in segments:
+                self.wait_at(segment.source)
+            self.steps.append(Copy(-1, tuple(segments)))
+
+    def fills(self, target: Slot, segments: Sequence[Segment]) -> bool:
+        """Whether parts that do not overlap leave nothing of a slot out, padding included."""
+        piece = target.piece
+        assert piece is not None
+        cells = sum(segment.piece.heads.size * segment.piece.tokens.size for segment in segments)
+        return cells == piece.heads.size * target.shape[3]
+
+    def put(self, target: Slot, segments: list[Segment], index: int = -1) -> None:
+        """Put a slot together from parts that do not overlap."""
+        for segment in segments:
+            self.wait_at(segment.source)
+        if not self.fills(target, segments):
+            self.steps.append(Fill(index, target))
+        if segments:
+            self.steps.append(Copy(index, tuple(segments)))
+
+    def brought_by(self, kv: Piece) -> str:
+        """The exchange, after the scatter, that brought some keys and values; `hop 0` if they were there."""
+        label = self.labels.get(self.pieces(kv).number)
+        if label is None:
+            # From the last one: in a ring, what is used now has come just before.
+            label = next((label for piece, label in reversed(self.brought) if piece.meets(kv)), "hop 0")
+        return label

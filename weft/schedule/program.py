@@ -1,0 +1,291 @@
+"""Program: what one rank does when it runs a schedule, a flat list of steps over named slots.
+
+`lower` writes it; the executor binds slots to tensors and runs it, the simulator prices its steps, traces
+name them, `workspace` gives slots their places in memory, and `prove` shows that no two accesses race.
+
+Steps run in list order on the compute stream, except what a Post starts: it waits for all earlier steps of the
+compute stream (`fenced`), then reads its sends and writes its receives on the communication stream. A Wait
+orders the compute stream behind one message: its arrival, or (`sent`) the end of the reading of its buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from weft.core.indices import Indices, IntArray
+from weft.core.problem import Problem, Switch
+from weft.core.schedule import Piece
+
+Positions = tuple[slice | IntArray, slice | IntArray]
+"""Which heads and which rows of a slot."""
+Shape = tuple[int, ...]
+COMPUTE, COMMUNICATION = "compute", "communication"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a program is lowered for: the transport it runs over and what is done with its result."""
+
+    near: frozenset[int] = frozenset()
+    """Peers that read each other's messages in place, in a window of memory that they share."""
+    collective: bool = False
+    """Whether an exchange between all ranks runs as one all_to_all."""
+    save: frozenset[str] = frozenset()
+    """Tensors ("q", "kv") that a backward reads again; empty for inference."""
+
+
+class Slot:
+    """A named part of memory that holds a piece of a tensor, or several pieces of one message.
+
+    memory  where it lies: `input` and `result` are the caller's tensors, `saved` outlives the call for a
+            backward, `workspace` is assigned by lifetime, `window` is read in place by peers, `peer` lies in
+            the window of another rank, `kernel` is what an attention kernel allocates and returns.
+    parent  the slot that it is a part of, from byte `offset` on.
+    unit    bytes of one token of one head.
+    """
+
+    __slots__ = (
+        "dtype", "memory", "name", "num_bytes", "offset", "order", "parent", "piece", "shape", "unit",
+    )  # fmt: skip
+
+    def __init__(  # noqa: PLR0913 - the fields, all plain values
+        self,
+        name: str,
+        memory: str,
+        num_bytes: int,
+        dtype: str = "",
+        piece: Piece | None = None,
+        shape: Shape = (),
+        parent: Slot | None = None,
+        offset: int = 0,
+        order: IntArray | None = None,
+        unit: int = 0,
+    ) -> None:
+        self.name, self.memory, self.num_bytes, self.dtype = name, memory, num_bytes, dtype
+        self.piece, self.shape, self.parent, self.offset, self.order = piece, shape, parent, offset, order
+        self.unit = unit
+
+    @property
+    def root(self) -> Slot:
+        return self.parent.root if self.parent is not None else self
+
+    @property
+    def tokens(self) -> Indices:
+        assert self.piece is not None, f"{self.name} holds no piece"
+        return self.piece.tokens
+
+    def __repr__(self) -> str:
+        return f"{self.name} ({self.memory}, {self.num_bytes} bytes)"
+
+    def positions(self, piece: Piece) -> Positions:
+        """Where in the slot a part of its piece lies. Rows are in token order unless `order` says otherwise."""
+        own = self.piece
+        assert own is not None, f"{self.name} holds no piece"
+        return _positions(own.heads, None, piece.heads), _positions(own.tokens, self.order, piece.tokens)
+
+    def in_one_stride(self, piece: Piece) -> bool:
+        """Whether a part of the piece can be read as a view."""
+        own = self.piece
+        if own is piece and self.order is None:
+            return True
+        return all(isinstance(at, slice) for at in self.positions(piece))
+
+
+def _positions(own: Indices, order: IntArray | None, wanted: Indices) -> slice | IntArray:
+    if order is None:
+        if own.runs == wanted.runs:
+            return slice(0, own.size)
+        if len(wanted.runs) == len(own.runs) == 1:
+            return slice(wanted.runs[0][0] - own.runs[0][0], wanted.runs[0][1] - own.runs[0][0])
+        found = np.searchsorted(own.array, wanted.array)
+    else:
+        rows = np.argsort(order, kind="stable")
+        found = rows[np.searchsorted(order[rows], wanted.array)]
+    if not found.size:
+        return slice(0, 0)
+    first = int(found[0])
+    return slice(first, first + found.size) if (np.diff(found) == 1).all() else found
+
+
+class Segment(NamedTuple):
+    """A rectangle of heads and tokens that goes from one slot to another."""
+
+    source: Slot
+    target: Slot
+    piece: Piece
+
+
+class Post(NamedTuple):
+    """Start the messages of one exchange on the communication stream."""
+
+    op: int
+    label: str
+    sends: tuple[tuple[int, Slot], ...]
+    receives: tuple[tuple[int, Slot], ...]
+    fenced: bool = True
+    """Wait for what the compute stream did before: packed messages, and readers of reused memory."""
+    collective: bool = False
+    """Run as one all_to_all of all ranks; sends and receives lie in one buffer each, by rank."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(slot.num_bytes for _, slot in self.sends)
+
+
+class Wait(NamedTuple):
+    """Order the compute stream behind a message from `peer`, or behind the reading of the one sent to it."""
+
+    op: int
+    label: str
+    peer: int
+    slot: Slot
+    sent: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return self.slot.num_bytes
+
+
+class Copy(NamedTuple):
+    """Copy (or add) rectangles between slots, casting where the dtypes differ."""
+
+    op: int
+    segments: tuple[Segment, ...]
+    add: bool = False
+    label: str = "copy"
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(s.piece.heads.size * s.piece.tokens.size * s.target.unit for s in self.segments)
+
+
+class View(NamedTuple):
+    """Let `target` be a part of `source`: no bytes move."""
+
+    op: int
+    source: Slot
+    target: Slot
+    label: str = "view"
+    num_bytes: int = 0
+
+
+class Fill(NamedTuple):
+    """Set a slot to one value."""
+
+    op: int
+    slot: Slot
+    value: float = 0.0
+    label: str = "copy"
+
+    @property
+    def num_bytes(self) -> int:
+        return self.slot.num_bytes
+
+
+class Cast(NamedTuple):
+    """Convert a whole slot to the dtype of another."""
+
+    op: int
+    source: Slot
+    target: Slot
+    label: str = "copy"
+
+    @property
+    def num_bytes(self) -> int:
+        return self.target.num_bytes
+
+
+class Attention(NamedTuple):
+    """Partial attention of `q_piece` to `kv_piece`, merged into `out` and `lse`; the `first` one overwrites."""
+
+    op: int
+    label: str
+    q: Slot
+    q_piece: Piece
+    kv: Slot
+    kv_piece: Piece
+    out: Slot
+    lse: Slot
+    first: bool
+    num_bytes: int = 0
+
+
+class Gradient(NamedTuple):
+    """The backward of one partial attention: dq and dkv of its pieces, added to their slots."""
+
+    op: int
+    label: str
+    q: Slot
+    q_piece: Piece
+    kv: Slot
+    kv_piece: Piece
+    out: Slot
+    lse: Slot
+    grad: Slot
+    dq: Slot
+    dkv: Slot
+    first: tuple[bool, bool]
+    """Whether dq and dkv are the first to be written to their slots."""
+    num_bytes: int = 0
+
+
+Step = Post | Wait | Copy | View | Fill | Cast | Attention | Gradient
+
+
+def stream_of(step: Step) -> str:
+    return COMMUNICATION if isinstance(step, Post) else COMPUTE
+
+
+def accesses(step: Step) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
+    """The slots that a step reads and those that it writes, on its own stream."""
+    if isinstance(step, Post):
+        return tuple(slot for _, slot in step.sends), tuple(slot for _, slot in step.receives)
+    if isinstance(step, Copy):
+        sources = tuple(segment.source for segment in step.segments)
+        targets = tuple(segment.target for segment in step.segments)
+        return (sources + targets if step.add else sources), targets
+    if isinstance(step, Cast):
+        return (step.source,), (step.target,)
+    if isinstance(step, Fill):
+        return (), (step.slot,)
+    if isinstance(step, Attention):
+        sums = (step.out, step.lse)
+        return (step.q, step.kv, *(() if step.first else sums)), sums
+    if isinstance(step, Gradient):
+        sums = (step.dq, step.dkv)
+        old = tuple(slot for slot, first in zip(sums, step.first, strict=True) if not first)
+        return (step.q, step.kv, step.out, step.lse, step.grad, *old), sums
+    return (), ()  # a View names memory, and a Wait orders it
+
+
+@dataclass(eq=False)
+class Program:
+    """What one rank does in one direction of a schedule."""
+
+    rank: int
+    problem: Problem | Switch
+    target: Target
+    steps: list[Step] = field(default_factory=list[Step])
+    slots: dict[str, Slot] = field(default_factory=dict[str, Slot])
+    """Those of the caller and those that a backward shares, by name: `home q`, `out of q0`."""
+    saved: dict[str, Slot] = field(default_factory=dict[str, Slot])
+    """Forward: what is to be given to the backward, by the name that it has there."""
+
+    @cached_property
+    def roots(self) -> list[Slot]:
+        """Every slot that has memory of its own, in order of first use."""
+        used: dict[Slot, None] = dict.fromkeys(slot.root for slot in self.slots.values())
+        for step in self.steps:
+            for slots in accesses(step):
+                used.update((slot.root, None) for slot in slots)
+        return list(used)
+
+    def exchanges(self) -> Iterator[tuple[int, Post]]:
+        for at, step in enumerate(self.steps):
+            if isinstance(step, Post):
+                yield at, step
