@@ -41,7 +41,8 @@ def schedules() -> list[Schedule]:
     rng = np.random.default_rng(22)
     found = [random_case(rng, max_tokens=40, max_ranks=4).schedule for _ in range(5)]
     found += [reverse(found[0], keep="all"), reverse(found[1], keep="none")]
-    found.append(switch(Switch.of(Layout.even(7, 3, dim="time"), Layout.even(5, 3, dim="space"), width=8)))
+    time, space = Layout.even(7, 3, dim="time"), Layout.even(5, 3, dim="space")
+    found += [switch(Switch.of(time, space, width=8)), reverse(switch(Switch.of(time, width=8)))]
     return found
 
 
@@ -173,7 +174,10 @@ def test_a_file_that_is_no_text_or_no_file(tmp_path: Path) -> None:
             Schedule.load(path)
 
 
-@pytest.mark.parametrize("value", [schedules()[0].mask, Mesh.of(ring=2, ulysses=3), schedules()[0].problem])
+@pytest.mark.parametrize(
+    "value",
+    [schedules()[0].mask, Mesh.of(ring=2, ulysses=3), schedules()[0].problem, schedules()[-1].problem],
+)
 def test_other_values_are_valid_or_refused(value: Any) -> None:
     rng, plain, refused = random.Random(7), json.loads(dumps(value)), 0
     for _ in range(500):

@@ -223,6 +223,82 @@ def test_a_switch_attends_to_nothing() -> None:
         verify(replace(schedule, ops=(attend,)))
 
 
+def relayed() -> Schedule:
+    """Rank 0's half of x reaches rank 2 by rank 1, in a second exchange."""
+    before = Layout.uneven([1, 1, 0], dim="time")
+    after = Layout.uneven([0, 0, 1], dim="space")
+    first, second = Indices.of([0]), Indices.of([1])
+    relay = Exchange((Transfer(Piece("x", first, first), 0, 1),), "relay")
+    last = Exchange(tuple(Transfer(Piece("x", first, half), 1, 2) for half in (first, second)), "last")
+    return replace(switch(Switch.of(before, after, width=1)), ops=(relay, last))
+
+
+def test_gradients_of_a_relayed_switch_go_back_from_the_last_exchange() -> None:
+    schedule = relayed()
+    verify(schedule)
+    back = reverse(schedule)
+    verify(back)
+    assert [getattr(op, "label", "") for op in back.ops] == ["last backward", "relay backward"]
+    for wrong in (replace(back, ops=back.ops[::-1]), replace(schedule, ops=schedule.ops[::-1])):
+        with pytest.raises(ScheduleError, match="does not have"):
+            verify(wrong)
+
+
+def test_a_switch_has_no_mask_and_keeps_nothing() -> None:
+    schedule, mine = even(4, 6, 2), Indices.of([0])
+    assert str(schedule).startswith("switch on") and "time → space · " in str(schedule)
+    assert schedule.mask is None
+    attend = Attend(0, Piece("q", mine, mine), Piece("kv", mine, mine))
+    for wrong in (
+        replace(schedule, mask=BlockMask.dense(6, 4)),
+        replace(schedule, ops=(attend,)),
+        replace(build("ring", PROBLEM, BlockMask.dense(2, 4)), mask=None),
+    ):
+        with pytest.raises(InputError, match="not an attention"):
+            wrong.check()
+    with pytest.raises(InputError, match="a Switch with no mask"):
+        _ = schedule.attention
+    kept = replace(reverse(schedule), kept=((Piece("x", mine, mine),), ()))
+    with pytest.raises(ScheduleError, match="kept"):
+        verify(kept)
+
+
+@pytest.mark.parametrize("shape", [(2, 0, 4, 3, 6), (2, 5, 4, 3, 6)])
+def test_bytes_are_those_of_the_tensor(shape: tuple[int, ...]) -> None:
+    before, after = Layout.even(4, 2, dim="time"), Layout.even(6, 2, dim="space")
+    problem = Switch(before=before, after=after, shape=shape, dims=(2, 4), dtype="bfloat16")
+    report = verify(switch(problem))
+    assert report.total_bytes == 2 * int(np.prod(shape)) // 2
+    assert problem.home_bytes(0) == 2 * int(np.prod(shape))
+    assert loads(dumps(problem)) == problem
+
+
+EVEN = Layout.even(4, 2)
+WHOLE = Layout.replicated(1, 2, dim="whole")
+PROBLEM = Problem(batch=1, heads=2, kv_heads=2, head_dim=1, q=EVEN, kv=EVEN)
+
+
+@pytest.mark.parametrize(
+    ("after", "shape", "dims", "message"),
+    [
+        (EVEN, (4, 4), (0, 0), "at dims"),
+        (EVEN, (4, 4), (0, 2), "at dims"),
+        (EVEN, (4, 4), (-2, 1), "at dims"),
+        (EVEN, (4, 5), (0, 1), "at dims"),
+        (EVEN, (5, 4), (0, 1), "at dims"),
+        (EVEN, (4, 4), (0, None), "after a gather"),
+        (WHOLE, (), (0, None), "at dims"),
+        (WHOLE, (4, -1), (0, None), "negative"),
+        (WHOLE, (4, 0, 2**62), (0, None), "too large"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(
+    after: Layout, shape: tuple[int, ...], dims: tuple[int, int | None], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        Switch(before=EVEN, after=after, shape=shape, dims=dims)
+
+
 def test_layouts_that_do_not_belong_together_are_refused() -> None:
     with pytest.raises(InputError, match="over 2 ranks"):
         Switch.of(Layout.even(4, 2), Layout.even(4, 3), width=1)

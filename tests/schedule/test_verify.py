@@ -142,6 +142,7 @@ def changed(schedule: Schedule, index: int, *ops: Op) -> Schedule:
         (changed(GRADIENTS, 2, move("o", HEADS, FIRST, 0, 1)), "op 2, .*do, dq and dkv, not 'o'"),
         (changed(AGAIN, 0, move("kv", HEAD, LAST, 0, 1)), "op 0, .*rank 0 does not have kv of head 0"),
         (replace(GRADIENTS, kept=()), "op 0, .*rank 0 does not have kv"),
+        (replace(GRADIENTS, kept=((Piece("do", HEADS, FIRST),), ())), "cannot be kept"),
         (replace(GRADIENTS, kept=(GRADIENTS.kept[0][:1], *GRADIENTS.kept[1:])), "op 0, .*has no lse"),
         (changed(AWAY_GRADIENTS, 0), "op 0, .*rank 1 does not have the output gradient that rank 0 holds"),
         (
