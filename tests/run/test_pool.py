@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import weft.run.rank
 from tests.worlds import SIZES, becomes_true, running
 from weft.core.errors import CommError, InputError
 from weft.run.pool import Pool, RankFailure
@@ -68,6 +72,38 @@ def exit_on(rank: int, code: int) -> None:
     if dist.get_rank() == rank:
         os._exit(code)
     dist.barrier()
+
+
+def stop_forkserver_and_die(seconds: float) -> None:
+    """Kill rank 1 while the forkserver, which sends its exit status, is stopped for `seconds`."""
+    if dist.get_rank() == 1:
+        os.kill(os.getppid(), signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        dist.barrier()  # raises once rank 1 is dead
+    finally:
+        time.sleep(seconds)
+        os.kill(os.getppid(), signal.SIGCONT)
+
+
+def close_pipe_and_live_on(rank: int) -> None:
+    if dist.get_rank() != rank:
+        return
+    os._exit = time.sleep  # type: ignore[assignment] # the thread that reads the pipe ends the process
+    frame: Any = sys._getframe()
+    while "pipe" not in frame.f_locals:
+        frame = frame.f_back
+    with socket.socket(fileno=os.dup(frame.f_locals["pipe"].fileno())) as pipe:
+        pipe.shutdown(socket.SHUT_RDWR)
+    time.sleep(100.0)
+
+
+def refuse_and_expect_barrier_timeout(seconds: float) -> None:
+    def check(timeout: float) -> None:
+        assert timeout == seconds
+
+    weft.run.rank.meet = check
+    raise InputError("no.")
 
 
 def ones(count: int) -> torch.Tensor:
@@ -158,6 +194,13 @@ def test_ranks_that_all_refuse_are_kept(pool: Pool) -> None:
     assert pool.run(sum_of_ranks) == [3.0] * 3
 
 
+def test_ranks_that_all_refuse_have_the_timeout_of_the_pool_to_synchronize(pool: Pool) -> None:
+    before = pool.pids
+    with pytest.raises(RankFailure, match="3 of 3 ranks failed"):
+        pool.run(refuse_and_expect_barrier_timeout, pool.timeout)
+    assert pool.pids == before
+
+
 @pytest.mark.parametrize("ranks", [(0,), (0, 1, 2)])
 def test_any_other_failure_ends_the_ranks_and_the_next_run_has_fresh_ones(
     pool: Pool, ranks: tuple[int, ...]
@@ -192,8 +235,32 @@ def test_a_killed_rank_is_named_first_and_the_others_raise_by_themselves(pool: P
     with pytest.raises(RankFailure, match="failed:\n  rank 2 was killed by SIGKILL") as caught:
         pool.finish()
     assert list(caught.value.failures)[0] == 2
-    assert caught.value.failures[2].seconds < caught.value.failures[0].seconds - 0.1
+    assert caught.value.failures[2].seconds < caught.value.failures[0].seconds
     assert {caught.value.failures[rank].kind for rank in (0, 1)} == {"RuntimeError"}
+
+
+def test_killed_rank_is_reported_as_killed_if_its_exit_status_arrives_late(pool: Pool) -> None:
+    with pytest.raises(RankFailure, match="failed:\n  rank 1 was killed by SIGKILL"):
+        pool.run(stop_forkserver_and_die, 2.5)
+
+
+def test_killed_rank_precedes_peers_that_have_answered_by_then(pool: Pool) -> None:
+    pool.start(nap_then_barrier, 0.5)
+    os.kill(pool.pids[2], signal.SIGKILL)
+    assert pool._ranks is not None
+    assert all(pipe.poll(30.0) for pipe in pool._ranks._pipes)
+    with pytest.raises(RankFailure, match="failed:\n  rank 2 was killed by SIGKILL"):
+        pool.finish()
+
+
+def test_rank_that_closes_its_pipe_and_lives_on_is_reported(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool.run(rank_and)  # imports this module, which may take longer than the time-out
+    monkeypatch.setattr("weft.run.pool.REPLY_SECONDS", 0.5)
+    pool.timeout = 0.0
+    with pytest.raises(RankFailure, match="rank 1 closed its pipe"):
+        pool.run(close_pipe_and_live_on, 1)
 
 
 def test_a_rank_killed_between_runs_is_named_by_the_next(pool: Pool) -> None:

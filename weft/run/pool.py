@@ -42,9 +42,8 @@ from weft.run.scratch import make_scratch
 __all__ = ["Failure", "Pool", "RankFailure"]
 
 REPLY_SECONDS = 5.0  # beyond the process group's time-out, for a rank to say what went wrong
-MEET_SECONDS = 5.0
-REAP_SECONDS = 2.0
 WHERE_SECONDS = 3.0  # a rank on a crowded machine needs a while for a few lines of Python
+CLOSED = Failure(kind="exited", message="closed its pipe")
 START_HINT = '\nRanks import the main module: start pools in a file, under if __name__ == "__main__".'
 
 
@@ -170,8 +169,8 @@ class Pool:
         ]
         if len(refused) < self.size or not all(refused):
             return False
-        ranks.tell([call(meet, MEET_SECONDS)] * self.size)
-        return not failures_in(ranks.answers(0.0, MEET_SECONDS))
+        ranks.tell([call(meet, self.timeout)] * self.size)
+        return not failures_in(ranks.answers(0.0, self.timeout))
 
     @contextmanager
     def _ended_on_error(self) -> Iterator[None]:
@@ -213,8 +212,7 @@ class _Ranks:
             self._pipes.append(pipe)
         # First all get ready: the time-out of one must not run out while another imports torch.
         self.tell([call(get_ready, threads, transport)] * self._size)
-        failures = failures_in(self.answers(REPLY_SECONDS, inf))
-        if failures:
+        if failures := failures_in(self.answers(timeout + REPLY_SECONDS, inf)):
             return failures
         world = (self._size, timeout, self._directory)
         self.tell([call(join_world, rank, *world) for rank in range(self._size)])
@@ -227,9 +225,10 @@ class _Ranks:
                 pipe.send_bytes(message)
 
     def answers(self, patience: float, limit: float) -> dict[int, Answer]:
-        """What every rank answered, in order of arrival.
+        """Return the answer of every rank, in order of arrival.
 
-        After a first failure the others have `patience` seconds to end by themselves.
+        After the first failure, the other ranks have `patience` seconds to end by themselves. The exit status
+        of a rank has as long from the moment that its pipe closes.
         """
         got: dict[int, Answer] = {}
         self._gather(got, time.monotonic() + limit, patience)
@@ -244,6 +243,9 @@ class _Ranks:
                 message = "answered too late" if rank in got else "gave no sign of life"
                 seconds = time.monotonic() - self._told
                 got[rank] = Failure(kind="stuck", message=message, seconds=seconds)
+        for rank, answer in got.items():
+            if isinstance(answer, Failure) and answer.kind == CLOSED.kind:
+                got[rank] = self._with_exit_status(rank, answer, patience)
         return got
 
     def _gather(self, got: dict[int, Answer], deadline: float, patience: float) -> None:
@@ -254,8 +256,9 @@ class _Ranks:
             sources: dict[Any, int] = {self._pipes[rank]: rank for rank in waiting}
             sources |= {self._processes[rank].sentinel: rank for rank in waiting}
             ready = connection.wait(sources, timeout=None if left == inf else left)
-            for rank in dict.fromkeys(sources[source] for source in ready):
-                answer = self._receive(rank)
+            answers = {rank: self._receive(rank) for rank in {sources[source] for source in ready}}
+            # A dead rank first: the others may already report the loss of this peer.
+            for rank, answer in sorted(answers.items(), key=lambda pair: pair[1] is not CLOSED):
                 if isinstance(answer, Failure):
                     now = time.monotonic()
                     answer = replace(answer, seconds=now - self._told)
@@ -269,19 +272,20 @@ class _Ranks:
         except (EOFError, OSError):
             answer = b""
         if not answer:
-            return self._death(rank)
+            return CLOSED
         try:
             return pickle.loads(answer)
         except Exception as error:
             return Failure.of(error)
 
-    def _death(self, rank: int) -> Failure:
-        self._processes[rank].join(REAP_SECONDS)  # its pipe closes a moment before it is reaped
+    def _with_exit_status(self, rank: int, closed: Failure, patience: float) -> Failure:
+        """Add the exit status to `closed`; the forkserver may send it seconds after the pipe closes."""
+        deadline = self._told + closed.seconds + patience
+        self._processes[rank].join(max(0.0, deadline - time.monotonic()))
         code = self._processes[rank].exitcode
         if code is not None and code < 0:
-            return Failure(kind="killed", message=f"was killed by {signal.Signals(-code).name}")
-        message = "closed its pipe" if code is None else f"exited with code {code}"
-        return Failure(kind="exited", message=message)
+            return replace(closed, kind="killed", message=f"was killed by {signal.Signals(-code).name}")
+        return closed if code is None else replace(closed, message=f"exited with code {code}")
 
     def end(self, *, grace: bool) -> None:
         self._finalizer.cancel()
