@@ -120,9 +120,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_run_that_everything_happens_to_is_bit_for_bit_one_that_is_left_alone(
-    calm: Path, tmp_path: Path
-) -> None:
+def test_interrupted_run_matches_uninterrupted_run_bitwise(calm: Path, tmp_path: Path) -> None:
     with pytest.raises(RankFailure) as caught:
         world(2).run(train, DENSE, tmp_path, Trouble("full", 1, 2 * EVERY + 1))
     failures = caught.value.failures.values()
