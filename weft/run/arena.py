@@ -1,47 +1,70 @@
-"""Arena: the memory in which programs have their buffers, shared by all that run one after another.
+"""Arena: the memory in which programs have their workspaces, shared by all that run one after another.
 
-The layers of one model may each have a plan of their own, and only one of them runs at a time.
+The layers of one model may each have a plan of their own, and only one of them runs at a time on a stream. Programs
+on different streams of a device may run at the same time, so each stream has a block of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import accumulate
+from typing import Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-ALIGN = 64
+SHRINK_RATIO = 4
+"""A block this much larger than any program still needs is given back."""
+
+
+class Tenant(Protocol):
+    """A program that is bound to a block."""
+
+    num_bytes: int
+
+    def unbind(self) -> None:
+        """Drop every view of the block."""
+        ...
 
 
 class Arena:
-    """One flat block on each device, as large as the largest program needs."""
+    """One flat block for each device and stream, as large as the largest program that is bound to it."""
 
     def __init__(self) -> None:
-        self._blocks: dict[torch.device, Tensor] = {}
+        self._blocks: dict[tuple[torch.device, int], Tensor] = {}
+        self._tenants: dict[tuple[torch.device, int], WeakSet[Tenant]] = {}
 
-    def has(self, block: Tensor) -> bool:
-        """Whether a block that was lent is still the one."""
-        return self._blocks.get(block.device) is block
-
-    def lend(self, sizes: dict[str, int], device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:
-        """The block, and a buffer of each size in it; they are good until the block is another one."""
-        return cut(sizes, lambda total: self._block(total, device))
-
-    def _block(self, total: int, device: torch.device) -> Tensor:
-        block = self._blocks.get(device)
-        if block is None or block.numel() < total:
-            self._blocks.pop(device, None)  # give the old one back before asking for more
+    def block(self, device: torch.device, stream: int, tenant: Tenant) -> Tensor:
+        """Return the block of a stream, large enough for a tenant, which views it until it is unbound."""
+        key = device, stream
+        tenants = self._tenants.setdefault(key, WeakSet())
+        tenants.add(tenant)
+        block = self._blocks.get(key)
+        needed = max(each.num_bytes for each in tenants)
+        if block is None or not needed <= block.numel() <= SHRINK_RATIO * max(needed, 1):
+            # Give the old one back before asking for more: no program may go on viewing it.
+            for each in tenants:
+                each.unbind()
+            self._blocks.pop(key, None)
             del block
-            block = self._blocks[device] = torch.empty(total, dtype=torch.uint8, device=device)
+            block = self._blocks[key] = _empty(needed, device)
         return block
 
+    def clear(self) -> None:
+        """Give all memory back; what runs next asks for its own."""
+        for tenants in self._tenants.values():
+            for tenant in tenants:
+                tenant.unbind()
+        self._blocks.clear()
 
-def cut(sizes: dict[str, int], block_of: Callable[[int], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """A block that is large enough, and a buffer of each size in it, aligned and apart."""
-    ends = list(accumulate(-(-size // ALIGN) * ALIGN for size in sizes.values()))
-    block = block_of(ends[-1] if ends else 0)
-    starts = [0, *ends[:-1]]
-    return block, {
-        name: block[start : start + size] for (name, size), start in zip(sizes.items(), starts, strict=False)
-    }
+    def num_bytes(self) -> int:
+        return sum(block.numel() for block in self._blocks.values())
+
+
+@torch.inference_mode(mode=False)  # a block outlives the mode of the call that makes it
+def _empty(size: int, device: torch.device) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def stream_of(device: torch.device) -> int:
+    """The number of the stream that work on a device is queued on now."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

@@ -112,8 +112,7 @@ def _executor(*given: Any) -> int:
             raise
         agreed = facts(schedule, tensors, options, kernel.name)
         agree(comm, agreed)
-        device = str(tensors.devices[0])
-        executor = Executor(schedule, comm, kernel, device=device, name=str(agreed), arena=world.arena)
+        executor = Executor(schedule, comm, kernel, name=str(agreed), arena=world.arena)
         _make_room(world)
         number = register(executor)
         if TracingContext.try_get() is not None:

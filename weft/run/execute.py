@@ -1,6 +1,8 @@
-"""Execute: run a compiled schedule on this rank, forward and backward."""
+"""Execute: run the programs of one rank, forward and backward, each lowered when it is first needed."""
 
 from __future__ import annotations
+
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -8,18 +10,70 @@ from torch import Tensor
 from weft.core.codec import digest
 from weft.core.schedule import Schedule
 from weft.run import trace
-from weft.run.arena import Arena
-from weft.run.comm import Comm
-from weft.run.directions import compile_backward, compile_forward
+from weft.run.arena import Arena, stream_of
+from weft.run.bind import Bound, Frame
+from weft.run.comm import Comm, Lender
+from weft.run.copies import Planes, Slots
 from weft.run.kernels import Kernel
-from weft.run.steps import Frame
+from weft.schedule.lower import lower
+from weft.schedule.program import Program, Target
 from weft.schedule.reverse import reverse
 
 trace.follow_environment()
 
+FORWARD, SAVING, BACKWARD = "forward", "forward that saves", "backward"
 
-class Executor:
-    """One rank's compiled schedule. q, k, v are this rank's shards [B, H, rows, D]."""
+
+class Runner:
+    """One rank's programs of a schedule over one transport, bound to the memory of an arena."""
+
+    def __init__(self, schedule: Schedule, comm: Comm, arena: Arena, name: str) -> None:
+        """`name` is what all ranks agreed to run: messages of calls with different names never meet."""
+        self.schedule, self.comm, self.arena = schedule, comm, arena
+        # Forward messages have even tags, so that the two directions of one plan never meet.
+        self._tag = 2 * int(digest(name or schedule.digest)[:6], 16)
+        self._bound: dict[tuple[str, Lender | None, int], Bound] = {}
+        self._programs: dict[tuple[str, frozenset[int]], Program] = {}
+
+    def schedule_of(self, kind: str) -> Schedule:
+        del kind
+        return self.schedule
+
+    def program(self, kind: str, near: frozenset[int] = frozenset()) -> Program:
+        """Lower what `kind` asks for, once."""
+        if (kind, near) not in self._programs:
+            target = Target(near=near, save=self.saved_tensors(kind))
+            self._programs[kind, near] = lower(self.schedule_of(kind), self.comm.rank, target)
+        return self._programs[kind, near]
+
+    def saved_tensors(self, kind: str) -> frozenset[str]:
+        del kind
+        return frozenset()
+
+    def run_program(self, kind: str, frame: Frame, inputs: dict[str, Planes]) -> Bound:
+        bound = self.begin(kind, frame, inputs)
+        trace.run(bound, frame)
+        return bound
+
+    def begin(self, kind: str, frame: Frame, inputs: dict[str, Planes]) -> Bound:
+        """Bind a program, if it is not yet, and give a frame its slots."""
+        lender = frame.lender = frame.comm.begin(frame.device)
+        key = kind, lender, stream_of(frame.device)
+        bound = self._bound.get(key)
+        if bound is None:
+            program = self.program(kind, lender.near if lender else frozenset())
+            tag = self._tag + (kind == BACKWARD)
+            bound = self._bound[key] = Bound(program, self.schedule_of(kind), tag, frame.device)
+        if not bound.calls:
+            block = self.arena.block(frame.device, key[2], bound)
+            bound.bind(block, lender.lend({"window": bound.window.num_bytes})["window"] if lender else None)
+        named = bound.program.slots
+        bound.begin(frame, {named[name]: planes for name, planes in inputs.items() if name in named})
+        return bound
+
+
+class Executor(Runner):
+    """One rank's attention. q, k, v are this rank's shards [B, H, rows, D]."""
 
     def __init__(
         self,
@@ -28,45 +82,45 @@ class Executor:
         kernel: Kernel,
         *,
         keep: str = "auto",
-        device: str = "cpu",
         name: str = "",
         arena: Arena | None = None,
     ) -> None:
-        """`name` is what all ranks agreed to run: messages of calls with different names never meet.
+        """Executors that share an arena must run one after another, or on streams of their own."""
+        super().__init__(schedule, comm, arena or Arena(), name)
+        self.kernel, self._keep = kernel, keep
 
-        Executors that share an arena must run one after another.
-        """
-        self.schedule, self.comm, self.kernel = schedule, comm, kernel
-        self.arena = arena or Arena()
-        compiler = compile_forward(schedule, comm.rank, tag=2 * int(digest(name or schedule.digest)[:6], 16))
-        self.backward_schedule = reverse(schedule, keep=keep)
-        self._backward = compile_backward(self.backward_schedule, compiler)
-        self._forward = compiler.program
-        for program in (self._forward, self._backward):
-            program.to(torch.device(device))
-        kept = set(self._forward.keep)
-        self._regions = {s: r for s, r in self._forward.regions.items() if r.buffer in kept}
-        self._narrow_is_wide = compiler.narrow == compiler.wide
-        self._shapes = compiler.sum_shapes()
+    @cached_property
+    def backward_schedule(self) -> Schedule:
+        return reverse(self.schedule, keep=self._keep)
+
+    def schedule_of(self, kind: str) -> Schedule:
+        return self.backward_schedule if kind == BACKWARD else self.schedule
+
+    def saved_tensors(self, kind: str) -> frozenset[str]:
+        if kind != SAVING:
+            return frozenset()
+        return frozenset({"q"} | {piece.tensor for piece in self.backward_schedule.kept[self.comm.rank]}) - {
+            "o"
+        }
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, *, keep: bool
     ) -> tuple[Tensor, list[Tensor]]:
         """The output, and with `keep` what `backward` needs besides q, k, v and the output itself."""
         frame = Frame(self.comm, self.kernel, scale, q.device)
-        frame.slots |= {"home q": (q,), "home kv": (k, v)}
-        fresh = self._forward.prepare(frame, self.arena, keep=keep, device=q.device)
-        trace.run(self._forward, self.schedule, frame)
-        (out,) = frame.slots["home o"]
+        bound = self.run_program(SAVING if keep else FORWARD, frame, {"home q": (q,), "home kv": (k, v)})
+        slots, program = frame.slots, bound.program
+        (out,) = slots[program.slots["home o"]]
         if not keep:
-            return out.contiguous(), []
-        sums = [frame.slots[slot][0].contiguous() for slot in self._sums()]
-        return out.contiguous(), [fresh[name] for name in self._forward.keep] + sums
+            return out, []
+        return out, [_joined(slots[slot]) for _, slot in sorted(program.saved.items())]
 
     def saved_shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shapes and dtypes of what `forward` keeps, for torch.compile."""
-        buffers = [((self._forward.sizes[name],), torch.uint8) for name in self._forward.keep]
-        return buffers + [self._shapes[slot] for slot in self._sums()]
+        """Shapes and dtypes of what `forward` saves, for torch.compile."""
+        return [
+            (slot.shape if slot.shape[0] > 1 else slot.shape[1:], getattr(torch, slot.dtype))
+            for _, slot in sorted(self.program(SAVING).saved.items())
+        ]
 
     def backward(
         self,
@@ -78,21 +132,20 @@ class Executor:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) of this rank's shards."""
         frame = Frame(self.comm, self.kernel, scale, grad.device)
-        frame.slots |= {"home q": inputs[:1], "home kv": inputs[1:], "home do": (grad,)}
-        names = self._forward.keep
-        buffers = dict(zip(names, saved, strict=False))
-        frame.slots |= {slot: r.bind(buffers[r.buffer]) for slot, r in self._regions.items()}
-        frame.slots |= {slot: (x,) for slot, x in zip(self._sums(), saved[len(names) :], strict=True)}
-        if self._out_is_sum():
-            frame.slots[self._forward.sums[0]] = (out,)
-        self._backward.prepare(frame, self.arena, keep=False, device=grad.device)
-        trace.run(self._backward, self.backward_schedule, frame)
-        (dq,), (dk, dv) = frame.slots["home dq"], frame.slots["home dkv"]
+        q, k, v = inputs
+        given: dict[str, Planes] = {"home q": (q,), "home kv": (k, v), "home do": (grad,), "home o": (out,)}
+        names = sorted(self.program(SAVING).saved.items())
+        for (name, slot), x in zip(names, saved, strict=True):
+            given[name] = x.unbind(0) if slot.shape[0] > 1 else (x,)
+        bound = self.run_program(BACKWARD, frame, given)
+        results: Slots = frame.slots
+        (dq,), (dk, dv) = (results[bound.program.slots[name]] for name in ("home dq", "home dkv"))
         return dq, dk, dv
 
-    def _out_is_sum(self) -> bool:
-        """In a ring the result is the sum itself; keeping it twice would alias and waste."""
-        return self._narrow_is_wide and self._forward.direct.get("home o") in self._forward.sums
 
-    def _sums(self) -> tuple[str, ...]:
-        return self._forward.sums[1:] if self._out_is_sum() else self._forward.sums
+def _joined(planes: Planes) -> Tensor:
+    """A saved slot as one tensor: keys and values are two halves of one."""
+    if len(planes) == 1:
+        return planes[0]
+    first = planes[0]
+    return first.as_strided((len(planes), *first.shape), (first.numel(), *first.stride()))

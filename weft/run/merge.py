@@ -15,3 +15,16 @@ def merge_(into: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> tuple[Ten
     out.lerp_(new_out.to(out.dtype), weight.unsqueeze(-1).to(out.dtype))
     torch.logaddexp(lse, new_lse.to(lse.dtype), out=lse)
     return into
+
+
+def merged(
+    new: tuple[Tensor, Tensor], into: tuple[Tensor, Tensor] | None, *, fresh: bool
+) -> tuple[Tensor, Tensor]:
+    """A partial attention as it is, written over `into` where that is fresh, or merged with it."""
+    if into is None:
+        return new
+    if not fresh:
+        return merge_(into, new)
+    for target, part in zip(into, new, strict=True):
+        target.copy_(part)
+    return into

@@ -8,10 +8,10 @@ from weakref import WeakSet
 import torch
 
 from weft.core.schedule import Schedule
+from weft.run.bind import Bound, Frame
 from weft.run.clocks import Clock, clock_of
-from weft.run.program import Program
 from weft.run.recorder import run_marked
-from weft.run.steps import Calculation, Frame, Post, Wait
+from weft.schedule.program import Attention, Gradient, Post, Program, Wait
 
 
 class Spent(NamedTuple):
@@ -38,17 +38,18 @@ class Meter:
         self._clocks: dict[torch.device, Clock] = {}
         self._marked: list[tuple[Program, list[Any], Clock]] = []
 
-    def run(self, program: Program, schedule: Schedule, frame: Frame) -> None:
+    def run(self, bound: Bound, frame: Frame) -> None:
+        program, schedule = bound.program, bound.schedule
         if frame.device not in self._clocks:
             self._clocks[frame.device] = clock_of(frame.device)
         clock, marks = self._clocks[frame.device], []
-        if any(isinstance(step, Calculation) for step in program.steps):
+        if program.attends:
             self.plans[schedule.name, frame.comm.size] = None
             self._runs, self._first = self._runs + 1, self._first + (schedule not in self._known)
             self._known.add(schedule)
             self.density = schedule.attention[1].density
         self._marked.append((program, marks, clock))
-        run_marked(program, frame, clock, marks)
+        run_marked(bound, frame, clock, marks)
 
     def names(self, ranks: int) -> list[str]:
         """What was run on more than one rank; on fewer than there are, on how many."""
@@ -59,12 +60,10 @@ class Meter:
         attending = waiting = sent = 0
         for program, marks, clock in self._marked:
             times = clock.nanoseconds(marks)
-            for at, (start, end) in enumerate(zip(times, times[1:], strict=False)):
-                step = program.steps[at] if at < len(program.steps) else None  # then it is a finish
-                attending += (end - start) * isinstance(step, Calculation)
-                waiting += (end - start) * (step is None or isinstance(step, Wait))
-                if isinstance(step, Post):
-                    sent += sum(program.sizes[program.outgoing[step.op, peer]] for peer in step.sends)
+            for step, start, end in zip(program.steps, times, times[1:], strict=False):
+                attending += (end - start) * isinstance(step, Attention | Gradient)
+                waiting += (end - start) * isinstance(step, Wait)
+                sent += step.num_bytes if isinstance(step, Post) else 0
         runs, first = self._runs, self._first
         self._runs = self._first = 0
         self._marked.clear()

@@ -18,14 +18,13 @@ import torch.distributed as dist
 from weft.core.codec import dumps
 from weft.core.schedule import Schedule
 from weft.core.timeline import Span, Timeline
+from weft.run.bind import Bound, Frame
 from weft.run.clocks import Clock, align, clock_of
 from weft.run.comm import Comm
 from weft.run.comm.group import GroupComm
 from weft.run.comm.onesided import OneSidedComm
-from weft.run.program import Program
-from weft.run.steps import Calculation, Frame, Post, Wait
 from weft.run.world import is_launched, machines, world_of
-from weft.schedule.labels import COPY, attend_name, finish_name, post_name, send_name, wait_name
+from weft.schedule.program import Attention, Gradient, Post, Program, View, Wait, span_name
 
 HELD = 1 << 14  # steps whose marks wait to be written: about a megabyte
 SECONDS = 1.0  # of spans that a rank may lose if it is killed
@@ -36,55 +35,47 @@ Texts = list[tuple[str, int, int]]
 """The same with each span as the beginning of its line in a file."""
 
 
-def outline(program: Program, schedule: Schedule, members: Sequence[int], rank: int) -> Outline:
-    """What a run of a program shows. Mark i is taken before step i; the last ones after each finish.
+def outline(program: Program, members: Sequence[int]) -> Outline:
+    """What a run of a program shows. Mark i is taken before step i, the last one after the last step.
 
     Everything a rank does itself is on its compute lane, one thing after another. A send lies on the
     comm lane from the beginning of its post until the transport has told the sender that the buffer is
-    free; gloo tells nothing before it is asked, which is at the end.
+    free; gloo tells nothing before it is asked.
     """
-    posts = [step.op for step in program.steps if isinstance(step, Post)]
-    finish = {op: len(program.steps) + number + 1 for number, op in enumerate(posts)}
-    attends = iter(index for index, op in schedule.attends() if op.rank == rank)
-    me = members[rank]
-
-    def own(kind: str, name: str, op: int = -1, peer: int = -1) -> Span:
-        return Span(me, "compute", kind, name, 0.0, 0.0, op, peer)
-
-    found: Outline = []
-    for at, step in enumerate(program.steps):
-        if isinstance(step, Calculation):
-            index = next(attends)
-            found.append((own("attend", attend_name(schedule, index), index), at, at + 1))
-        elif isinstance(step, Wait):
-            name = wait_name(schedule, step.op, step.peer)
-            found.append((own("wait", name, step.op, members[step.peer]), at, at + 1))
-        elif isinstance(step, Post):
-            found.append((own("copy", post_name(schedule, step.op), step.op), at, at + 1))
-            for peer in step.sends:
-                name, size = (
-                    send_name(schedule, step.op, peer),
-                    program.sizes[program.outgoing[step.op, peer]],
-                )
-                send = Span(me, "comm", "send", name, 0.0, 0.0, step.op, members[peer], size)
-                found.append((send, at, finish[step.op]))
-        elif found and found[-1][0].name == COPY:
-            found[-1] = (found[-1][0], found[-1][1], at + 1)  # copies in a row are one span
+    steps, me = program.steps, members[program.rank]
+    freed = {
+        (step.op, step.peer): at + 1 for at, step in enumerate(steps) if isinstance(step, Wait) and step.sent
+    }
+    spans: Outline = []
+    for at, step in enumerate(steps):
+        kind = _KINDS.get(type(step), "copy")
+        peer = members[step.peer] if isinstance(step, Wait) else -1
+        op = step.op if kind != "copy" or isinstance(step, Post) else -1
+        span = Span(me, "compute", kind, span_name(step), 0.0, 0.0, op, peer)
+        if isinstance(step, View):
+            continue
+        if spans and kind == "copy" and spans[-1][0] == span and spans[-1][2] == at:
+            spans[-1] = (span, spans[-1][1], at + 1)  # copies in a row are one span
         else:
-            found.append((own("copy", COPY), at, at + 1))
-    return found + [(own("wait", finish_name(schedule, op), op), end - 1, end) for op, end in finish.items()]
+            spans.append((span, at, at + 1))
+        for to, slot in step.sends if isinstance(step, Post) else ():
+            send = Span(
+                me, "comm", "send", span_name(step, to), 0.0, 0.0, step.op, members[to], slot.num_bytes
+            )
+            spans.append((send, at, freed.get((step.op, to), len(steps))))
+    return spans
 
 
-def run_marked(program: Program, frame: Frame, clock: Clock, marks: list[Any]) -> None:
-    """`Program.run` with a mark before and after every step; one that fails leaves its last mark too."""
+_KINDS = {Attention: "attend", Gradient: "attend", Wait: "wait"}
+
+
+def run_marked(bound: Bound, frame: Frame, clock: Clock, marks: list[Any]) -> None:
+    """`Bound.run` with a mark before and after every step; one that fails leaves its last mark too."""
     mark = clock.mark
     marks.append(mark())
     try:
-        for step in program.steps:
-            step.run(frame)
-            marks.append(mark())
-        for transit in frame.transits.values():
-            transit.finish()
+        for call in bound.calls:
+            call(frame)
             marks.append(mark())
     except BaseException:
         marks.append(mark())
@@ -109,10 +100,11 @@ class Recorder:
         self.schedules: dict[str, Schedule] = {}
         self.clocks: dict[torch.device, Clock] = {}
 
-    def run(self, program: Program, schedule: Schedule, frame: Frame) -> None:
+    def run(self, bound: Bound, frame: Frame) -> None:
+        program, schedule = bound.program, bound.schedule
         texts = self.texts.get(program)
         if texts is None:
-            spans = outline(program, schedule, _members(frame.comm), frame.comm.rank)
+            spans = outline(program, _members(frame.comm))
             texts = self.texts[program] = [(_beginning(span), start, end) for span, start, end in spans]
             self.name = self.name or schedule.name
             if not schedule.backward:
@@ -124,7 +116,7 @@ class Recorder:
         self.pending.append((self.calls, texts, marks, clock))
         self.calls += 1
         self.held += len(program.steps)
-        run_marked(program, frame, clock, marks)
+        run_marked(bound, frame, clock, marks)
         if self.held > HELD or time.monotonic() - self.written > SECONDS:
             self.write()
 
@@ -181,8 +173,8 @@ class Tracer:
         if dist.is_initialized() or is_launched():
             self._recorder(world_of(None, 60.0).comm)
 
-    def run(self, program: Program, schedule: Schedule, frame: Frame) -> None:
-        self._recorder(frame.comm).run(program, schedule, frame)
+    def run(self, bound: Bound, frame: Frame) -> None:
+        self._recorder(frame.comm).run(bound, frame)
 
     def close(self) -> None:
         for recorder in self.recorders.values():

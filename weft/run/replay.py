@@ -20,14 +20,14 @@ from weft.core.schedule import Schedule
 from weft.core.timeline import Timeline
 from weft.core.topology import Topology
 from weft.run.arena import Arena
+from weft.run.bind import Bound, Frame
 from weft.run.clocks import HostClock
 from weft.run.comm import Message
 from weft.run.execute import Executor
 from weft.run.kernels import choose
-from weft.run.program import Program
-from weft.run.recorder import outline, run_marked
-from weft.run.steps import Frame
+from weft.run.recorder import run_marked
 from weft.run.trace import watched_by
+from weft.schedule.program import Attention
 from weft.simulate.events import simulate
 
 
@@ -77,13 +77,12 @@ class _Stopwatch:
     def __init__(self, taken: dict[int, list[float]]) -> None:
         self.taken = taken
 
-    def run(self, program: Program, schedule: Schedule, frame: Frame) -> None:
+    def run(self, bound: Bound, frame: Frame) -> None:
         marks: list[int] = []
-        run_marked(program, frame, HostClock(), marks)
-        ranks = range(schedule.problem.ranks)
-        for span, start, end in outline(program, schedule, ranks, frame.comm.rank):
-            if span.kind == "attend":
-                self.taken[span.op].append((marks[end] - marks[start]) / 1e9)
+        run_marked(bound, frame, HostClock(), marks)
+        for step, start, end in zip(bound.program.steps, marks, marks[1:], strict=False):
+            if isinstance(step, Attention):
+                self.taken[step.op].append((end - start) / 1e9)
 
 
 class _Silence:
@@ -108,6 +107,9 @@ class _Silence:
         return self
 
     def wait_for(self, peer: int) -> None:
+        pass
+
+    def wait_sent(self, peer: int) -> None:
         pass
 
     def finish(self) -> None:

@@ -29,15 +29,15 @@ from weft.core.problem import ITEM_BYTES, Switch
 from weft.core.schedule import Schedule
 from weft.run import trace
 from weft.run.agree import agree, refuse
-from weft.run.mover import Flight, Mover
+from weft.run.redistribute import Flight, Redistribution
 from weft.run.world import World, world_of
 from weft.schedule.switch import switch as switch_schedule
 
 Dims = Mapping[str, int | None]
 """Every dim of a tensor in order, with the size of the whole; None where it does not matter."""
 
-MOVERS = 1024  # of each world: shapes that are served in turn must not pile up
-_movers: WeakKeyDictionary[World, dict[Any, Mover]] = WeakKeyDictionary()
+REDISTRIBUTIONS = 1024  # of each world: shapes that are served in turn must not pile up
+_redistributions: WeakKeyDictionary[World, dict[Any, Redistribution]] = WeakKeyDictionary()
 
 
 def switch(
@@ -59,17 +59,17 @@ def switch(
                be written.
     """
     request = _Request(x, dims, mesh, stage or f"switch {source} → {target}")
-    mover = request.mover(source, target)
+    redistribution = request.redistribution(source, target)
     if not async_op:
-        return _Move.apply(x, mover, None)
+        return _Move.apply(x, redistribution, None)
     # What is traced is run as a whole, when it is waited for.
-    return Pending(x, mover, mover.start(x.detach()) if trace.active is None else None)
+    return Pending(x, redistribution, redistribution.start(x.detach()) if trace.active is None else None)
 
 
 def gather(x: Tensor, source: str, *, dims: Dims, mesh: Any = None, stage: str = "") -> Tensor:
     """The whole tensor, on every rank, of which each has its part of `source`."""
     request = _Request(x, dims, mesh, stage or f"gather {source}")
-    return _Move.apply(x, request.mover(source, None), None)  # pyright: ignore[reportReturnType]
+    return _Move.apply(x, request.redistribution(source, None), None)  # pyright: ignore[reportReturnType]
 
 
 def everyone(x: Tensor, *, mesh: Any = None, stage: str = "") -> Tensor:
@@ -82,8 +82,8 @@ def everyone(x: Tensor, *, mesh: Any = None, stage: str = "") -> Tensor:
 def reduce(x: Tensor, target: str, *, dims: Dims, mesh: Any = None, stage: str = "") -> Tensor:
     """This rank's part of `target` of the sum of all ranks' whole tensors: what a gather is backward."""
     shard = split(x, target, dims=dims, mesh=mesh, stage=stage)
-    mover = _Request(shard, dims, mesh, stage or f"reduce {target}").mover(target, None)
-    return _Move.apply(x, mover.adjoint, None)  # pyright: ignore[reportReturnType]
+    redistribution = _Request(shard, dims, mesh, stage or f"reduce {target}").redistribution(target, None)
+    return _Move.apply(x, redistribution.adjoint, None)  # pyright: ignore[reportReturnType]
 
 
 def split(x: Tensor, target: str, *, dims: Dims, mesh: Any = None, stage: str = "") -> Tensor:
@@ -106,8 +106,8 @@ def keep(x: Tensor, source: str, *, dims: Dims, mesh: Any = None, stage: str = "
 class Pending:
     """A switch under way."""
 
-    def __init__(self, x: Tensor, mover: Mover, flight: Flight | None) -> None:
-        self._x, self._mover, self._flight = x, mover, flight
+    def __init__(self, x: Tensor, redistribution: Redistribution, flight: Flight | None) -> None:
+        self._x, self._mover, self._flight = x, redistribution, flight
         self._result: Tensor | None = None
 
     def wait(self) -> Tensor:
@@ -118,16 +118,16 @@ class Pending:
 
 
 class _Move(torch.autograd.Function):
-    """A mover, whose gradient is its adjoint, whose gradient is the mover."""
+    """A redistribution, whose gradient is its adjoint, whose gradient is the redistribution."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mover: Mover, flight: Flight | None) -> Tensor:
-        ctx.mover = mover
-        return mover.run(x) if flight is None else mover.finish(flight)
+    def forward(ctx: Any, x: Tensor, redistribution: Redistribution, flight: Flight | None) -> Tensor:
+        ctx.redistribution = redistribution
+        return redistribution.run(x) if flight is None else redistribution.finish(flight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore
-        return _Move.apply(grad, ctx.mover.adjoint, None), None, None
+        return _Move.apply(grad, ctx.redistribution.adjoint, None), None, None
 
 
 class _Request:
@@ -171,9 +171,9 @@ class _Request:
                     hint=f"x must be sharded by {sharded} alone." if sharded else "x must be whole.",
                 )
 
-    def mover(self, source: str, target: str | None) -> Mover:
+    def redistribution(self, source: str, target: str | None) -> Redistribution:
         """What does it, made at the first call of its kind and agreed on by all ranks."""
-        known = _movers.setdefault(self.world, {})
+        known = _redistributions.setdefault(self.world, {})
         x = self.x
         key = (source, target, tuple(self.dims.items()), x.shape, x.dtype, x.device)
         if key in known:
@@ -192,10 +192,9 @@ class _Request:
             "plan": schedule.digest,
         }
         agree(self.world.comm, facts, what=f"switches at {self.stage}")
-        while len(known) >= MOVERS:
+        while len(known) >= REDISTRIBUTIONS:
             known.pop(next(iter(known)))
-        line = self.world.comm, self.world.arena
-        known[key] = Mover(schedule, line, tuple(x.shape), name=str(facts))
+        known[key] = Redistribution(schedule, self.world.comm, self.world.arena, name=str(facts))
         return known[key]
 
     def _schedule(self, source: str, target: str | None) -> Schedule:

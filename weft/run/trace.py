@@ -19,12 +19,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from weft.core.errors import InputError
 from weft.core.files import read_bytes
-from weft.core.schedule import Schedule
 from weft.core.timeline import Span, Timeline
 
 if TYPE_CHECKING:
-    from weft.run.program import Program
-    from weft.run.steps import Frame
+    from weft.run.bind import Bound, Frame
 
 MAX_BYTES = 1 << 30
 """Of the file of a rank."""
@@ -33,18 +31,18 @@ MAX_BYTES = 1 << 30
 class Watch(Protocol):
     """Who runs programs in place of their own `run`, to see how long each step takes."""
 
-    def run(self, program: Program, schedule: Schedule, frame: Frame) -> None: ...
+    def run(self, bound: Bound, frame: Frame) -> None: ...
 
 
 active: Watch | None = None
 
 
-def run(program: Program, schedule: Schedule, frame: Frame) -> None:
+def run(bound: Bound, frame: Frame) -> None:
     """One run of a program, watched if anybody watches; then what it was lent is given back."""
     if active is None:
-        program.run(frame)
+        bound.run(frame)
     else:
-        active.run(program, schedule, frame)
+        active.run(bound, frame)
     if frame.lender is not None:
         frame.lender.end()
 

@@ -232,8 +232,12 @@ class Lowering(ABC):
         sends = self.lie(op)
         self.consume()
         for exchange in list(self.posted.values()):
-            if not exchange.awaited and exchange.number + 1 < self.posts:  # it brought nothing to wait for
+            receives = exchange.post.receives
+            if not receives and exchange.number + 1 < self.posts:  # it brought nothing to wait for
                 self.release(exchange)
+            elif exchange.awaited < len(receives):  # some of it is here, so the rest is not worth a buffer more
+                for _, message in receives:
+                    self.wait_for(message)
         packed = {peer: pieces for peer, pieces in op.sends.items() if peer not in sends}
         if packed:
             sends |= self.stage(index, packed)

@@ -90,8 +90,7 @@ class Slot:
 
     def in_one_stride(self, piece: Piece) -> bool:
         """Whether a part of the piece can be read as a view."""
-        own = self.piece
-        if own is piece and self.order is None:
+        if self.piece is piece and self.order is None:
             return True
         return all(isinstance(at, slice) for at in self.positions(piece))
 
@@ -241,6 +240,15 @@ def stream_of(step: Step) -> str:
     return COMMUNICATION if isinstance(step, Post) else COMPUTE
 
 
+def span_name(step: Step, peer: int = -1) -> str:
+    """Return what timelines call a step, or the message that a Post sends to `peer`."""
+    if isinstance(step, Post):
+        return f"post {step.label}" if peer < 0 else f"send {step.label} → {peer}"
+    if isinstance(step, Wait):
+        return f"finish {step.label}" if step.sent else f"wait {step.label} ← {step.peer}"
+    return step.label
+
+
 def accesses(step: Step) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
     """The slots that a step reads and those that it writes, on its own stream."""
     if isinstance(step, Post):
@@ -284,6 +292,11 @@ class Program:
             for slots in accesses(step):
                 used.update((slot.root, None) for slot in slots)
         return list(used)
+
+    @cached_property
+    def attends(self) -> bool:
+        """Whether it computes anything, or moves tensors only."""
+        return any(isinstance(step, Attention | Gradient) for step in self.steps)
 
     def exchanges(self) -> Iterator[tuple[int, Post]]:
         for at, step in enumerate(self.steps):

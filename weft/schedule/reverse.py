@@ -36,16 +36,24 @@ def reverse(schedule: Schedule, *, keep: str = "auto") -> Schedule:
         keep = "all" if _kv_fits(schedule) else "none"
     again: list[Op] = []
     moves: list[Transfer] = []
+    ranks, full = schedule.problem.ranks, _kv_at_home(schedule)
+    pending = [0] * ranks
     finished = _finished_keys(schedule)
     for index, op in enumerate(schedule.ops):
         if isinstance(op, Exchange):
             resent = [t for t in op.transfers if t.piece.tensor == "kv" and keep == "none"]
             again.append(Exchange((*resent, *moves), op.label if resent else "gradients home"))
-            moves = []
+            moves, pending = [], [0] * ranks
         else:
+            if pending[op.rank] >= full:
+                # The last hop has no exchange of its own: gradients of the one before would wait beside its own.
+                again.append(Exchange(tuple(moves), "gradients home"))
+                moves, pending = [], [0] * ranks
             again.append(op)
             for piece in finished.get(index, ()):
-                moves += _home(schedule, op.rank, _gradient(piece))
+                home = _home(schedule, op.rank, _gradient(piece))
+                pending[op.rank] += sum(t.piece.heads.size * t.piece.tokens.size for t in home)
+                moves += home
     sent: dict[int, list[Piece]] = {}
     for _, op in schedule.attends():
         own = sent.setdefault(op.rank, [])
@@ -107,5 +115,10 @@ def _kv_fits(schedule: Schedule) -> bool:
     for _, transfer in schedule.transfers():
         if transfer.piece.tensor == "kv":
             received[transfer.dst] += transfer.piece.heads.size * transfer.piece.tokens.size
-    home = -(-problem.kv.size // problem.ranks) * problem.kv_heads
-    return max(received, default=0) <= home
+    return max(received, default=0) <= _kv_at_home(schedule)
+
+
+def _kv_at_home(schedule: Schedule) -> int:
+    """Tokens × heads of keys and values that a rank holds."""
+    problem, _ = schedule.attention
+    return -(-problem.kv.size // problem.ranks) * problem.kv_heads

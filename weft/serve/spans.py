@@ -7,13 +7,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from weft.core.schedule import Schedule
+from weft.run.bind import Bound, Frame
 from weft.run.clocks import Clock, align
 from weft.run.comm import Comm
 from weft.run.meter import Meter
-from weft.run.program import Program
 from weft.run.recorder import outline
-from weft.run.steps import Calculation, Frame
 from weft.run.world import machines
 
 LANES = {"send": "send", "wait": "wait", "barrier": "wait"}
@@ -27,12 +25,12 @@ class Spans(Meter):
 
     def __init__(self) -> None:
         super().__init__()
-        self._last: tuple[Program, Schedule, Comm, list[Any], Clock] | None = None
+        self._last: tuple[Bound, Comm, list[Any], Clock] | None = None
 
-    def run(self, program: Program, schedule: Schedule, frame: Frame) -> None:
-        super().run(program, schedule, frame)
-        if any(isinstance(step, Calculation) for step in program.steps):
-            self._last = program, schedule, frame.comm, *self._marked[-1][1:]
+    def run(self, bound: Bound, frame: Frame) -> None:
+        super().run(bound, frame)
+        if bound.program.attends:
+            self._last = bound, frame.comm, *self._marked[-1][1:]
 
     def timeline(self, comm: Comm) -> dict[str, Any] | None:
         """That attention on all ranks, who call this together: seconds from its beginning, and its name."""
@@ -44,20 +42,20 @@ class Spans(Meter):
         for span in spans:
             for end in ("start", "end"):
                 span[end] = round((span[end] - zero) / 1e9, 7)
-        return {"spans": spans, "label": self._last[1].name}
+        return {"spans": spans, "label": self._last[0].schedule.name}
 
     def _own(self, shift: int) -> list[dict[str, Any]]:
         """In nanoseconds."""
         if self._last is None:
             return []
-        program, schedule, comm, marks, clock = self._last
+        bound, comm, marks, clock = self._last
         group = getattr(comm, "group", None)
         members = range(comm.size) if group is None else dist.get_process_group_ranks(group)
         times = [time - shift for time in clock.nanoseconds(marks)]
         return [
             {"rank": span.rank, "lane": LANES.get(span.kind, "compute"), "name": span.name,
              "start": times[start], "end": times[end]}
-            for span, start, end in outline(program, schedule, members, comm.rank)[:MOST]
+            for span, start, end in outline(bound.program, members)[:MOST]
         ]  # fmt: skip
 
 

@@ -12,10 +12,14 @@ Message = tuple[int, Tensor]
 
 
 class Transit(Protocol):
-    """Messages under way. A receive is waited for where its data is used, sends at the end."""
+    """Messages under way. A receive is waited for where its data is used, a send where its buffer is."""
 
     def wait_for(self, peer: int) -> Tensor | None:
         """Until the message from `peer` is here: in its buffer, or in the tensor that is returned."""
+        ...
+
+    def wait_sent(self, peer: int) -> None:
+        """Until the buffer of the message to `peer` may be written again."""
         ...
 
     def finish(self) -> None:

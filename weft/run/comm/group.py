@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -38,10 +38,9 @@ class GroupComm:
                 peer: dist.irecv(buffer, group=self.group, group_src=peer, tag=tag)
                 for peer, buffer in receives
             }
-            going = [
-                (peer, dist.isend(buffer, group=self.group, group_dst=peer, tag=tag))
-                for peer, buffer in sends
-            ]
+            going = {
+                peer: dist.isend(buffer, group=self.group, group_dst=peer, tag=tag) for peer, buffer in sends
+            }
         except RuntimeError as error:
             peers = sorted({peer for peer, _ in (*sends, *receives)})
             raise CommError(
@@ -49,15 +48,15 @@ class GroupComm:
             ) from error
         return GroupTransit(self, coming, going, label)
 
-    def _post_batch(
-        self, sends: list[Message], receives: list[Message]
-    ) -> tuple[Works, list[tuple[int, Any]]]:
+    def _post_batch(self, sends: list[Message], receives: list[Message]) -> tuple[Works, Works]:
         """NCCL pairs a batch as one group call, so that sends and receives cannot wait for each other."""
         calls = [dist.P2POp(dist.irecv, x, group=self.group, group_peer=peer) for peer, x in receives]
         calls += [dist.P2POp(dist.isend, x, group=self.group, group_peer=peer) for peer, x in sends]
         works = dist.batch_isend_irecv(calls) if calls else []
-        coming = {peer: works[min(i, len(works) - 1)] for i, (peer, _) in enumerate(receives)}
-        return coming, [(-1, work) for work in works[len(receives) :]]
+        # A backend gives one work for each call, or one for all of them.
+        each = works if len(works) == len(calls) else works * len(calls)
+        coming = {peer: work for (peer, _), work in zip(receives, each, strict=False)}
+        return coming, {peer: work for (peer, _), work in zip(sends, each[len(receives) :], strict=False)}
 
     def gather_numbers(self, numbers: list[int]) -> list[list[int]]:
         if self.size == 1:
@@ -79,19 +78,22 @@ class GroupComm:
 class GroupTransit:
     """Works of one post; waiting names the peer that is late."""
 
-    def __init__(self, comm: GroupComm, coming: Works, going: Sequence[tuple[int, Any]], label: str) -> None:
-        self.comm, self.coming, self.going, self.label = comm, dict(coming), list(going), label
+    def __init__(self, comm: GroupComm, coming: Works, going: Works, label: str) -> None:
+        self.comm, self.coming, self.going, self.label = comm, dict(coming), dict(going), label
 
     def wait_for(self, peer: int) -> None:
         if work := self.coming.pop(peer, None):
             self._wait(work, peer, "from")
 
+    def wait_sent(self, peer: int) -> None:
+        if work := self.going.pop(peer, None):
+            self._wait(work, peer, "to")
+
     def finish(self) -> None:
         for peer in list(self.coming):
             self.wait_for(peer)
-        for peer, work in self.going:
-            self._wait(work, peer, "to")
-        self.going = []
+        for peer in list(self.going):
+            self.wait_sent(peer)
 
     def _wait(self, work: Any, peer: int, way: str) -> None:
         if work is None:

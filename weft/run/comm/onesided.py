@@ -10,16 +10,17 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from weft.core.errors import CommError
-from weft.run.arena import cut
 from weft.run.comm import Comm, Message, Transit
 from weft.run.comm.window import HALVES, Late, Window, Words
 
+ALIGN = 256
 Meet = Callable[[Comm], tuple[Window | None, str]]
 
 
@@ -153,8 +154,11 @@ class Half:
         self._window, self._number = window, number
 
     def lend(self, sizes: dict[str, int]) -> dict[str, Tensor]:
-        """Buffers for a program's messages; they stay where they are for good."""
-        return cut(sizes, lambda total: self._window.allocate(self._number, total))[1]
+        """Buffers for a program's messages, aligned and apart; they stay where they are for good."""
+        ends = list(accumulate(-(-size // ALIGN) * ALIGN for size in sizes.values()))
+        block = self._window.allocate(self._number, ends[-1] if ends else 0)
+        starts = [0, *ends]
+        return {name: block[at : at + size] for (name, size), at in zip(sizes.items(), starts, strict=False)}
 
 
 class OneSidedTransit:
@@ -185,6 +189,11 @@ class OneSidedTransit:
                 hint="The ranks run different plans.",
             )
         return found
+
+    def wait_sent(self, peer: int) -> None:
+        """What lies in the window is read there until the call ends; only others have buffers to wait for."""
+        if self.by_group is not None:
+            self.by_group.wait_sent(peer)
 
     def finish(self) -> None:
         for peer in list(self.coming):

@@ -85,6 +85,9 @@ class _ThreadTransit:
             )
         buffer.copy_(letter)
 
+    def wait_sent(self, peer: int) -> None:
+        """A letter is a copy, so its sender may write again at once."""
+
     def finish(self) -> None:
         for peer in list(self.keys):
             self.wait_for(peer)

@@ -27,9 +27,20 @@ class Kernel(Protocol):
     name: str
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, into: Sums | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tiles: Tiles,
+        scale: float,
+        into: Sums | None = None,
+        *,
+        fresh: bool = False,
     ) -> Sums:
-        """Attention over the tiles; with `into`, merged in place with what it holds of other keys."""
+        """Attention over the tiles; with `into`, merged in place with what it holds of other keys.
+
+        With `fresh`, `into` holds nothing yet and is overwritten.
+        """
         ...
 
     def attend_backward(

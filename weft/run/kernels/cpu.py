@@ -59,7 +59,15 @@ class Cpu:
             raise InputError(f"This machine does not run {self.isa}.", hint=f"It runs {', '.join(isas())}.")
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, into: Sums | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tiles: Tiles,
+        scale: float,
+        into: Sums | None = None,
+        *,
+        fresh: bool = False,
     ) -> Sums:
         q, k, v = (_ready(x) for x in (q, k, v))
         if into is None:
@@ -68,7 +76,7 @@ class Cpu:
         else:
             out, lse = into
         tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse.unsqueeze(-1)}
-        self._call(tensors, tiles, scale, backward=False, accumulate=into is not None)
+        self._call(tensors, tiles, scale, backward=False, accumulate=into is not None and not fresh)
         return out, lse
 
     def attend_backward(
@@ -76,7 +84,7 @@ class Cpu:
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = (_ready(x) for x in (q, k, v))
         grad = _ready(grad.float())
-        out, lse = _ready(done[0]), done[1]
+        out, lse = packed(done[0].float()), done[1]
         grads = [torch.empty(x.shape, dtype=torch.float32) for x in (q, k, v)]
         tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse.unsqueeze(-1), "grad": grad}
         tensors |= dict(zip(("dq", "dk", "dv"), grads, strict=True))

@@ -45,7 +45,15 @@ class Gpu:
         self._lists: WeakKeyDictionary[Tiles, dict[torch.device, Blocks]] = WeakKeyDictionary()
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, into: Sums | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tiles: Tiles,
+        scale: float,
+        into: Sums | None = None,
+        *,
+        fresh: bool = False,
     ) -> Sums:
         """(out, lse); with `into`, these tiles are added to that (out, lse) in place, and it is returned."""
         self._check(q, k, v)
@@ -56,13 +64,14 @@ class Gpu:
         else:
             out, lse = into
             _check_sums(out, lse)
+        merges = into is not None and not fresh
         if not k.shape[2]:
-            return (out, lse) if into is not None else (out.zero_(), lse.fill_(-torch.inf))
+            return (out, lse) if merges else (out.zero_(), lse.fill_(-torch.inf))
         shape = self._shape(q, k, tiles)
         blocks = self._blocks(tiles, q.device)
         arguments = (q, k, v, out, lse, blocks.starts, blocks.kv)
         strides = _strides(q, k, v, out, lse)
-        constants = {**shape, "EVEN": k.shape[2] % shape["BLOCK_K"] == 0, "ADD": into is not None}
+        constants = {**shape, "EVEN": k.shape[2] % shape["BLOCK_K"] == 0, "ADD": merges}
         sizes = (scale, q.shape[1], q.shape[2], k.shape[2])
         self._launch(self._forward.forward, (*arguments, *strides, *sizes), constants, q, over="q")
         return out, lse

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from weft.run.kernels import Sums, guarded
 from weft.run.kernels.tiles import Tiles
-from weft.run.merge import merge_
+from weft.run.merge import merged
 
 
 class Reference:
@@ -16,19 +16,27 @@ class Reference:
     name = "reference"
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, into: Sums | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tiles: Tiles,
+        scale: float,
+        into: Sums | None = None,
+        *,
+        fresh: bool = False,
     ) -> Sums:
         q, k, v = (widen(x) for x in (q, k, v))
         scores = self._scores(q, k, tiles, scale)
         lse = torch.logsumexp(scores, dim=-1)
         out = self._weights(scores, lse) @ v
-        return (out, lse) if into is None else merge_(into, (out, lse))
+        return merged((out, lse), into, fresh=fresh)
 
     def attend_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, done: Sums, tiles: Tiles, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         grad, q, k, v = (widen(x) for x in (grad, q, k, v))
-        out, lse = done
+        out, lse = widen(done[0]), done[1]
         weights = self._weights(self._scores(q, k, tiles, scale), lse)
         slope = weights * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * scale
         return slope @ k, slope.mT @ q, weights.mT @ grad

@@ -8,7 +8,7 @@ from torch import Tensor
 from weft.run.kernels import Sums, packed
 from weft.run.kernels.reference import widen
 from weft.run.kernels.tiles import Tiles
-from weft.run.merge import merge_
+from weft.run.merge import merged
 
 _aten = torch.ops.aten
 
@@ -23,11 +23,19 @@ class Sdpa:
     name = "sdpa"
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, into: Sums | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tiles: Tiles,
+        scale: float,
+        into: Sums | None = None,
+        *,
+        fresh: bool = False,
     ) -> Sums:
         q, k, v = (_ready(x) for x in (q, k, v))
         done = _forward(q, k, v, scale) if tiles.active is None else self._by_rows(q, k, v, tiles, scale)
-        return done if into is None else merge_(into, done)
+        return merged(done, into, fresh=fresh)
 
     def _by_rows(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Sums:
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
@@ -42,7 +50,7 @@ class Sdpa:
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, done: Sums, tiles: Tiles, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         grad, q, k, v = (_ready(x) for x in (grad, q, k, v))
-        out, lse = done
+        out, lse = _ready(done[0]), done[1]
         if tiles.active is None:
             return _backward(grad, q, k, v, out, lse, scale)
         dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))

@@ -1,0 +1,335 @@
+"""Bind: give the slots of a program their tensors, and turn its steps into calls.
+
+What lies in the workspace is bound once; the caller's tensors, results and what a kernel returns are looked up in
+the frame of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weft.core.problem import Switch
+from weft.core.schedule import Attend, Schedule
+from weft.run.comm import Comm, Lender, Transit
+from weft.run.copies import ATTENTION, Axes, Copier, Index, Planes, Slots, is_slice, on_device, pick, put
+from weft.run.kernels import Kernel, guarded
+from weft.run.kernels.tiles import Tiles
+from weft.schedule.program import (
+    Attention,
+    Cast,
+    Copy,
+    Fill,
+    Gradient,
+    Post,
+    Program,
+    Slot,
+    Step,
+    View,
+    Wait,
+    accesses,
+)
+from weft.schedule.workspace import assign, window
+
+Flats = dict[Slot, Tensor]
+"""Buffers of messages, as bytes."""
+
+
+class Frame:
+    """One run of a program: tensors by slot, exchanges under way, and who does the work."""
+
+    __slots__ = ("comm", "device", "flats", "kernel", "lender", "scale", "slots", "transits")
+
+    def __init__(self, comm: Comm, kernel: Kernel, scale: float, device: torch.device) -> None:
+        self.comm, self.kernel, self.scale, self.device = comm, kernel, scale, device
+        self.lender: Lender | None = None
+        self.slots: Slots = {}
+        self.flats: Flats = {}
+        self.transits: dict[int, Transit] = {}
+
+
+Call = Callable[[Frame], None]
+
+
+class Bound:
+    """A program with tensors: `calls` has one function for each of its steps."""
+
+    def __init__(self, program: Program, schedule: Schedule, tag: int, device: torch.device) -> None:
+        self.program, self.schedule, self.tag, self.device = program, schedule, tag, device
+        problem = program.problem
+        self.axes = Axes(problem.dims[1], problem.dims[0]) if isinstance(problem, Switch) else ATTENTION
+        self.workspace, self.window = assign(program), window(program)
+        self.num_bytes = self.workspace.num_bytes
+        self.calls: list[Call] = []
+        self.fixed: Slots = {}
+        self.flats: Flats = {}
+        self._slots = _by_root(program)
+        self._landed: dict[tuple[Slot, int], Slots] = {}
+
+    def unbind(self) -> None:
+        self.calls, self.fixed, self.flats = [], {}, {}
+        self._landed.clear()
+
+    @torch.inference_mode(mode=False)  # views outlive the mode of the call that makes them
+    def bind(self, block: Tensor, lent: Tensor | None) -> None:
+        self.unbind()
+        for memory, spaces in ((block, self.workspace), (lent, self.window)):
+            for root, (number, offset) in spaces.places.items():
+                if number == 0 and memory is not None:
+                    self._carve(root, memory[offset : offset + root.num_bytes], self.fixed, self.flats)
+        self.copier = Copier(self.axes, self.device, self.fixed)
+        self._borrowed = [(slot, place) for slot, place in self.workspace.places.items() if place[0]]
+        roots = {root.memory: [] for root in self.program.roots} | {"result": [], "saved": []}
+        for root in self.program.roots:
+            roots[root.memory].append(root)
+        saved = set(self.program.saved.values())
+        self._fresh = [(root, _dtype(root)) for root in (*roots["result"], *saved)]
+        self.calls = [self._call(step) for step in self.program.steps]
+
+    def _carve(self, root: Slot, flat: Tensor, slots: Slots, flats: Flats) -> None:
+        """Views of all slots that lie in one stretch of memory."""
+        for slot, offset in self._slots[root]:
+            part = flat[offset : offset + slot.num_bytes]
+            flats[slot] = part
+            if slot.shape:
+                slots[slot] = part.view(_dtype(slot)).view(slot.shape).unbind(0)
+
+    def begin(self, frame: Frame, inputs: Slots) -> None:
+        """Give a frame its slots: those that are fixed, the caller's, and results of its own."""
+        slots = frame.slots = self.fixed.copy()
+        slots.update(inputs)
+        for root, dtype in self._fresh:
+            planes, *shape = root.shape
+            if planes == 1:
+                slots[root] = (torch.empty(shape, dtype=dtype, device=frame.device),)
+            elif root.memory == "saved":
+                slots[root] = torch.empty(root.shape, dtype=dtype, device=frame.device).unbind(0)
+            else:
+                slots[root] = tuple(
+                    torch.empty(shape, dtype=dtype, device=frame.device) for _ in range(planes)
+                )
+            if root.memory == "saved" and len(self._slots.get(root, ())) >= 1:
+                frame.flats[root] = _flat(slots[root])
+        for slot, (number, offset) in self._borrowed:
+            result, plane = self.workspace.results[number - 1]
+            flat = _flat((slots[result][plane],))[offset : offset + slot.num_bytes]
+            self._carve(slot, flat, slots, frame.flats)
+
+    def run(self, frame: Frame) -> None:
+        for call in self.calls:
+            call(frame)
+
+    def flat(self, frame: Frame, slot: Slot) -> Tensor:
+        """The bytes of a message, wherever it lies."""
+        flat = self.flats.get(slot)
+        if flat is None:
+            flat = frame.flats.get(slot)
+        if flat is None:  # a stretch of a tensor of the caller
+            assert slot.parent is not None, f"{slot} has no memory"
+            whole = _flat(frame.slots[slot.parent])
+            flat = whole[slot.offset : slot.offset + slot.num_bytes]
+        return flat
+
+    def _call(self, step: Step) -> Call:
+        if isinstance(step, Post):
+            return self._post(step)
+        if isinstance(step, Wait):
+            return self._wait(step)
+        if isinstance(step, Copy):
+            return self._copy(step)
+        if isinstance(step, Fill):
+            return lambda frame, slot=step.slot, value=step.value: _fill(frame.slots[slot], value)
+        if isinstance(step, Cast):
+            return lambda frame, a=step.source, b=step.target: _cast(frame.slots[a], frame.slots[b])
+        if isinstance(step, View):
+            return self._view(step)
+        calculation = Calculation(step, self.schedule, self.device)
+        return calculation.gradient if isinstance(step, Gradient) else calculation.attend
+
+    def _post(self, step: Post) -> Call:
+        label, tag, op = f"op {step.op} ({step.label})", self.tag, step.op
+        nowhere = {
+            slot: torch.empty(slot.num_bytes, dtype=torch.uint8, device="meta")
+            for _, slot in step.receives
+            if slot.memory == "peer"
+        }
+        known = self.flats | nowhere
+        sends = [(peer, known.get(slot)) for peer, slot in step.sends]
+        receives = [(peer, known.get(slot)) for peer, slot in step.receives]
+        if all(flat is not None for _, flat in (*sends, *receives)):
+
+            def post(frame: Frame) -> None:
+                frame.transits[op] = frame.comm.post(sends, receives, label, tag)  # type: ignore[arg-type]
+
+            return post
+
+        def post_where_it_lies(frame: Frame) -> None:
+            find = self.flat
+            frame.transits[op] = frame.comm.post(
+                [(peer, find(frame, slot)) for peer, slot in step.sends],
+                [(peer, nowhere[s] if s in nowhere else find(frame, s)) for peer, s in step.receives],
+                label,
+                tag,
+            )
+
+        return post_where_it_lies
+
+    def _wait(self, step: Wait) -> Call:
+        op, peer, slot = step.op, step.peer, step.slot
+        if step.sent:
+            return lambda frame: frame.transits[op].wait_sent(peer)
+        if slot.memory != "peer":
+            return lambda frame: frame.transits[op].wait_for(peer)  # type: ignore[return-value]
+
+        def land(frame: Frame) -> None:
+            there = frame.transits[op].wait_for(peer)
+            assert there is not None, f"{slot} did not stay in the memory of rank {peer}"
+            key = slot, there.data_ptr()
+            if key not in self._landed:
+                self._landed[key] = {}
+                self._carve(slot, there, self._landed[key], {})
+            frame.flats[slot] = there
+            frame.slots.update(self._landed[key])
+
+        return land
+
+    def _copy(self, step: Copy) -> Call:
+        launches = self.copier.launches(step.segments, add=step.add)
+        if len(launches) == 1:
+            launch = launches[0]
+            return lambda frame: launch(frame.slots)
+
+        def copy(frame: Frame) -> None:
+            slots = frame.slots
+            for launch in launches:
+                launch(slots)
+
+        return copy
+
+    def _view(self, step: View) -> Call:
+        source, target = step.source, step.target
+        assert target.piece is not None
+        index = on_device(source.positions(target.piece), self.device)
+        if source in self.fixed:
+            self.fixed[target] = tuple(pick(x, index, self.axes) for x in self.fixed[source])
+            return _nothing
+
+        def view(frame: Frame) -> None:
+            frame.slots[target] = tuple([pick(x, index, self.axes) for x in frame.slots[source]])
+
+        return view
+
+
+class Calculation:
+    """One partial attention, or its gradient: operands in their slots, its tiles, its heads."""
+
+    def __init__(self, step: Attention | Gradient, schedule: Schedule, device: torch.device) -> None:
+        self.step = step
+        problem, mask = schedule.attention
+        op = schedule.ops[step.op]
+        assert isinstance(op, Attend)
+        self.tiles = Tiles.of(mask, op)
+        self.q_at = on_device(step.q.positions(step.q_piece), device)
+        self.kv_at = on_device(step.kv.positions(step.kv_piece), device)
+        # Sums lie in the order of the operand's tokens, wherever the operand itself lies.
+        self.sum_at = on_device(step.out.positions(step.q_piece), device)
+        if isinstance(step, Gradient):
+            self.grad_at = on_device(step.grad.positions(step.q_piece), device)
+            self.dkv_at = on_device(step.dkv.positions(step.kv_piece), device)
+        share = problem.heads // problem.kv_heads
+        kv_of = np.searchsorted(op.kv.heads.array, op.q.heads.array // share)
+        same = share == 1 and np.array_equal(kv_of, np.arange(op.kv.heads.size))
+        self.kv_of = None if same else torch.from_numpy(kv_of).to(device)
+
+    def operands(self, slots: Slots) -> tuple[Tensor, Tensor, Tensor]:
+        k, v = slots[self.step.kv]
+        k, v = pick(k, self.kv_at), pick(v, self.kv_at)
+        if self.kv_of is not None:
+            k, v = k.index_select(1, self.kv_of), v.index_select(1, self.kv_of)
+        return pick(slots[self.step.q][0], self.q_at), k, v
+
+    def attend(self, frame: Frame) -> None:
+        slots, step = frame.slots, self.step
+        (out,), (lse,) = slots[step.out], slots[step.lse]
+        assert isinstance(step, Attention)
+        into = pick(out, self.sum_at), pick(lse, self.sum_at).squeeze(-1)
+        frame.kernel.attend(*self.operands(slots), self.tiles, frame.scale, into, fresh=step.first)
+        if not is_slice(self.sum_at):
+            put(out, self.sum_at, into[0], add=False)
+            put(lse, self.sum_at, into[1].unsqueeze(-1), add=False)
+
+    def gradient(self, frame: Frame) -> None:
+        slots, step = frame.slots, self.step
+        assert isinstance(step, Gradient)
+        (grad,), (out,), (lse,) = slots[step.grad], slots[step.out], slots[step.lse]
+        done = pick(out, self.sum_at), guarded(pick(lse, self.sum_at).squeeze(-1))
+        operands = self.operands(slots)
+        grads = frame.kernel.attend_backward(
+            pick(grad, self.grad_at), *operands, done, self.tiles, frame.scale
+        )
+        dq, dk, dv = grads
+        if self.kv_of is not None:
+            heads = step.kv_piece.heads.size
+            dk, dv = (self._by_kv_head(x, heads) for x in (dk, dv))
+        _add(slots, step.dq, self.sum_at, (dq,), first=step.first[0])
+        _add(slots, step.dkv, self.dkv_at, (dk, dv), first=step.first[1])
+
+    def _by_kv_head(self, x: Tensor, heads: int) -> Tensor:
+        """Add the gradients of query heads that share a key/value head."""
+        assert self.kv_of is not None
+        return x.new_zeros(x.shape[0], heads, *x.shape[2:]).index_add_(1, self.kv_of, x)
+
+
+def _add(slots: Slots, slot: Slot, index: Index, values: Planes, *, first: bool) -> None:
+    if slot.memory == "kernel":
+        slots[slot] = values
+        return
+    for into, x in zip(slots[slot], values, strict=True):
+        into.copy_(x) if first else put(into, index, x, add=True)
+
+
+def _by_root(program: Program) -> dict[Slot, list[tuple[Slot, int]]]:
+    """Every slot of a program and its offset in the slot that it lies in, by that slot."""
+    found: dict[Slot, dict[Slot, int]] = {}
+    for step in program.steps:
+        touched = [slot for some in accesses(step) for slot in some]
+        for slot in touched:
+            each, offset = slot, 0
+            chain = [slot]
+            while each.parent is not None:
+                each = each.parent
+                chain.append(each)
+            for part in reversed(chain):
+                offset += part.offset
+                found.setdefault(each, {})[part] = offset
+    return {root: list(parts.items()) for root, parts in found.items()}
+
+
+def _dtype(slot: Slot) -> torch.dtype:
+    return getattr(torch, slot.dtype)
+
+
+def _flat(planes: Planes) -> Tensor:
+    """Bytes of a slot whose planes lie one after another."""
+    if len(planes) == 1:
+        return planes[0].view(-1).view(torch.uint8)
+    first = planes[0]
+    whole = first.as_strided((len(planes) * first.numel(),), (1,))
+    return whole.view(torch.uint8)
+
+
+def _fill(planes: Planes, value: float) -> None:
+    for plane in planes:
+        plane.fill_(value)
+
+
+def _cast(sources: Planes, targets: Planes) -> None:
+    for x, into in zip(sources, targets, strict=True):
+        into.copy_(x)
+
+
+def _nothing(frame: Frame) -> None:
+    """A view that was made when the program was bound."""
