@@ -1,8 +1,8 @@
 """Copies between slots: rectangles of heads and rows, with as few kernel launches as they can be.
 
-A slot is a tuple of tensors that are indexed alike: one for q, two for kv. A Copy of a program becomes a list of
-functions here, one for each launch: parts that leave a tensor for buffers in equal steps are one strided copy,
-parts that fill a slot side by side are one concatenation.
+A slot is a tuple of tensors that are indexed alike: one for q, two for kv. A Copy of a program becomes a list
+of functions here, one for each launch: parts of a tensor that lie side by side, and in a buffer at equal
+distances, are one strided copy.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from weft.core.schedule import Piece
 from weft.schedule.program import Positions, Segment, Slot
 
 Planes = tuple[Tensor, ...]
 Slots = dict[Slot, Planes]
 Launch = Callable[[Slots], None]
+Views = Callable[[Slots], list[Tensor]]
 Index = tuple[slice | Tensor, slice | Tensor]
 """Which heads and which rows, with index tensors on the device."""
 
@@ -76,6 +78,16 @@ def put(x: Tensor, index: Index, value: Tensor, axes: Axes = ATTENTION, *, add: 
         (view.index_add_ if add else view.index_copy_)(axes.rows, rows, value.to(x.dtype))
 
 
+class _Part(NamedTuple):
+    """A segment seen from a tensor that it is cut from, or put into: there in two slices, elsewhere in a buffer."""
+
+    segment: Segment
+    heads: slice
+    rows: slice
+    offset: int
+    """Bytes from the beginning of the buffer."""
+
+
 class Copier:
     """Turns the segments of a Copy into launches."""
 
@@ -88,16 +100,12 @@ class Copier:
             return [self._single(segment, add=True) for segment in segments]
         launches: list[Launch] = []
         left = list(segments)
-        while left:
-            group = self._equal_steps(left)
-            if len(group) > 1:
-                launches += self._scatter(group)
-            else:
-                group = self._side_by_side(left)
-                launches += self._gather(group) if len(group) > 1 else [self._single(group[0], add=False)]
-            taken = set(map(id, group))
-            left = [segment for segment in left if id(segment) not in taken]
-        return launches
+        for tensor, buffer in ((0, 1), (1, 0)):
+            for run in self._equal_steps(left, tensor, buffer):
+                launches.append(self._strided(run, tensor, buffer))
+                taken = {id(part.segment) for part in run}
+                left = [segment for segment in left if id(segment) not in taken]
+        return launches + [self._single(segment, add=False) for segment in left]
 
     def _single(self, segment: Segment, *, add: bool) -> Launch:
         source, target, piece = segment
@@ -110,18 +118,19 @@ class Copier:
                     _move(x, at, into, to, axes, add=add)
 
             return move
-        return self._fixed_copies(
-            lambda slots: [pick(x, at, axes) for x in slots[source]],
-            lambda slots: [pick(x, to, axes) for x in slots[target]],
-            source in self.fixed,
-            target in self.fixed,
+        return self._copies(
+            (source, lambda slots: [pick(x, at, axes) for x in slots[source]]),
+            (target, lambda slots: [pick(x, to, axes) for x in slots[target]]),
         )
 
-    def _fixed_copies(
-        self, read: Callable[[Slots], list[Tensor]], write: Callable[[Slots], list[Tensor]], a: bool, b: bool
-    ) -> Launch:
-        """Copy one list of views to another, made once where their memory is fixed."""
-        sources, targets = read(self.fixed) if a else None, write(self.fixed) if b else None
+    def _copies(self, source: tuple[Slot, Views], target: tuple[Slot, Views]) -> Launch:
+        """Copy views to views, which are made once where their memory is fixed."""
+        (a, read), (b, write) = source, target
+        sources, targets = (
+            make(self.fixed) if slot in self.fixed else None for slot, make in (source, target)
+        )
+        if sources is not None and targets is not None:
+            sources, targets = _joined(sources, targets)
 
         def copy(slots: Slots) -> None:
             for x, into in zip(sources or read(slots), targets or write(slots), strict=True):
@@ -129,91 +138,72 @@ class Copier:
 
         return copy
 
-    # Parts of one tensor that go to buffers in equal steps.
+    def _equal_steps(self, segments: list[Segment], tensor: int, buffer: int) -> list[list[_Part]]:
+        """Runs of segments that are side by side in one tensor and at equal distances in one buffer."""
+        groups: dict[tuple[Slot, Slot, tuple[int, ...]], list[_Part]] = {}
+        for segment in segments:
+            whole, part = segment[tensor], segment[buffer]
+            heads, rows = whole.positions(segment.piece)
+            exact = part.piece is not None and _same(part.piece, segment.piece)
+            if exact and part in self.fixed and isinstance(heads, slice) and isinstance(rows, slice):
+                key = whole, part.root, part.shape
+                groups.setdefault(key, []).append(_Part(segment, heads, rows, _offset(part)))
+        runs: list[list[_Part]] = []
+        for parts in groups.values():
+            run: list[_Part] = []
+            for part in sorted(parts, key=lambda part: (part.heads.start, part.rows.start)):
+                if not run or not _continues(run, part):
+                    run = []
+                    runs.append(run)
+                run.append(part)
+        return [run for run in runs if len(run) > 1]
 
-    def _equal_steps(self, segments: list[Segment]) -> list[Segment]:
-        """The first segments that cut one tensor into equal parts, for slots at equal distances in one buffer."""
-        first = segments[0]
-        root = first.target.root
-        if root not in self.fixed or first.target is root:
-            return [first]
-        group, step = [first], 0
-        dim = -1
-        for segment in segments[1:]:
-            if segment.source is not first.source or segment.target.root is not root:
-                continue
-            last = group[-1]
-            along = _follows(last, segment, by="source")
-            distance = _offset(segment.target) - _offset(last.target)
-            fits = along >= 0 and distance > 0 and segment.target.shape == first.target.shape
-            if not fits or (step and (distance, along) != (step, dim)):
-                break
-            step, dim = distance, along
-            group.append(segment)
-        whole = all(s.target.piece is not None and _same(s.target.piece, s.piece) for s in group)
-        return group if whole else [first]
-
-    def _scatter(self, group: list[Segment]) -> list[Launch]:
-        first, last = group[0], group[-1]
-        source, target = first.source, first.target
-        which = _follows(group[0], group[1], by="source")
-        dim = self.axes[which]
+    def _strided(self, run: list[_Part], tensor: int, buffer: int) -> Launch:
+        """One copy between a region of a tensor, cut into equal parts, and slots at equal distances."""
+        first, last = run[0], run[-1]
+        whole, part = first.segment[tensor], first.segment[buffer]
+        dim = self.axes[0 if first.heads != last.heads else 1]
         assert dim is not None
-        start, end = (on_device(source.positions(s.piece), self.device) for s in (first, last))
-        whole = list(start)
-        whole[which] = slice(start[which].start, end[which].stop)  # type: ignore[union-attr]
-        region: Index = (whole[0], whole[1])
-        step = (_offset(group[1].target) - _offset(target)) // _item(target)
-        planes = self._strided(target, len(group), step, dim)
-        axes, count = self.axes, len(group)
+        region = slice(first.heads.start, last.heads.stop), slice(first.rows.start, last.rows.stop)
+        item = part.num_bytes // prod(part.shape)
+        step, count, axes = (run[1].offset - first.offset) // item, len(run), self.axes
 
-        def split(slots: Slots) -> list[Tensor]:
-            return [pick(x, region, axes).unflatten(dim, (count, -1)) for x in slots[source]]
+        def cut(slots: Slots) -> list[Tensor]:
+            return [pick(x, region, axes).unflatten(dim, (count, -1)) for x in slots[whole]]
 
-        return [self._fixed_copies(split, lambda _: planes, source in self.fixed, b=True)]
+        def spread(slots: Slots) -> list[Tensor]:
+            views = [(x, (count, *x.shape), (step, *x.stride())) for x in slots[part]]
+            return [x.as_strided(sizes, strides).movedim(0, dim) for x, sizes, strides in views]
 
-    def _strided(self, target: Slot, count: int, step: int, dim: int) -> list[Tensor]:
-        """[…, count, …]: the planes of slots at equal distances, as one tensor each."""
-        views: list[Tensor] = []
-        for plane in self.fixed[target]:
-            sizes, strides = (count, *plane.shape), (step, *plane.stride())
-            views.append(plane.as_strided(sizes, strides).movedim(0, dim))
-        return views
+        ends = (whole, cut), (part, spread)
+        return self._copies(ends[tensor], ends[buffer])
 
-    # Slots that are filled side by side.
 
-    def _side_by_side(self, segments: list[Segment]) -> list[Segment]:
-        """The first segments that fill one slot along one dim, in order and in one dtype."""
-        first = segments[0]
-        group, dim = [first], -1
-        for segment in segments[1:]:
-            if segment.target is not first.target or segment.source.dtype != first.target.dtype:
-                continue
-            along = _follows(group[-1], segment, by="target")
-            if along < 0 or (dim >= 0 and along != dim):
-                continue
-            group.append(segment)
-            dim = along
-        return group if first.source.dtype == first.target.dtype else [first]
+def _continues(run: list[_Part], part: _Part) -> bool:
+    """Whether a part goes on where a run ends, in the tensor and in the buffer."""
+    last = run[-1]
+    by_heads = last.rows == part.rows and last.heads.stop == part.heads.start
+    by_rows = last.heads == part.heads and last.rows.stop == part.rows.start
+    if not (by_heads or by_rows) or part.offset <= last.offset:
+        return False
+    if len(run) == 1:
+        return True
+    same = part.offset - last.offset == last.offset - run[-2].offset
+    return same and by_heads == (run[-2].rows == last.rows and run[-2].heads != last.heads)
 
-    def _gather(self, group: list[Segment]) -> list[Launch]:
-        target = group[0].target
-        which = _follows(group[0], group[1], by="target")
-        dim = self.axes[which]
-        assert dim is not None
-        start, end = (on_device(target.positions(s.piece), self.device) for s in (group[0], group[-1]))
-        whole = list(start)
-        whole[which] = slice(start[which].start, end[which].stop)  # type: ignore[union-attr]
-        region: Index = (whole[0], whole[1])
-        parts = [(s.source, on_device(s.source.positions(s.piece), self.device)) for s in group]
-        axes = self.axes
 
-        def join(slots: Slots) -> None:
-            for plane, into in enumerate(slots[target]):
-                pieces = [pick(slots[source][plane], at, axes) for source, at in parts]
-                torch.cat(pieces, dim, out=pick(into, region, axes))
-
-        return [join]
+def _joined(sources: list[Tensor], targets: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Planes that lie at equal distances at both ends, as one tensor each."""
+    if len(sources) != 2:
+        return sources, targets
+    joined: list[Tensor] = []
+    for first, second in (sources, targets):
+        step = second.storage_offset() - first.storage_offset()
+        together = first.untyped_storage()._cdata == second.untyped_storage()._cdata
+        if step <= 0 or not together or first.stride() != second.stride():
+            return sources, targets
+        joined.append(first.as_strided((2, *first.shape), (step, *first.stride())))
+    return [joined[0]], [joined[1]]
 
 
 def _move(x: Tensor, at: Index, into: Tensor, to: Index, axes: Axes, *, add: bool) -> None:
@@ -232,31 +222,10 @@ def _move(x: Tensor, at: Index, into: Tensor, to: Index, axes: Axes, *, add: boo
     torch.index_select(rest, dim, which, out=pick(into, to, axes))
 
 
-def _follows(before: Segment, after: Segment, *, by: str) -> int:
-    """0 if a segment's heads come right after another's in a slot, 1 if its rows do; -1 otherwise."""
-    slot = before.source if by == "source" else before.target
-    (heads, rows), (more_heads, more_rows) = slot.positions(before.piece), slot.positions(after.piece)
-    if not all(isinstance(at, slice) for at in (heads, rows, more_heads, more_rows)):
-        return -1
-    for along, a, b, same in (
-        (0, heads, more_heads, rows == more_rows),
-        (1, rows, more_rows, heads == more_heads),
-    ):
-        assert isinstance(a, slice) and isinstance(b, slice)
-        equal = by == "target" or a.stop - a.start == b.stop - b.start
-        if same and a.stop == b.start and equal:
-            return along
-    return -1
-
-
-def _same(a: object, b: object) -> bool:
-    return (a.heads, a.tokens) == (b.heads, b.tokens)  # type: ignore[attr-defined]
+def _same(a: Piece, b: Piece) -> bool:
+    return (a.heads, a.tokens) == (b.heads, b.tokens)
 
 
 def _offset(slot: Slot) -> int:
     """Bytes from the beginning of the buffer that a slot lies in."""
     return slot.offset + (_offset(slot.parent) if slot.parent is not None else 0)
-
-
-def _item(slot: Slot) -> int:
-    return slot.num_bytes // prod(slot.shape) if prod(slot.shape) else 1

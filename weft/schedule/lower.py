@@ -43,6 +43,40 @@ def _kind(schedule: Schedule) -> type[Lowering]:
 class _Forward(AttentionLowering):
     """Outputs are merged in float32 or better and leave in the caller's dtype."""
 
+    def begin(self, attends: list[Attend], parts: Sequence[Part]) -> None:
+        super().begin(attends, parts)
+        self.lands = False
+        if self.operands["q"][1:] or not any(self.is_home(q.hull) for q in self.operands["q"]):
+            self.result = self.home_slot("o", "result")
+            self.lands = self._can_land(parts)
+
+    def _can_land(self, parts: Sequence[Part]) -> bool:
+        """Whether outputs may be received into the result: they and what is computed here are all of it."""
+        home = self.result.piece
+        assert home is not None
+        if (
+            self.problem.batch > 1
+            or self.result.order is not None
+            or self.result.shape[3] != home.tokens.size
+        ):
+            return False
+        pieces = [q.hull & home for q in self.operands["q"]]
+        for _, op in parts:
+            if isinstance(op, Messages):
+                pieces += [p for some in op.receives.values() for p in some if p.tensor == "o"]
+        cells = sum(piece.heads.size * piece.tokens.size for piece in pieces)
+        return cells == home.heads.size * home.tokens.size
+
+    def landing(self, piece: Piece) -> Slot | None:
+        if not (self.lands and piece.tensor == "o" and len(piece.heads.runs) == 1):
+            return None
+        if piece.tokens != self.result.tokens:
+            return None
+        slot = self.slot(f"part of {self.result.name}", "result", piece)
+        slot.parent = self.result
+        slot.offset = piece.heads.runs[0][0] * (self.result.num_bytes // self.result.shape[2])
+        return slot
+
     def sources(self, piece: Piece) -> list[Slot]:
         if piece.tensor != "o":
             return super().sources(piece)
@@ -83,9 +117,9 @@ class _Forward(AttentionLowering):
             else:
                 self.steps.append(Cast(-1, out, self.home_slot("o", "result")))
             return
-        target = self.home_slot("o", "result")
-        assert target.piece is not None
-        self.put(target, cover(target.piece, self.sources(target.piece), target))
+        piece = self.result.piece
+        assert piece is not None
+        self.put(self.result, cover(piece, self.sources(piece), self.result))
 
     def _save(self, operands: list[Operand]) -> None:
         """Outputs in the caller's dtype, as the backward reads them; what is the result itself is there anyway."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from weft.core.problem import ITEM_BYTES
@@ -158,6 +159,11 @@ class Lowering(ABC):
         del piece, number
         return None
 
+    def is_copied(self, pieces: list[Piece]) -> bool:
+        """Whether nothing of a message is used where it lies."""
+        del pieces
+        return True
+
     def landing(self, piece: Piece) -> Slot | None:
         """Where a piece may be received in place."""
         del piece
@@ -235,7 +241,9 @@ class Lowering(ABC):
             receives = exchange.post.receives
             if not receives and exchange.number + 1 < self.posts:  # it brought nothing to wait for
                 self.release(exchange)
-            elif exchange.awaited < len(receives):  # some of it is here, so the rest is not worth a buffer more
+            elif exchange.awaited < len(
+                receives
+            ):  # some of it is here, so the rest is not worth a buffer more
                 for _, message in receives:
                     self.wait_for(message)
         packed = {peer: pieces for peer, pieces in op.sends.items() if peer not in sends}
@@ -247,6 +255,8 @@ class Lowering(ABC):
             message, slots = self.receive(index, peer, pieces)
             receives.append((peer, message))
             arrivals.append((pieces, slots))
+        if len(receives) > 1 and all(self.is_copied(pieces) for pieces in op.receives.values()):
+            _lay_side_by_side(f"in {index}", [slot for _, slot in sorted(receives, key=itemgetter(0))])
         label = op.label or "exchange"
         post = Post(index, label, tuple([(peer, sends[peer]) for peer in op.sends]), tuple(receives))
         self.steps.append(post)
@@ -291,12 +301,7 @@ class Lowering(ABC):
             messages[peer], slots = self.message(f"out {index} to {peer}", self.buffer_memory, pieces)
             for slot, piece in zip(slots, pieces, strict=True):
                 segments += self.collect(index, slot, self.find(piece, slot))
-        if len(messages) > 1:
-            at, buffer = 0, Slot(f"out {index}", self.buffer_memory, 0)
-            for message in messages.values():
-                message.parent, message.offset = buffer, at
-                at += -(-message.num_bytes // ALIGN) * ALIGN
-            buffer.num_bytes = at
+        _lay_side_by_side(f"out {index}", [messages[peer] for peer in sorted(messages)])
         if segments:
             self.steps.append(Copy(index, tuple(segments)))
         return messages
@@ -319,3 +324,18 @@ class Lowering(ABC):
         if cells < piece.heads.size * piece.tokens.size:
             self.steps.append(Fill(index, target))
         return segments
+
+
+def _lay_side_by_side(name: str, messages: list[Slot]) -> None:
+    """Put messages of equal size into one buffer, in which one strided copy reaches all of them."""
+    first = messages[0]
+    size = -(-first.num_bytes // ALIGN) * ALIGN
+    if len(messages) < 2 or any(
+        (m.num_bytes, m.memory, m.parent) != (first.num_bytes, first.memory, None) for m in messages
+    ):
+        return
+    if first.memory == "peer":
+        return
+    buffer = Slot(name, first.memory, size * len(messages))
+    for number, message in enumerate(messages):
+        message.parent, message.offset = buffer, number * size

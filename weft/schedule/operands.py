@@ -109,6 +109,10 @@ class AttentionLowering(Lowering):
             slot if slot is not None and slot.memory == self.buffer_memory and not operand.is_view else None
         )
 
+    def is_copied(self, pieces: list[Piece]) -> bool:
+        numbers = [self.pieces(piece).number for piece in pieces]
+        return not any(n in self.operand_of and self.operand_of[n].number == n for n in numbers)
+
     def operand(self, wanted: Piece) -> Operand:
         """The operand that a piece belongs to, with everything that the piece needs in its slot."""
         operand = self.operand_of[self.pieces(wanted).number]
@@ -190,8 +194,8 @@ class AttentionLowering(Lowering):
             self.wait_at(segment.source)
         if not self.fills(target, segments):
             self.steps.append(Fill(index, target))
-        if segments:
-            self.steps.append(Copy(index, tuple(segments)))
+        if copied := [segment for segment in segments if segment.source.parent is not target]:
+            self.steps.append(Copy(index, tuple(copied)))
 
     def brought_by(self, kv: Piece) -> str:
         """The exchange, after the scatter, that brought some keys and values; `hop 0` if they were there."""
