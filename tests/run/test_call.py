@@ -96,7 +96,7 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "long prefix of a length": ({"prefix": 6, "tokens": 5}, r"prefix=6 and suffix=0 do not fit into 5"),
     "negative prefix": ({"prefix": -1, "tokens": 5}, r"prefix=-1"),
-    "timeout 0": ({"timeout": 0}, r"timeout=0.*seconds, above 0"),
+    "timeout 0": ({"timeout": 0}, r"timeout must be > 0, got 0"),
     "timeout nan": ({"timeout": NAN}, r"timeout=nan.*seconds, above 0"),
     "timeout's type": ({"timeout": None}, r"timeout=None.*seconds, above 0"),
     "mesh's type": ({"mesh": "cpu"}, r"mesh='cpu' is a str.*DeviceMesh, a process group"),

@@ -132,6 +132,14 @@ class Layout:
             found.append(np.concatenate(runs) if runs else np.empty(0, dtype=np.int64))
         return tuple(found)
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Made once: a layout in the order of cubes has thousands of runs, and is part of every call's key."""
+        return hash((self.size, self.shards, self.dim, self.padding))
+
     @cached_property
     def digest(self) -> str:
         """A layout in the order of cubes is long, and is that of many schedules."""

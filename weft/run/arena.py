@@ -1,7 +1,7 @@
 """Arena: the memory in which programs have their workspaces, shared by all that run one after another.
 
-The layers of one model may each have a plan of their own, and only one of them runs at a time on a stream. Programs
-on different streams of a device may run at the same time, so each stream has a block of its own.
+The layers of one model may each have a plan of their own, and only one of them runs at a time on a stream.
+Programs on different streams of a device may run at the same time, so each stream has a block of its own.
 """
 
 from __future__ import annotations

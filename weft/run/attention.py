@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import suppress
-from dataclasses import replace
-from functools import lru_cache
 from operator import index
 from typing import Any
 
@@ -20,10 +17,10 @@ from weft.core.schedule import Schedule
 from weft.core.topology import Topology
 from weft.plan.choose import Plan
 from weft.run.agree import agree, count_rows, refuse
-from weft.run.call import Options, Tensors, facts, schedule_for
+from weft.run.call import Call, Counts, facts, schedule_for
 from weft.run.execute import Executor
 from weft.run.kernels import choose as choose_kernel
-from weft.run.op import attention_op, forget, register
+from weft.run.op import attention_op, forget, is_plain, register
 from weft.run.world import World, axes_of, world_of
 
 Tokens = int | Layout | tuple[int, tuple[Runs, ...]] | None
@@ -60,82 +57,95 @@ def attention(  # noqa: PLR0913 - the one call users make; each option is a word
     timeout             seconds that a rank waits for another before it raises.
     topology            links and speeds for plan="auto"; by default the TOML that $WEFT_TOPOLOGY names.
     """
-    # Under torch.compile sizes and scale may be symbols: index() and hex() make them constants again.
-    shapes = [tuple(index(size) for size in x.shape) for x in (q, k, v)]
-    exact_scale = float(scale).hex() if isinstance(scale, int | float) else scale
-    number = _executor(
-        *shapes, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
-        mask, plan, tokens, kv_tokens, prefix, suffix, impl, topology, exact_scale, mesh, timeout,
-    )  # fmt: skip
-    if scale is None:
-        scale = 1 / math.sqrt(q.shape[-1])
-    scale = float(scale)
+    options = (mask, plan, tokens, kv_tokens, prefix, suffix, impl, topology)
+    if torch.compiler.is_compiling():
+        # Sizes and scale may be symbols: index() and hex() make them constants again.
+        shapes = [tuple(index(size) for size in x.shape) for x in (q, k, v)]
+        exact = float(scale).hex() if isinstance(scale, int | float) else scale
+        kinds = (q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
+        number = _constant_executor(*shapes, *kinds, *options, exact, mesh, timeout)
+        executor = None
+    else:
+        dtypes, devices = (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device)
+        executor = _executor(Call(q.shape, k.shape, v.shape, dtypes, devices, *options, scale), mesh, timeout)
+        number = executor.number
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     keep = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if executor is not None and not keep and is_plain(q, k, v):
+        return executor.forward(q, k, v, scale, keep=False)[0]
     return attention_op(q, k, v, number, scale, keep)[0]
 
 
-def _executor(*given: Any) -> int:
-    """The number of this call's executor. A new one is agreed on by all ranks before anything moves.
-
-    Under torch.compile this runs once, while tracing, and may be given single plain values only.
-    """
-    (q, k, v), dtypes, devices = given[:3], given[3:6], given[6:9]
-    *rest, exact_scale, mesh, timeout = given[9:]
-    tensors = Tensors(q, k, v, dtypes, devices)
-    rest[2:4] = (_layout(*given) if isinstance(given, tuple) else given for given in rest[2:4])
-    options = Options(*rest, scale=exact_scale)
-    with suppress(TypeError, ValueError):  # anything else is refused below, with the others told
-        options = replace(options, scale=float.fromhex(exact_scale))
+def _executor(call: Call, mesh: Any, timeout: float) -> Executor:
+    """Return the executor of a call. A new one is agreed on by all ranks before anything moves."""
     if not (isinstance(timeout, int | float) and timeout > 0):
-        raise InputError(f"timeout={timeout!r} is no time to wait.", hint="Give seconds, above 0.")
+        raise InputError(f"timeout must be > 0, got {timeout!r}.", hint="Give seconds.")
     world = world_of(mesh, float(timeout))
     comm = world.comm
+    counts, axes = None, axes_of(mesh)
     try:
-        tensors.check()
-        options.check()
+        # Rows may change on some ranks only, so a look-up by local shapes could leave others waiting.
+        if not call.tells_tokens:
+            call.tensors.check()
+            counts = count_rows(comm, call.q[2], call.k[2])
+        key = (call, axes, counts)
+        executor = world.compiled.get(key)
+    except TypeError:
+        executor, key = None, None  # an option that has no hash: it is refused below
     except WeftError as error:
         refuse(comm, error)
         raise
-    # Rows may change on some ranks only, so a look-up by local shapes could leave others waiting.
-    counts = None if options.tells_tokens else count_rows(comm, tensors.q[2], tensors.k[2])
-    key = (tensors, options, axes_of(mesh), counts)
-    if key in world.compiled:
+    if executor is None:
+        executor = _new_executor(call, world, counts, axes)
+        if key is not None and TracingContext.try_get() is None:  # a compiled graph holds its number for ever
+            _make_room(world)
+            world.compiled[key] = executor
+    elif len(world.compiled) > EXECUTORS // 2:
         world.compiled[key] = world.compiled.pop(key)  # to the end: it was used last
-    else:
-        try:
-            schedule = schedule_for(
-                tensors, options, rank=comm.rank, ranks=comm.size, counts=counts, axes=axes_of(mesh)
-            )
-            kernel = choose_kernel(options.impl, tensors.dtype, str(tensors.devices[0]))
-        except WeftError as error:
-            refuse(comm, error)
-            raise
-        agreed = facts(schedule, tensors, options, kernel.name)
-        agree(comm, agreed)
-        executor = Executor(schedule, comm, kernel, name=str(agreed), arena=world.arena)
-        _make_room(world)
-        number = register(executor)
-        if TracingContext.try_get() is not None:
-            return number  # a compiled graph holds this number for ever, so nobody may forget it
-        world.compiled[key] = number
-    return world.compiled[key]
+    return executor
+
+
+def _new_executor(call: Call, world: World, counts: Counts | None, axes: str | None) -> Executor:
+    comm, tensors = world.comm, call.tensors
+    try:
+        tensors.check()
+        options = call.options.checked()
+        schedule = schedule_for(tensors, options, rank=comm.rank, ranks=comm.size, counts=counts, axes=axes)
+        kernel = choose_kernel(options.impl, tensors.dtype, str(tensors.devices[0]))
+    except WeftError as error:
+        refuse(comm, error)
+        raise
+    agreed = facts(schedule, tensors, options, kernel.name)
+    agree(comm, agreed)
+    executor = Executor(schedule, comm, kernel, name=str(agreed), arena=world.arena)
+    register(executor)
+    return executor
+
+
+def _constant_executor(*values: Any) -> int:
+    """Return the number of a call's executor to torch.compile, which runs this once, while it traces.
+
+    It may be given single plain values only; see `Call` for their order.
+    """
+    shapes, dtypes, devices = values[:3], values[3:6], values[6:9]
+    *options, scale, mesh, timeout = values[9:]
+    if isinstance(scale, str):
+        scale = float.fromhex(scale)
+    return _executor(Call(*shapes, dtypes, devices, *options, scale), mesh, timeout).number
 
 
 # What torch.compiler.assume_constant_result does; its import alone costs every rank two seconds.
-_executor._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-_layout = lru_cache(1024)(Layout)
+_constant_executor._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _make_room(world: World) -> None:
     """Masks that change from step to step make executors without end; the oldest ones go."""
     while len(world.compiled) >= EXECUTORS:
-        forget(world.compiled.pop(next(iter(world.compiled))))
+        forget(world.compiled.pop(next(iter(world.compiled))).number)
 
 
 def let_go(world: World, mask: BlockMask) -> None:
     """What was compiled for a mask that will not come again; all ranks must say so at the same time."""
-    old = [key for key in world.compiled if key[1].mask is not None and key[1].mask.digest == mask.digest]
+    old = [key for key in world.compiled if key[0].mask is not None and key[0].mask.digest == mask.digest]
     for key in old:
-        forget(world.compiled.pop(key))
+        forget(world.compiled.pop(key).number)

@@ -1,7 +1,7 @@
 """Bind: give the slots of a program their tensors, and turn its steps into calls.
 
-What lies in the workspace is bound once; the caller's tensors, results and what a kernel returns are looked up in
-the frame of a run.
+What lies in the workspace is bound once; the caller's tensors, results and what a kernel returns are looked
+up in the frame of a run.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,6 +20,8 @@ from weft.plan.choose import Plan, build
 from weft.run.kernels import IMPLEMENTATIONS
 from weft.run.world import machines, place
 from weft.schedule.verify import verify
+
+_layout_of = lru_cache(1024)(Layout)
 
 Counts = tuple[tuple[int, ...], ...]
 """By rank: rows of q, rows of k."""
@@ -38,11 +41,15 @@ class Options:
     topology: Topology | None
     scale: float | None
 
-    @property
-    def tells_tokens(self) -> bool:
-        """Whether the options alone say how long the whole sequence is."""
-        given = self.tokens is not None or self.mask is not None
-        return given or isinstance(self.plan, Plan | Schedule)
+    def checked(self) -> Options:
+        """The options with layouts in place of their constants, if they keep the rules."""
+        tokens, kv_tokens = (
+            _layout_of(*each) if isinstance(each, tuple) else each for each in (self.tokens, self.kv_tokens)
+        )
+        scale = float(self.scale) if isinstance(self.scale, int) else self.scale
+        options = replace(self, tokens=tokens, kv_tokens=kv_tokens, scale=scale)
+        options.check()
+        return options
 
     def check(self) -> None:
         """The rules that hold whatever the tensors are."""
@@ -119,6 +126,39 @@ class Tensors:
     @property
     def dtype(self) -> str:
         return str(self.dtypes[0]).removeprefix("torch.")
+
+
+class Call(NamedTuple):
+    """What one call asks for: equal calls share an executor."""
+
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    v: tuple[int, ...]
+    """Shapes of this rank's tensors."""
+    dtypes: tuple[torch.dtype, ...]
+    devices: tuple[torch.device, ...]
+    mask: BlockMask | None
+    plan: str | Plan | Schedule
+    tokens: Any
+    kv_tokens: Any
+    prefix: int
+    suffix: int
+    impl: str
+    topology: Topology | None
+    scale: float | None
+
+    @property
+    def tensors(self) -> Tensors:
+        return Tensors(*(tuple(shape) for shape in self[:3]), self.dtypes, self.devices)
+
+    @property
+    def options(self) -> Options:
+        return Options(*self[5:])
+
+    @property
+    def tells_tokens(self) -> bool:
+        """Whether the options alone say how long the whole sequence is."""
+        return self.tokens is not None or self.mask is not None or not isinstance(self.plan, str)
 
 
 def schedule_for(

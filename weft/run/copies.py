@@ -79,7 +79,7 @@ def put(x: Tensor, index: Index, value: Tensor, axes: Axes = ATTENTION, *, add: 
 
 
 class _Part(NamedTuple):
-    """A segment seen from a tensor that it is cut from, or put into: there in two slices, elsewhere in a buffer."""
+    """A segment that is two slices of a tensor at one end, and a slot of a buffer at the other."""
 
     segment: Segment
     heads: slice
@@ -125,7 +125,7 @@ class Copier:
 
     def _copies(self, source: tuple[Slot, Views], target: tuple[Slot, Views]) -> Launch:
         """Copy views to views, which are made once where their memory is fixed."""
-        (a, read), (b, write) = source, target
+        (_, read), (_, write) = source, target
         sources, targets = (
             make(self.fixed) if slot in self.fixed else None for slot, make in (source, target)
         )

@@ -88,6 +88,8 @@ class Executor(Runner):
         """Executors that share an arena must run one after another, or on streams of their own."""
         super().__init__(schedule, comm, arena or Arena(), name)
         self.kernel, self._keep = kernel, keep
+        self.number = -1
+        """What torch operations call it by, once it is registered."""
 
     @cached_property
     def backward_schedule(self) -> Schedule:

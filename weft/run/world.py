@@ -44,8 +44,8 @@ class World:
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
         self.arena = Arena()
-        self.compiled: dict[Any, int] = {}
-        """Numbers of executors by what they were made for, the least recently used first."""
+        self.compiled: dict[Any, Any] = {}
+        """Executors by the calls that they were made for, the least recently used first."""
 
 
 _alone = World(SoloComm())
