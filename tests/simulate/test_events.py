@@ -174,27 +174,32 @@ def test_part_of_what_came_is_passed_on_only_when_it_is_there():
     assert of_kind(timeline, "send") == [(0, 0.0, 1.0), (1, 1.0, 1.5)]
 
 
-def test_results_are_put_together_when_they_are_home():
+def test_results_arrive_in_place():
     out = Exchange((Transfer(Piece("o", kv(0).heads, kv(0).tokens), 1, 0),), "return")
     timeline = play(flat(2, memory_bandwidth=SHARD), out)
-    packed, sent = SHARD / 2 * 2 / SHARD, 0.5
-    assert of_kind(timeline, "copy") == [(0, packed + sent, 2 * packed + sent), (1, 0.0, packed)]
+    packed = SHARD / 2 * 2 / SHARD
+    # The one that sends has nothing that is its own: its result is zeros.
+    assert of_kind(timeline, "copy") == [(1, 0.0, packed), (1, packed, 2 * packed)]
+    assert of_kind(timeline, "wait") == [(0, 0.0, packed + 0.5)]
 
 
 def test_posting_and_packing_cost_the_rank_its_time():
     copied = play(flat(2, memory_bandwidth=SHARD / 2), sends((0, 1)))
-    assert of_kind(copied, "copy") == [(0, 0.0, 4.0)], "a shard is read and written"
+    # A shard is read and written; then both make a result of zeros, for they compute nothing.
+    assert of_kind(copied, "copy") == [(0, 0.0, 4.0), (0, 4.0, 6.0), (1, 0.0, 2.0)]
     posted = play(flat(2, post_seconds=3.0), sends((0, 1)))
     assert of_kind(posted, "copy") == [(0, 0.0, 3.0), (1, 0.0, 3.0)]
     assert posted.seconds == 4
 
 
-def test_a_ring_copies_its_shard_once_and_ulysses_everything_twice():
+def test_a_ring_copies_its_shard_once_and_ulysses_its_inputs_twice():
     layout = Layout.even(64, 4)
     problem = Problem(batch=1, heads=4, kv_heads=4, head_dim=1, q=layout, kv=layout)
     topology = Topology(devices=4, intra=FREE, inter=FREE, memory_bandwidth=2.0, flops=1e30)
     tensor = 64 * 4  # bytes that a rank holds of q; a second each
-    for name, expected in (("ring", 2 * tensor), ("ulysses", 4 * tensor * 3 / 4 + 4 * tensor)):
+    # Three quarters of q, k, v, o are packed; q, k, v are put together; o arrives in place but for its own part.
+    copied = 4 * tensor * 3 / 4 + 3 * tensor + tensor / 4
+    for name, expected in (("ring", 2 * tensor), ("ulysses", copied)):
         timeline = simulate(build(name, problem, BlockMask.dense(4, 64)), topology)
         for rank in range(4):
             copies = [s.seconds for s in timeline.of(rank) if s.kind == "copy"]

@@ -11,6 +11,7 @@ from weft.core.schedule import Attend, Piece, Schedule
 from weft.core.topology import Link, Topology
 from weft.schedule.measure import measure
 from weft.schedule.reverse import reverse
+from weft.schedule.workspace import peak_memory
 from weft.simulate.events import simulate
 
 
@@ -39,7 +40,7 @@ def test_every_timeline_is_consistent(case, backward, data):
     report = measure(schedule)
     assert timeline == simulate(schedule, topology)
     assert (timeline.traffic == report.matrix()).all()
-    assert timeline.memory == report.peak_memory
+    assert timeline.memory == peak_memory(schedule)
     assert sum(s.kind == "send" for s in timeline.spans) == sum(report.messages.values())
     assert [s.op for s in sorted(timeline.spans, key=lambda s: s.op) if s.kind == "attend"] == [
         index for index, _ in schedule.attends()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +21,9 @@ if TYPE_CHECKING:
     from weft.core.topology import Topology
     from weft.plan.choose import Option, Plan
     from weft.simulate.models import Model
+
+COSTS = ("intra_bytes", "inter_bytes", "imbalance", "bound", "memory")
+"""Of an option, as JSON names them."""
 
 
 def run(
@@ -155,7 +157,7 @@ def _plain(plan: Plan) -> dict[str, Any]:
             "plan": option.name,
             "seconds": option.seconds,
             "exposed": option.timing.exposed,
-            **{name: value for name, value in asdict(option).items() if name not in ("strategy", "timing")},
+            **{name: getattr(option, name) for name in COSTS},
         }
         for option in plan.ranked
     ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from weft.core.errors import InputError
 from weft.core.mask import BlockMask
@@ -18,6 +19,7 @@ from weft.plan.split import whole
 from weft.plan.strategies import kinds, parse
 from weft.plan.strategy import Strategy, factors
 from weft.schedule.measure import attend_works, measure
+from weft.schedule.workspace import peak_memory
 from weft.simulate.critical import Timing
 from weft.simulate.predict import predict
 
@@ -40,8 +42,12 @@ class Option:
     imbalance: float
     bound: float
     """The least imbalance that this kind of partition could have."""
-    memory: int
-    """Peak bytes of the fullest rank."""
+    schedule: Schedule = field(repr=False, compare=False)
+
+    @cached_property
+    def memory(self) -> int:
+        """Peak bytes of the fullest rank, worked out when asked for: choosing does not need them."""
+        return max(peak_memory(self.schedule))
 
     @property
     def name(self) -> str:
@@ -237,5 +243,5 @@ def _option(strategy: Strategy, schedule: Schedule, deals: Deals) -> Option:
         report.total_bytes - inside,
         report.imbalance,
         deals.bound(strategy),
-        max(report.peak_memory),
+        schedule,
     )

@@ -18,7 +18,8 @@ from weft.plan.choose import build
 from weft.plan.strategies import parse
 from weft.report.path import critical_path
 from weft.report.sweep import Point
-from weft.schedule.measure import peak_memory, rank_work
+from weft.schedule.measure import rank_work
+from weft.schedule.workspace import peak_memory
 from weft.simulate.events import MEASURED
 
 
@@ -138,7 +139,7 @@ def by_call(timeline: Timeline) -> dict[int, list[Span]]:
 
 
 def is_backward(spans: Iterable[Span]) -> bool:
-    """Whether a call is the gradient of an attention, by the names that `schedule.labels` gives."""
+    """Whether a call is the gradient of an attention, by the names that its program gives."""
     return any(span.kind == "attend" and span.name.startswith("gradient") for span in spans)
 
 

@@ -11,10 +11,41 @@ import math
 
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem
-from weft.core.schedule import Attend
+from weft.core.schedule import Attend, Schedule
 from weft.core.topology import Topology
+from weft.schedule.program import Attention, Gradient, Post, Step, Wait
 
+ATTENTIONS = (Attention, Gradient)
 ROW = 64  # queries that a kernel takes at a time where the mask has no blocks of its own
+
+
+class Prices:
+    """What the steps of a schedule's programs cost on a topology.
+
+    `works` are the active triples of each Attend, `seconds` what it takes where that has been measured.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        topology: Topology,
+        works: dict[int, int],
+        seconds: dict[int, float] | None = None,
+    ) -> None:
+        self.schedule, self.topology, self.works, self.measured = schedule, topology, works, seconds
+        self.byte_seconds = 2 / topology.memory_bandwidth if topology.memory_bandwidth else 0.0
+
+    def seconds(self, step: Step) -> float:
+        """Return how long a step keeps the compute lane busy; what a Wait takes only events can tell."""
+        if isinstance(step, ATTENTIONS):
+            if self.measured is not None:
+                return self.measured[step.op]
+            op = self.schedule.ops[step.op]
+            assert isinstance(op, Attend), f"operation {step.op} is no attention"
+            return attend_seconds(self.topology, *self.schedule.attention, self.works[step.op], op)
+        if isinstance(step, Post):
+            return self.topology.post_seconds * (len(step.sends) + len(step.receives))
+        return 0.0 if isinstance(step, Wait) or not self.byte_seconds else step.num_bytes * self.byte_seconds
 
 
 def send_seconds(topology: Topology, src: int, dst: int, num_bytes: int) -> float:

@@ -1,6 +1,6 @@
 """Simulate: run a schedule on a topology that we may not have, event by event.
 
-Every rank walks its program (see `programs`); what takes time is a task with so much left to do and a
+Every rank walks the steps of its program; what takes time is a task with so much left to do and a
 speed. Speeds change when tasks that share something come or go: the links of a device, the network of
 a machine, its cores. Shares are equal; what a task cannot use of its share is lost to the others.
 
@@ -14,16 +14,21 @@ import gc
 from collections.abc import Generator
 from contextlib import contextmanager
 from heapq import heappop, heappush
+from math import inf
+from operator import itemgetter
 
 from weft.core.errors import InputError
-from weft.core.schedule import Schedule
+from weft.core.schedule import Exchange, Schedule
 from weft.core.timeline import Span, Timeline
 from weft.core.topology import Topology
-from weft.schedule.measure import attend_works, peak_memory
-from weft.simulate.programs import Meet, Message, Post, Programmer, Step, Wait, Work
+from weft.schedule.lower import lower_all
+from weft.schedule.measure import attend_works
+from weft.schedule.program import Post, Program, Wait, span_name
+from weft.schedule.workspace import memory_of
+from weft.simulate.costs import ATTENTIONS, Prices
 from weft.simulate.sharing import Network, Task
 
-MEASURED = 64  # Ranks up to which memory is walked through: the walk visits each operation for each rank.
+MEASURED = 64  # ranks up to which memory is worked out: it takes as long as all the rest
 
 
 def simulate(
@@ -34,7 +39,7 @@ def simulate(
     seconds: dict[int, float] | None = None,
     memory: bool = True,
 ) -> Timeline:
-    """What every rank does when.
+    """Return what every rank does when.
 
     `works` are those of `schedule.measure.attend_works`, if they are known already; `seconds`, by
     operation, are what each Attend takes, if that has been measured. Without `memory` it is left out.
@@ -48,12 +53,12 @@ def simulate(
     if works is None:
         works = {} if seconds else attend_works(schedule)
     with _without_collector():
-        run = _Run(topology, Programmer(schedule, topology).write(works, seconds))
+        programs = lower_all(schedule)
+        run = _Run(schedule, Prices(schedule, topology, works, seconds), programs)
         run.play()
-        run.spans.sort(key=lambda span: (span.rank, span.lane, span.start, span.end))
-        spans = tuple(run.spans)
-        del run  # before the collector looks through a million steps that nobody needs
-    peaks = peak_memory(schedule) if memory and ranks <= MEASURED else ()
+        spans = run.spans()
+        peaks = tuple(memory_of(p).total for p in programs) if memory and ranks <= MEASURED else ()
+        del run, programs  # before the collector looks through a million steps that nobody needs
     return Timeline(
         schedule.name, ranks, spans, topology=topology.name, machines=topology.machines, memory=peaks
     )
@@ -72,90 +77,138 @@ def _without_collector() -> Generator[None]:
 
 
 class _Run:
-    def __init__(self, topology: Topology, programs: list[list[Step]]) -> None:
-        self.topology, self.programs, self.cores = topology, programs, topology.cores
+    def __init__(self, schedule: Schedule, prices: Prices, programs: list[Program]) -> None:
+        self.prices, self.topology = prices, prices.topology
+        self.steps = [program.steps for program in programs]
         self.now = 0.0
-        self.events: list[tuple[float, int, int, Task | Message]] = []
+        self.events: list[tuple[float, int, int, Task]] = []
         self.count = 0
-        self.spans: list[Span] = []
         ranks = range(len(programs))
+        self.lanes: tuple[list[list[Span]], ...] = [[] for _ in ranks], [[] for _ in ranks]
+        """Spans by rank: what it sends, in the order of their ends, and what it computes."""
         self.at = [0 for _ in ranks]
         self.since = [0.0 for _ in ranks]
-        self.waiting: list[Wait | None] = [None for _ in ranks]
+        self.waiting: list[tuple[int, int, int] | None] = [None for _ in ranks]
+        """The message that a rank waits for, as (operation, source, target)."""
+        self.half: set[tuple[int, int, int]] = set()
+        """Messages that one of two ends has posted."""
+        self.there: set[tuple[int, int, int]] = set()
+        self.barriers = [i for i, op in enumerate(schedule.ops) if isinstance(op, Exchange)]
+        if not self.topology.barriers:
+            self.barriers.clear()
+        self.met = [0 for _ in ranks]
         self.meeting: list[int] = []
         self.dirty: dict[Task, None] = {}
-        self.network = Network(topology)
+        self.network = Network(self.topology)
         self.computing: list[Task | None] = [None for _ in ranks]
         self.sending = [0 for _ in ranks]
         self.talking = [0 for _ in ranks]
-        self.lanes = [0] * topology.machines
-        self.on_machine: list[dict[Task, None]] = [{} for _ in range(topology.machines)]
+        self.busy = [0] * self.topology.machines
+        """Lanes that are in use, by machine."""
+        self.on_machine: list[dict[Task, None]] = [{} for _ in range(self.topology.machines)]
 
     def play(self) -> None:
-        for rank in range(len(self.programs)):
+        for rank in range(len(self.steps)):
             self._advance(rank)
         self._settle()
         events = self.events
         while events:
-            self.now, _, version, thing = heappop(events)
-            if isinstance(thing, Message):
-                self._begin_message(thing)
-            elif thing.version == version:
-                self._finish(thing)
+            self.now, _, version, task = heappop(events)
+            if task.version == version:
+                if version:
+                    self._finish(task)
+                else:
+                    self._add(task)  # the first byte arrives: from here on it shares
             if not events or events[0][0] != self.now:
                 self._settle()
 
+    def spans(self) -> tuple[Span, ...]:
+        """All spans by rank, lane and time."""
+        found: list[Span] = []
+        for sends, computed in zip(*self.lanes, strict=True):
+            sends.sort(key=itemgetter(4, 5))
+            found += sends
+            found += computed
+        return tuple(found)
+
     def _advance(self, rank: int) -> None:
         """Walk a rank's program until something takes time."""
-        steps = self.programs[rank]
-        while self.at[rank] < len(steps):
-            step = steps[self.at[rank]]
-            if isinstance(step, Work):
-                self._add(Task(rank, step, step.seconds, 1.0, (), self.cores > 0))
+        steps, there = self.steps[rank], self.there
+        for at in range(self.at[rank], len(steps)):
+            step = steps[at]
+            if self.barriers and not self._meet(rank, step.op):
+                self.at[rank] = at
                 return
             if isinstance(step, Wait):
-                if not step.message.done:
-                    self.waiting[rank], self.since[rank] = step, self.now
+                key = (step.op, rank, step.peer) if step.sent else (step.op, step.peer, rank)
+                if key not in there:
+                    self.at[rank], self.since[rank], self.waiting[rank] = at, self.now, key
                     return
-            elif isinstance(step, Post):
-                for message in step.messages:
-                    message.posts -= 1
-                    if not message.posts:
-                        self._start_message(message)
-            elif not self._meet(rank, step):
+                continue
+            seconds = self.prices.seconds(step)
+            if seconds or isinstance(step, ATTENTIONS):
+                self.at[rank] = at
+                task = Task(rank, step, seconds, self.now, on_core=self.topology.cores > 0)
+                self.computing[rank] = task
+                self._add(task)
                 return
-            self.at[rank] += 1
+            if isinstance(step, Post):
+                self._post(rank, step)
+        self.at[rank] = len(steps)
+        if self.barriers:
+            self._meet(rank, inf)
 
-    def _meet(self, rank: int, step: Meet) -> bool:
-        """Whether a rank is the last at a barrier; then all others go on."""
-        self.since[rank] = self.now
-        if len(self.meeting) + 1 < len(self.programs):
-            self.meeting.append(rank)
-            return False
-        others, self.meeting = self.meeting, []
-        for other in others:
-            self._span(other, "compute", "barrier", step.name, self.since[other], step.op)
-        for other in others:
-            self.at[other] += 1
-            self._advance(other)
+    def _meet(self, rank: int, op: float) -> bool:
+        """Whether a rank has met all others at every exchange up to an operation."""
+        while self.met[rank] < len(self.barriers) and self.barriers[self.met[rank]] <= op:
+            self.since[rank] = self.now
+            if len(self.meeting) + 1 < len(self.steps):
+                self.meeting.append(rank)
+                return False
+            others, self.meeting = self.meeting, []
+            barrier = self.barriers[self.met[rank]]
+            for other in (rank, *others):
+                self.met[other] += 1
+            for other in others:
+                self._span(other, "barrier", "barrier", self.since[other], barrier)
+                self._advance(other)
         return True
 
-    def _start_message(self, message: Message) -> None:
-        message.start = self.now
-        route = self.network.route(message.src, message.dst)
-        self.count += 1
-        heappush(self.events, (self.now + route.latency, self.count, 0, message))
+    def _post(self, rank: int, step: Post) -> None:
+        op, half = step.op, self.half
+        if not self.topology.two_sided:
+            for peer, slot in step.sends:
+                self._start(step, rank, peer, slot.num_bytes)
+            return
+        for ends, slots in ((True, step.sends), (False, step.receives)):
+            for peer, slot in slots:
+                src, dst = (rank, peer) if ends else (peer, rank)
+                key = op, src, dst
+                if key in half:
+                    half.remove(key)
+                    self._start(step, src, dst, slot.num_bytes)
+                else:
+                    half.add(key)
 
-    def _begin_message(self, message: Message) -> None:
-        """The first byte arrives: from here on it shares."""
-        route = self.network.route(message.src, message.dst)
-        left = message.num_bytes + self.topology.half_bytes
+    def _start(self, step: Post, src: int, dst: int, num_bytes: int) -> None:
+        route = self.network.route(src, dst)
         # What leaves a machine waits for its network, not for a core.
-        on_core = self.cores > 0 and route.near
-        self._add(Task(message.src, message, left, route.rate, route.pools, on_core))
+        task = Task(
+            src,
+            step,
+            num_bytes + self.topology.half_bytes,
+            self.now,
+            on_core=self.topology.cores > 0 and route.near,
+            rate=route.rate,
+            pools=route.pools,
+            peer=dst,
+            num_bytes=num_bytes,
+        )
+        self.count += 1
+        heappush(self.events, (self.now + route.latency, self.count, 0, task))
 
     def _add(self, task: Task) -> None:
-        task.start = task.since = self.now
+        task.since = self.now
         for pool in task.pools:
             pool.tasks[task] = None
         self._share(task, 1)
@@ -167,30 +220,46 @@ class _Run:
         for pool in task.pools:
             del pool.tasks[task]
         self.dirty.pop(task, None)
-        thing = task.thing
-        if isinstance(thing, Work):
-            self._span(task.rank, "compute", thing.kind, thing.name, task.start, thing.op)
-            self.at[task.rank] += 1
-            self._advance(task.rank)
-        else:
-            self._arrive(thing)
+        rank, step = task.rank, task.step
+        if task.peer >= 0:
+            self._arrive(task)
+            return
+        self.computing[rank] = None
+        kind = "attend" if isinstance(step, ATTENTIONS) else "copy"
+        self._span(rank, kind, span_name(step), task.start, step.op)
+        if isinstance(step, Post):
+            self._post(rank, step)
+        self.at[rank] += 1
+        self._advance(rank)
+
+    def _arrive(self, task: Task) -> None:
+        op, src, dst = key = task.step.op, task.rank, task.peer
+        self.there.add(key)
+        name = span_name(task.step, dst)
+        self.lanes[0][src].append(
+            Span(src, "comm", "send", name, task.start, self.now, op, dst, task.num_bytes)
+        )
+        for rank, peer in ((dst, src), (src, dst)):
+            if self.waiting[rank] == key:
+                self.waiting[rank] = None
+                name = span_name(self.steps[rank][self.at[rank]])
+                self._span(rank, "wait", name, self.since[rank], op, peer)
+                self.at[rank] += 1
+                self._advance(rank)
 
     def _share(self, task: Task, change: int) -> None:
         """A task comes or goes: mark the tasks whose speed that may change."""
         for pool in task.pools:
             if pool.capacity < pool.top * len(pool.tasks):
                 self.dirty.update(pool.tasks)
-        thing, rank = task.thing, task.rank
-        if isinstance(thing, Work):
-            self.computing[rank] = task if change > 0 else None
-            alone = True
-        else:
-            self.sending[rank] += change * task.on_core
-            alone = self.sending[rank] == max(0, change)
+        alone = True
+        if task.peer >= 0:
+            self.sending[task.rank] += change * task.on_core
+            alone = self.sending[task.rank] == max(0, change)
             if self.topology.comm_slowdown:
-                for end in (thing.src, thing.dst):
+                for end in (task.rank, task.peer):
                     self.talking[end] += change
-                    if hindered := self.computing[end]:
+                    if (hindered := self.computing[end]) and self.talking[end] == max(0, change):
                         self.dirty[hindered] = None
         if task.on_core:
             self._share_cores(task, change if alone else 0)
@@ -199,9 +268,9 @@ class _Run:
         machine = self.topology.machine(task.rank)
         self.on_machine[machine][task] = None
         # The tasks of one lane divide it, so one more of them matters to the others of its rank.
-        if max(self.lanes[machine], self.lanes[machine] + change) > self.topology.cores:
+        if max(self.busy[machine], self.busy[machine] + change) > self.topology.cores:
             self.dirty.update(self.on_machine[machine])
-        self.lanes[machine] += change
+        self.busy[machine] += change
         if task.version < 0:
             del self.on_machine[machine][task]
 
@@ -222,43 +291,14 @@ class _Run:
         speed = task.rate
         for pool in task.pools:
             speed = min(speed, pool.capacity / len(pool.tasks))
-        if self.talking[task.rank] and isinstance(task.thing, Work):
+        if task.peer < 0 and self.talking[task.rank]:
             speed *= 1 - self.topology.comm_slowdown
         if task.on_core:
-            lanes = self.lanes[self.topology.machine(task.rank)]
-            speed *= min(1.0, self.cores / lanes)
+            lanes = self.busy[self.topology.machine(task.rank)]
+            speed *= min(1.0, self.topology.cores / lanes)
         return speed
 
-    def _arrive(self, message: Message) -> None:
-        message.done = True
-        self._span(
-            message.src,
-            "comm",
-            "send",
-            message.name,
-            message.start,
-            message.op,
-            message.dst,
-            message.num_bytes,
-        )
-        for rank in (message.dst, message.src):
-            wait = self.waiting[rank]
-            if wait is not None and wait.message is message:
-                self.waiting[rank] = None
-                self._span(rank, "compute", "wait", wait.name, self.since[rank], message.op, wait.peer)
-                self.at[rank] += 1
-                self._advance(rank)
-
-    def _span(  # noqa: PLR0913 - the fields of a Span, which ends now
-        self,
-        rank: int,
-        lane: str,
-        kind: str,
-        name: str,
-        start: float,
-        op: int,
-        peer: int = -1,
-        num_bytes: int = 0,
-    ) -> None:
+    def _span(self, rank: int, kind: str, name: str, start: float, op: int, peer: int = -1) -> None:
+        """What a rank's compute lane did from `start` to now; it waits only if that takes time."""
         if self.now > start or kind not in ("wait", "barrier"):
-            self.spans.append(Span(rank, lane, kind, name, start, self.now, op, peer, num_bytes))
+            self.lanes[1][rank].append(Span(rank, "compute", kind, name, start, self.now, op, peer))

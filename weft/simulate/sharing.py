@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from weft.core.topology import Topology
-from weft.simulate.programs import Message, Work
+from weft.schedule.program import Step
 
 
 class Pool:
@@ -31,23 +31,33 @@ class Route(NamedTuple):
 
 
 class Task:
-    """What is left to do, at which speed, since when. A version tells stale events from the real one."""
+    """What is left to do, at which speed, since when. A version tells stale events from the real one.
 
-    __slots__ = ("left", "on_core", "pools", "rank", "rate", "since", "speed", "start", "thing", "version")
+    `step` is what a rank computes, or the Post of a message to rank `peer`.
+    """
+
+    __slots__ = (
+        "left", "num_bytes", "on_core", "peer", "pools", "rank", "rate", "since", "speed", "start", "step",
+        "version",
+    )  # fmt: skip
 
     def __init__(  # noqa: PLR0913 - all that makes it fast or slow
         self,
         rank: int,
-        thing: Work | Message,
+        step: Step,
         left: float,
-        rate: float,
-        pools: tuple[Pool, ...],
-        on_core: bool,  # noqa: FBT001
+        start: float,
+        *,
+        on_core: bool,
+        rate: float = 1.0,
+        pools: tuple[Pool, ...] = (),
+        peer: int = -1,
+        num_bytes: int = 0,
     ) -> None:
-        self.rank, self.thing, self.left, self.rate, self.pools = rank, thing, left, rate, pools
-        self.on_core = on_core
-        self.speed = self.since = self.start = 0.0
-        self.version = 0
+        self.rank, self.step, self.left, self.rate, self.pools = rank, step, left, rate, pools
+        self.peer, self.num_bytes, self.on_core = peer, num_bytes, on_core
+        self.start = self.since = start
+        self.speed, self.version = 0.0, 0
 
 
 class Network:
