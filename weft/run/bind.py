@@ -150,7 +150,7 @@ class Bound:
         return calculation.gradient if isinstance(step, Gradient) else calculation.attend
 
     def _post(self, step: Post) -> Call:
-        label, tag, op = f"op {step.op} ({step.label})", self.tag, step.op
+        label, tag, op, collective = f"op {step.op} ({step.label})", self.tag, step.op, step.collective
         nowhere = {
             slot: torch.empty(slot.num_bytes, dtype=torch.uint8, device="meta")
             for _, slot in step.receives
@@ -164,16 +164,19 @@ class Bound:
             def post(frame: Frame) -> None:
                 frame.transits[op] = frame.comm.post(sends, receives, label, tag)  # type: ignore[arg-type]
 
-            return post
+            def post_all(frame: Frame) -> None:
+                frame.transits[op] = frame.comm.all_to_all(sends, receives, label)  # type: ignore[arg-type]
+
+            return post_all if collective else post
 
         def post_where_it_lies(frame: Frame) -> None:
             find = self.flat
-            frame.transits[op] = frame.comm.post(
-                [(peer, find(frame, slot)) for peer, slot in step.sends],
-                [(peer, nowhere[s] if s in nowhere else find(frame, s)) for peer, s in step.receives],
-                label,
-                tag,
-            )
+            going = [(peer, find(frame, slot)) for peer, slot in step.sends]
+            coming = [(peer, nowhere[s] if s in nowhere else find(frame, s)) for peer, s in step.receives]
+            if collective:
+                frame.transits[op] = frame.comm.all_to_all(going, coming, label)
+            else:
+                frame.transits[op] = frame.comm.post(going, coming, label, tag)
 
         return post_where_it_lies
 

@@ -33,18 +33,19 @@ class Runner:
         # Forward messages have even tags, so that the two directions of one plan never meet.
         self._tag = 2 * int(digest(name or schedule.digest)[:6], 16)
         self._bound: dict[tuple[str, Lender | None, int], Bound] = {}
-        self._programs: dict[tuple[str, frozenset[int]], Program] = {}
+        self._programs: dict[tuple[str, frozenset[int], bool], Program] = {}
 
     def schedule_of(self, kind: str) -> Schedule:
         del kind
         return self.schedule
 
-    def program(self, kind: str, near: frozenset[int] = frozenset()) -> Program:
+    def program(self, kind: str, near: frozenset[int] = frozenset(), *, collective: bool = False) -> Program:
         """Lower what `kind` asks for, once."""
-        if (kind, near) not in self._programs:
-            target = Target(near=near, save=self.saved_tensors(kind))
-            self._programs[kind, near] = lower(self.schedule_of(kind), self.comm.rank, target)
-        return self._programs[kind, near]
+        key = kind, near, collective
+        if key not in self._programs:
+            target = Target(near=near, collective=collective, save=self.saved_tensors(kind))
+            self._programs[key] = lower(self.schedule_of(kind), self.comm.rank, target)
+        return self._programs[key]
 
     def saved_tensors(self, kind: str) -> frozenset[str]:
         del kind
@@ -61,7 +62,10 @@ class Runner:
         key = kind, lender, stream_of(frame.device)
         bound = self._bound.get(key)
         if bound is None:
-            program = self.program(kind, lender.near if lender else frozenset())
+            if lender:
+                program = self.program(kind, lender.near)
+            else:
+                program = self.program(kind, collective=frame.comm.collective(frame.device))
             tag = self._tag + (kind == BACKWARD)
             bound = self._bound[key] = Bound(program, self.schedule_of(kind), tag, frame.device)
         if not bound.calls:

@@ -1,9 +1,10 @@
 """Lower: turn a schedule into the program of one rank. The only place that decides what a rank does.
 
-An operand of an attention is used where it lies: in the caller's tensor (ring, hop 0), in the message that brought
-it (ring, later hops); only what comes from several places is put together (Ulysses). A message that equals one
-that came, or an operand, is sent as it lies. Steps are ordered for memory: before an exchange is posted, the
-gradients that have arrived are added to their sum, and the buffers of exchanges that have ended are free.
+An operand of an attention is used where it lies: in the caller's tensor (ring, hop 0), in the message that
+brought it (ring, later hops); only what comes from several places is put together (Ulysses). A message that
+equals one that came, or an operand, is sent as it lies. Steps are ordered for memory: before an exchange is
+posted, the gradients that have arrived are added to their sum, and the buffers of exchanges that have ended are
+free.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ INFERENCE = Target()
 
 def lower(schedule: Schedule, rank: int, target: Target = INFERENCE) -> Program:
     """Return what `rank` does when it runs a schedule, forward or backward."""
-    return _kind(schedule)(schedule, rank, target, Pieces(schedule)).write(parts_of(schedule, (rank,))[rank])
+    return _kind(schedule)(schedule, rank, target, Pieces()).write(parts_of(schedule, (rank,))[rank])
 
 
 def lower_all(schedule: Schedule, target: Target = INFERENCE) -> list[Program]:
     """Return the programs of all ranks, in one pass over the schedule."""
-    kind, pieces = _kind(schedule), Pieces(schedule)
+    kind, pieces = _kind(schedule), Pieces()
     parts = parts_of(schedule, range(schedule.problem.ranks))
     return [kind(schedule, rank, target, pieces).write(own) for rank, own in parts.items()]
 
@@ -77,10 +78,18 @@ class _Forward(AttentionLowering):
         slot.offset = piece.heads.runs[0][0] * (self.result.num_bytes // self.result.shape[2])
         return slot
 
+    def own_piece(self, op: Messages) -> Piece | None:
+        if not self.lands or any(p.tensor != "o" for some in op.receives.values() for p in some):
+            return None
+        home = self.result.piece
+        assert home is not None
+        own = [part for q in self.operands["q"] if (part := Piece("o", q.hull.heads, q.hull.tokens) & home)]
+        return own[0] if len(own) == 1 else None
+
     def sources(self, piece: Piece) -> list[Slot]:
         if piece.tensor != "o":
             return super().sources(piece)
-        return [*(operand.sums[0] for operand in self.operands["q"] if operand.sums), *self.arrived["o"]]
+        return [*self.arrived["o"], *(operand.sums[0] for operand in self.operands["q"] if operand.sums)]
 
     def attend(self, index: int, op: Attend) -> None:
         q, kv = self.operand(op.q), self.operand(op.kv)
@@ -122,7 +131,7 @@ class _Forward(AttentionLowering):
         self.put(self.result, cover(piece, self.sources(piece), self.result))
 
     def _save(self, operands: list[Operand]) -> None:
-        """Outputs in the caller's dtype, as the backward reads them; what is the result itself is there anyway."""
+        """Save outputs in the caller's dtype, as the backward reads them, unless they are the result itself."""
         for q in operands:
             if self.is_home(q.hull):
                 continue
@@ -222,7 +231,7 @@ class _Backward(AttentionLowering):
         only = operand.readers == 1 and not operand.partial
         slot = self.slot(f"d{operand.name}", "kernel" if only else "workspace", piece)
         operand.sums = (slot,)
-        self.sums[self.pieces(piece).number] = slot
+        self.sums[self.pieces.number(piece)] = slot
         if operand.partial:
             self.steps.append(Fill(index, slot))
         return not operand.partial
@@ -354,10 +363,19 @@ class _Redistribution(Lowering):
             super().exchange(index, op)
 
     def sources(self, piece: Piece) -> list[Slot]:
+        del piece
         return [self.x]
 
     def lying(self, piece: Piece, number: int) -> Slot | None:
-        return None if self.target.near else self._stretch(self.x, piece)
+        del number
+        return None if self.target.near else self.cut(piece)
+
+    def cut(self, piece: Piece) -> Slot | None:
+        return self._stretch(self.x, piece)
+
+    def own_piece(self, op: Messages) -> Piece | None:
+        del op
+        return self.own or None
 
     def landing(self, piece: Piece) -> Slot | None:
         return None if self.summed else self._stretch(self.result, piece)
@@ -381,7 +399,7 @@ class _Redistribution(Lowering):
         arrived = self.arrived["x"]
         if self.summed:
             self.steps.append(Fill(-1, self.result))
-        if self.own:
+        if self.own and not any(slot.piece is self.own for slot in arrived):
             self.steps.append(Copy(-1, (Segment(self.x, self.result, self.own),), self.summed))
         for slot in arrived:
             assert slot.piece is not None

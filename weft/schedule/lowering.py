@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
-from weft.core.problem import ITEM_BYTES
+from weft.core.problem import ITEM_BYTES, Problem, Switch
 from weft.core.schedule import Attend, Exchange, Piece, Schedule
 from weft.schedule.places import cover
-from weft.schedule.program import Copy, Fill, Post, Program, Segment, Slot, Step, Target, Wait
+from weft.schedule.program import Copy, Fill, Post, Program, Segment, Shape, Slot, Step, Target, Wait
 
 ALIGN = 256
 """Bytes: slots begin where any kernel may read them."""
@@ -30,31 +30,41 @@ Part = tuple[int, Attend | Messages]
 """An operation of the schedule, by its index, as far as one rank takes part in it."""
 
 
-class Facts(NamedTuple):
-    """What is asked of a piece again and again; equal pieces have equal numbers."""
-
-    number: int
-    elements: int
-    is_sum: bool
+Form = tuple[int, str, Shape, int]
+"""Bytes, dtype, shape and unit of a slot."""
 
 
 class Pieces:
-    """Facts of pieces by identity: the same one goes around a ring, and even its hash would be slow."""
+    """Numbers of pieces: equal ones have equal numbers, on all ranks of a schedule.
 
-    def __init__(self, schedule: Schedule) -> None:
-        self.problem = schedule.problem
-        self._known: dict[int, Facts] = {}
+    They are kept by identity: the same piece goes around a ring, and even its hash would be slow.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[int, int] = {}
+        self.forms: dict[int, Form] = {}
+        """What all slots of a piece have in common, by its number."""
+        self.disjoint: set[frozenset[int]] = set()
+        """Pieces that have no parts in common, by number: the ranks of a ring have the same, in another order."""
         self._numbers: dict[tuple[object, ...], int] = {}
-        self._alive: list[Piece] = []
+        self._messages: dict[int, tuple[int, ...]] = {}
+        self._alive: list[object] = []
 
-    def __call__(self, piece: Piece) -> Facts:
-        facts = self._known.get(id(piece))
-        if facts is None:
+    def number(self, piece: Piece) -> int:
+        number = self.known.get(id(piece))
+        if number is None:
             key = (piece.tensor, piece.heads.runs, piece.tokens.runs)
-            number = self._numbers.setdefault(key, len(self._numbers))
-            facts = self._known[id(piece)] = Facts(number, piece.elements(self.problem), piece.is_sum)
+            number = self.known[id(piece)] = self._numbers.setdefault(key, len(self._numbers))
             self._alive.append(piece)  # or its identity could become another's
-        return facts
+        return number
+
+    def numbers(self, message: list[Piece]) -> tuple[int, ...]:
+        """Those of a message, which are asked for at both its ends."""
+        numbers = self._messages.get(id(message))
+        if numbers is None:
+            numbers = self._messages[id(message)] = tuple([self.number(piece) for piece in message])
+            self._alive.append(message)
+        return numbers
 
 
 def parts_of(schedule: Schedule, ranks: Iterable[int]) -> dict[int, list[Part]]:
@@ -68,7 +78,7 @@ def parts_of(schedule: Schedule, ranks: Iterable[int]) -> dict[int, list[Part]]:
             continue
         mine: dict[int, Messages] = {}
         messages = op.messages
-        collective = is_bulk(op, every)
+        collective = len(messages) == every * (every - 1) > 0 and _is_bulk(op, schedule.problem)
         for (src, dst), pieces in messages.items():
             if src in parts:
                 if src not in mine:
@@ -83,9 +93,12 @@ def parts_of(schedule: Schedule, ranks: Iterable[int]) -> dict[int, list[Part]]:
     return parts
 
 
-def is_bulk(exchange: Exchange, ranks: int) -> bool:
-    """Whether every rank sends to every other, so that one all_to_all can do it."""
-    return ranks > 1 and len(exchange.messages) == ranks * (ranks - 1)
+def _is_bulk(exchange: Exchange, problem: Problem | Switch) -> bool:
+    """Whether one all_to_all can do an exchange between all ranks."""
+    gathers = isinstance(problem, Switch) and problem.dims[1] is None  # all would send the same to each
+    # Parts of one buffer lie without gaps, so they must be of one size of item.
+    mixed = len({transfer.piece.is_sum for transfer in exchange.transfers}) > 1
+    return not gathers and not mixed
 
 
 class _Posted:
@@ -164,6 +177,16 @@ class Lowering(ABC):
         del pieces
         return True
 
+    def own_piece(self, op: Messages) -> Piece | None:
+        """What of an exchange between all ranks stays at home."""
+        del op
+        return None
+
+    def cut(self, piece: Piece) -> Slot | None:
+        """A part of the input, if it lies there in one stretch."""
+        del piece
+        return None
+
     def landing(self, piece: Piece) -> Slot | None:
         """Where a piece may be received in place."""
         del piece
@@ -171,20 +194,22 @@ class Lowering(ABC):
 
     # Slots.
 
-    def dtype_of(self, facts: Facts) -> str:
-        return self.wide if facts.is_sum else self.narrow
-
     def slot(self, name: str, memory: str, piece: Piece, dtype: str = "", rows: int = -1) -> Slot:
         """A slot of its own for a piece; `rows` counts padding too."""
-        facts = self.pieces(piece)
-        dtype = dtype or self.dtype_of(facts)
-        cells = piece.heads.size * piece.tokens.size
-        size = facts.elements * ITEM_BYTES[dtype]
-        unit = size // cells if cells else 0
-        shape = self.shape(piece, rows if rows >= 0 else piece.tokens.size)
-        if rows >= 0:
-            size = unit * piece.heads.size * rows
+        usual = not dtype and rows < 0
+        form = self.pieces.forms.get(self.pieces.number(piece)) if usual else None
+        if form is None:
+            dtype = dtype or (self.wide if piece.is_sum else self.narrow)
+            form = self._form(piece, dtype, rows if rows >= 0 else piece.tokens.size)
+            if usual:
+                self.pieces.forms[self.pieces.number(piece)] = form
+        size, dtype, shape, unit = form
         return Slot(name, memory, size, dtype, piece, shape, unit=unit)
+
+    def _form(self, piece: Piece, dtype: str, rows: int) -> Form:
+        planes = 2 if piece.tensor.endswith("kv") else 1
+        unit = planes * self.schedule.problem.row_elements * ITEM_BYTES[dtype]
+        return unit * piece.heads.size * rows, dtype, self.shape(piece, rows), unit
 
     @abstractmethod
     def shape(self, piece: Piece, rows: int) -> tuple[int, ...]: ...
@@ -210,9 +235,7 @@ class Lowering(ABC):
             self.steps.append(Wait(op, label, peer, message))
             exchange = self.posted[op]
             exchange.awaited -= 1
-            if (
-                not exchange.awaited
-            ):  # all that it brought is here, so what it sent has been read, or soon will be
+            if not exchange.awaited:  # all that it brought is here: what it sent was read, or soon will be
                 self.release(exchange)
 
     def wait_at(self, slot: Slot | None) -> None:
@@ -235,37 +258,93 @@ class Lowering(ABC):
     # Exchanges.
 
     def exchange(self, index: int, op: Messages) -> None:
+        if op.collective and self.target.collective:
+            self.bulk(index, op)
+            return
         sends = self.lie(op)
-        self.consume()
-        for exchange in list(self.posted.values()):
-            receives = exchange.post.receives
-            if not receives and exchange.number + 1 < self.posts:  # it brought nothing to wait for
-                self.release(exchange)
-            elif exchange.awaited < len(
-                receives
-            ):  # some of it is here, so the rest is not worth a buffer more
-                for _, message in receives:
-                    self.wait_for(message)
+        self.settle()
         packed = {peer: pieces for peer, pieces in op.sends.items() if peer not in sends}
         if packed:
             sends |= self.stage(index, packed)
-        receives: list[tuple[int, Slot]] = []
-        arrivals: list[tuple[list[Piece], list[Slot]]] = []
-        for peer, pieces in op.receives.items():
-            message, slots = self.receive(index, peer, pieces)
-            receives.append((peer, message))
-            arrivals.append((pieces, slots))
-        if len(receives) > 1 and all(self.is_copied(pieces) for pieces in op.receives.values()):
-            _lay_side_by_side(f"in {index}", [slot for _, slot in sorted(receives, key=itemgetter(0))])
+        receives = {peer: self.receive(index, peer, pieces) for peer, pieces in op.receives.items()}
+        if len(receives) > 1 and all([self.is_copied(pieces) for pieces in op.receives.values()]):
+            _lay_side_by_side(f"in {index}", [receives[peer][0] for peer in sorted(receives)])
+        self.post(index, op, sends, receives)
+
+    def bulk(self, index: int, op: Messages) -> None:
+        """Lower an exchange of all ranks to one collective: each end is one buffer, with a part for each rank.
+
+        Where the input or the result is such a buffer itself, what stays at home goes through it too.
+        """
+        self.settle()
+        own = self.own_piece(op)
+        sends = self._in_order(op.sends, own, self.cut)
+        landed = self._in_order(op.receives, own, self.landing)
+        mine = {self.rank: [own]} if own is not None and (sends or landed) else {}
+        if sends is None:
+            sends = self.stage(index, op.sends | mine, align=1)
+        if landed is None:
+            coming = sorted((op.receives | mine).items(), key=itemgetter(0))
+            receives = {peer: self.receive(index, peer, pieces, land=False) for peer, pieces in coming}
+            _lay_side_by_side(f"in {index}", [message for message, _ in receives.values()], align=1)
+        else:
+            receives = {peer: (slot, [slot]) for peer, slot in landed.items()}
+        whole = op._replace(sends=dict.fromkeys(sorted(sends), []), receives=op.receives | mine)
+        self.post(index, whole, sends, receives, collective=True)
+
+    def _in_order(
+        self, messages: dict[int, list[Piece]], own: Piece | None, place: Callable[[Piece], Slot | None]
+    ) -> dict[int, Slot] | None:
+        """Messages that lie in a tensor of the caller in the order of ranks, and are all of it."""
+        everything = messages | ({self.rank: [own]} if own is not None else {})
+        slots: dict[int, Slot] = {}
+        at = 0
+        for peer in sorted(everything):
+            slot = place(everything[peer][0]) if len(everything[peer]) == 1 else None
+            if slot is None or slot.parent is None or slot.offset != at:
+                return None
+            slots[peer] = slot
+            at += slot.num_bytes
+        whole = next(iter(slots.values())).root
+        return slots if at == whole.num_bytes else None
+
+    def settle(self) -> None:
+        """Use up what has come and free what has gone, before another exchange needs its buffers."""
+        self.consume()
+        for exchange in list(self.posted.values()):
+            receives = exchange.post.receives
+            if not receives:
+                if exchange.number + 1 < self.posts:  # it brought nothing to wait for
+                    self.release(exchange)
+            elif exchange.awaited < len(receives):  # some of it is here: the rest is not worth a buffer more
+                for _, message in receives:
+                    self.wait_for(message)
+
+    def post(
+        self,
+        index: int,
+        op: Messages,
+        sends: dict[int, Slot],
+        receives: dict[int, tuple[Slot, list[Slot]]],
+        *,
+        collective: bool = False,
+    ) -> None:
         label = op.label or "exchange"
-        post = Post(index, label, tuple([(peer, sends[peer]) for peer in op.sends]), tuple(receives))
+        post = Post(
+            index,
+            label,
+            tuple([(peer, sends[peer]) for peer in op.sends]),
+            tuple([(peer, message) for peer, (message, _) in receives.items()]),
+            collective=collective,
+        )
         self.steps.append(post)
         self.posted[index] = _Posted(post, self.posts)
         self.posts += 1
         # Only now: what an exchange brings cannot go on in the same exchange.
-        for (peer, message), (pieces, slots) in zip(receives, arrivals, strict=True):
+        for peer, (message, slots) in receives.items():
+            pieces = op.receives[peer]
             self.unwaited[message] = index, label, peer
-            numbers = tuple([self.pieces(piece).number for piece in pieces])
+            numbers = self.pieces.numbers(pieces)
             self.whole.setdefault(numbers, message)
             for number, slot, piece in zip(numbers, slots, pieces, strict=True):
                 self.exact.setdefault(number, slot)
@@ -278,7 +357,7 @@ class Lowering(ABC):
         """Messages that are sent as they lie: equal to one that came, or to an operand."""
         sends: dict[int, Slot] = {}
         for peer, pieces in op.sends.items():
-            numbers = tuple([self.pieces(piece).number for piece in pieces])
+            numbers = self.pieces.numbers(pieces)
             slot = self.whole.get(numbers)
             if slot is None and len(pieces) == 1:
                 slot = self.lying(pieces[0], numbers[0])
@@ -287,13 +366,15 @@ class Lowering(ABC):
                 sends[peer] = slot
         return sends
 
-    def receive(self, index: int, peer: int, pieces: list[Piece]) -> tuple[Slot, list[Slot]]:
+    def receive(
+        self, index: int, peer: int, pieces: list[Piece], *, land: bool = True
+    ) -> tuple[Slot, list[Slot]]:
         near = peer in self.target.near
-        if len(pieces) == 1 and not near and (slot := self.landing(pieces[0])) is not None:
+        if land and len(pieces) == 1 and not near and (slot := self.landing(pieces[0])) is not None:
             return slot, [slot]
         return self.message(f"in {index} from {peer}", "peer" if near else self.buffer_memory, pieces)
 
-    def stage(self, index: int, packed: dict[int, list[Piece]]) -> dict[int, Slot]:
+    def stage(self, index: int, packed: dict[int, list[Piece]], *, align: int = 0) -> dict[int, Slot]:
         """Write messages side by side, so that equal parts of a tensor leave it in one copy."""
         messages: dict[int, Slot] = {}
         segments: list[Segment] = []
@@ -301,13 +382,13 @@ class Lowering(ABC):
             messages[peer], slots = self.message(f"out {index} to {peer}", self.buffer_memory, pieces)
             for slot, piece in zip(slots, pieces, strict=True):
                 segments += self.collect(index, slot, self.find(piece, slot))
-        _lay_side_by_side(f"out {index}", [messages[peer] for peer in sorted(messages)])
+        _lay_side_by_side(f"out {index}", [messages[peer] for peer in sorted(messages)], align=align)
         if segments:
             self.steps.append(Copy(index, tuple(segments)))
         return messages
 
     def find(self, piece: Piece, target: Slot) -> list[Segment]:
-        exact = self.exact.get(self.pieces(piece).number)
+        exact = self.exact.get(self.pieces.number(piece))
         return (
             [Segment(exact, target, piece)]
             if exact is not None
@@ -326,16 +407,15 @@ class Lowering(ABC):
         return segments
 
 
-def _lay_side_by_side(name: str, messages: list[Slot]) -> None:
-    """Put messages of equal size into one buffer, in which one strided copy reaches all of them."""
+def _lay_side_by_side(name: str, messages: list[Slot], *, align: int = 0) -> None:
+    """Put messages into one buffer; without `align` only if they are alike, so that one copy reaches all."""
     first = messages[0]
-    size = -(-first.num_bytes // ALIGN) * ALIGN
-    if len(messages) < 2 or any(
-        (m.num_bytes, m.memory, m.parent) != (first.num_bytes, first.memory, None) for m in messages
-    ):
+    alike = all([m.num_bytes == first.num_bytes and m.memory == first.memory for m in messages])
+    free = first.memory != "peer" and all([m.parent is None for m in messages])
+    if not align and (len(messages) < 2 or not alike or not free):
         return
-    if first.memory == "peer":
-        return
-    buffer = Slot(name, first.memory, size * len(messages))
-    for number, message in enumerate(messages):
-        message.parent, message.offset = buffer, number * size
+    at, buffer = 0, Slot(name, first.memory, 0)
+    for message in messages:
+        message.parent, message.offset = buffer, at
+        at += -(-message.num_bytes // (align or ALIGN)) * (align or ALIGN)
+    buffer.num_bytes = at

@@ -28,6 +28,8 @@ class Operand:
     """It lies elsewhere, whole: nothing is copied into its slot."""
     have: list[Piece] = field(default_factory=list[Piece])
     """Parts that have been copied into its slot."""
+    complete: set[int] = field(default_factory=set[int])
+    """Numbers of pieces that are there in whole."""
     sums: tuple[Slot, ...] = ()
     """What attentions write for it: output and log-sum-exp, or its gradient."""
     written: int = 0
@@ -45,21 +47,23 @@ class AttentionLowering(Lowering):
             "kv": self._operands("kv", [op.kv for op in attends]),
         }
         self.sent = {
-            self.pieces(pieces[0]).number
+            self.pieces.number(pieces[0])
             for _, op in parts
-            if isinstance(op, Messages)
+            if self.target.near and isinstance(op, Messages)  # without a window it makes no difference
             for pieces in op.sends.values()
             if len(pieces) == 1
         }
         self.home = {tensor: self.home_slot(tensor, "input") for tensor in ("q", "kv")}
 
     def _operands(self, tensor: str, pieces: list[Piece]) -> list[Operand]:
-        numbers = [self.pieces(piece).number for piece in pieces]
+        numbers = [self.pieces.number(piece) for piece in pieces]
         distinct = dict(zip(numbers, pieces, strict=True))
-        operands = [
-            Operand(f"{tensor}{i}", hull, self.pieces(hull).number)
-            for i, hull in enumerate(hulls(list(distinct.values())))
-        ]
+        joined, key = list(distinct.values()), frozenset(distinct)
+        if key not in self.pieces.disjoint:
+            joined = hulls(joined)
+            if len(joined) == len(distinct):
+                self.pieces.disjoint.add(key)
+        operands = [Operand(f"{tensor}{i}", hull, self.pieces.number(hull)) for i, hull in enumerate(joined)]
         by_number = {operand.number: operand for operand in operands}
         for number, piece in distinct.items():
             operand = by_number.get(number) or next(each for each in operands if each.hull.covers(piece))
@@ -110,16 +114,18 @@ class AttentionLowering(Lowering):
         )
 
     def is_copied(self, pieces: list[Piece]) -> bool:
-        numbers = [self.pieces(piece).number for piece in pieces]
+        numbers = [self.pieces.number(piece) for piece in pieces]
         return not any(n in self.operand_of and self.operand_of[n].number == n for n in numbers)
 
     def operand(self, wanted: Piece) -> Operand:
         """The operand that a piece belongs to, with everything that the piece needs in its slot."""
-        operand = self.operand_of[self.pieces(wanted).number]
+        number = self.pieces.number(wanted)
+        operand = self.operand_of[number]
         if operand.slot is None:
             self.place(operand)
         if not operand.is_view:
-            self._complete(operand, wanted)
+            if number not in operand.complete:
+                self._complete(operand, wanted, number)
         elif self.unwaited:
             self.wait_at(operand.slot)
         return operand
@@ -170,11 +176,13 @@ class AttentionLowering(Lowering):
         self.steps.append(View(-1, source, slot))
         return slot
 
-    def _complete(self, operand: Operand, wanted: Piece) -> None:
+    def _complete(self, operand: Operand, wanted: Piece, number: int) -> None:
         slot = operand.slot
         assert slot is not None
         missing = wanted.without(operand.have) if operand.have else [wanted]
         segments = [segment for piece in missing for segment in self.find(piece, slot)]
+        if segments or not missing:
+            operand.complete.add(number)
         if segments:
             operand.have += missing
             for segment in segments:
@@ -199,7 +207,7 @@ class AttentionLowering(Lowering):
 
     def brought_by(self, kv: Piece) -> str:
         """The exchange, after the scatter, that brought some keys and values; `hop 0` if they were there."""
-        label = self.labels.get(self.pieces(kv).number)
+        label = self.labels.get(self.pieces.number(kv))
         if label is None:
             # From the last one: in a ring, what is used now has come just before.
             label = next((label for piece, label in reversed(self.brought) if piece.meets(kv)), "hop 0")

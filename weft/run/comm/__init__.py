@@ -63,6 +63,14 @@ class Comm(Protocol):
         """
         ...
 
+    def collective(self, device: torch.device) -> bool:
+        """Whether `all_to_all` serves tensors of a device; the same on all ranks."""
+        ...
+
+    def all_to_all(self, sends: list[Message], receives: list[Message], label: str) -> Transit:
+        """Start one collective of all ranks. Buffers lie side by side, in the order of ranks, at each end."""
+        ...
+
     def gather_numbers(self, numbers: list[int]) -> list[list[int]]:
         """Everyone's equally many integers, by rank; for agreement, not for data."""
         ...

@@ -58,6 +58,22 @@ class GroupComm:
         coming = {peer: work for (peer, _), work in zip(receives, each, strict=False)}
         return coming, {peer: work for (peer, _), work in zip(sends, each[len(receives) :], strict=False)}
 
+    def collective(self, device: torch.device) -> bool:
+        del device
+        return self.size > 1
+
+    def all_to_all(self, sends: list[Message], receives: list[Message], label: str) -> GroupTransit:
+        self.bytes_sent += sum(buffer.numel() for peer, buffer in sends if peer != self.rank)
+        ends = [_one_buffer(messages) for messages in (receives, sends)]
+        splits = [_splits(messages, self.size) for messages in (receives, sends)]
+        try:
+            work = dist.all_to_all_single(*ends, *splits, group=self.group, async_op=True)
+        except RuntimeError as error:
+            raise CommError(f"Rank {self.rank} cannot start {label}: {_reason(error)}") from error
+        # One work for all: whoever waits for one message waits for each.
+        works = [{peer: work for peer, _ in messages} for messages in (receives, sends)]
+        return GroupTransit(self, *works, label)
+
     def gather_numbers(self, numbers: list[int]) -> list[list[int]]:
         if self.size == 1:
             return [numbers]  # a collective of one takes half a millisecond
@@ -107,6 +123,19 @@ class GroupTransit:
                 f"{peer}: {_reason(error)}",
                 hint="That rank is lost, stuck or late; look at its own error first.",
             ) from error
+
+
+def _one_buffer(messages: list[Message]) -> torch.Tensor:
+    """All of the buffer that messages lie in side by side."""
+    first = messages[0][1]
+    return first.as_strided((sum(buffer.numel() for _, buffer in messages),), (1,))
+
+
+def _splits(messages: list[Message], size: int) -> list[int]:
+    splits = [0] * size
+    for peer, buffer in messages:
+        splits[peer] = buffer.numel()
+    return splits
 
 
 def _span(seconds: float) -> timedelta:

@@ -101,6 +101,16 @@ class OneSidedComm:
                 coming[peer] = box.expected, buffer.numel()
         return OneSidedTransit(self, (label, tag), coming, dict(far_receives), by_group)
 
+    def collective(self, device: torch.device) -> bool:
+        """Only where no rank of the group has a window for a device's memory is the group sure to be asked."""
+        return self.transport == "shm" and device.type != "cpu" and self.base.collective(device)
+
+    def all_to_all(self, sends: list[Message], receives: list[Message], label: str) -> Transit:
+        before = self.base.bytes_sent
+        transit = self.base.all_to_all(sends, receives, label)
+        self.bytes_sent += self.base.bytes_sent - before
+        return transit
+
     def gather_numbers(self, numbers: list[int]) -> list[list[int]]:
         return self.base.gather_numbers(numbers)
 

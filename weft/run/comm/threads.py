@@ -59,6 +59,13 @@ class ThreadComm:
             keys[peer] = ((peer, self.rank, tag, number), buffer)
         return _ThreadTransit(self.board, keys, label)
 
+    def collective(self, device: torch.device) -> bool:
+        del device
+        return False
+
+    def all_to_all(self, sends: list[Message], receives: list[Message], label: str) -> _ThreadTransit:
+        raise CommError(f"{label}: threads have no collectives.")
+
     def gather_numbers(self, numbers: list[int]) -> list[list[int]]:
         self._gathered += 1
         keys = [(self._gathered, rank) for rank in range(self.size)]
