@@ -130,6 +130,9 @@ class Indices:
         return Indices(tuple(left)) if left else EMPTY
 
     def covers(self, other: Indices) -> bool:
+        mine, theirs = self.runs, other.runs
+        if len(mine) == 1 and theirs:
+            return mine[0][0] <= theirs[0][0] and theirs[-1][1] <= mine[0][1]
         return (self & other).size == other.size
 
     @cached_property
