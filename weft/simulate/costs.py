@@ -79,8 +79,9 @@ def attend_seconds(
     tiles = 0.0 if mask.is_dense else problem.batch * pairs / (mask.block_q * mask.block_k)
     busy = flops / topology.flops + tiles * topology.tile_seconds
     if op is not None and topology.memory_bandwidth:
-        moved = 2 * op.q.num_bytes(problem) + op.kv.num_bytes(problem)
-        busy = max(busy, moved / topology.memory_bandwidth)
+        # Queries and outputs, keys and values.
+        cells = 2 * op.q.heads.size * op.q.tokens.size + 2 * op.kv.heads.size * op.kv.tokens.size
+        busy = max(busy, cells * problem.row_elements * problem.item_bytes / topology.memory_bandwidth)
     return call + busy
 
 

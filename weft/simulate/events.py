@@ -14,6 +14,7 @@ import gc
 from collections.abc import Generator
 from contextlib import contextmanager
 from heapq import heappop, heappush
+from itertools import chain
 from math import inf
 from operator import itemgetter
 
@@ -55,8 +56,7 @@ def simulate(
     with _without_collector():
         programs = lower_all(schedule)
         run = _Run(schedule, Prices(schedule, topology, works, seconds), programs)
-        run.play()
-        spans = run.spans()
+        spans = run.play()
         peaks = tuple(memory_of(p).total for p in programs) if memory and ranks <= MEASURED else ()
         del run, programs  # before the collector looks through a million steps that nobody needs
     return Timeline(
@@ -78,14 +78,16 @@ def _without_collector() -> Generator[None]:
 
 class _Run:
     def __init__(self, schedule: Schedule, prices: Prices, programs: list[Program]) -> None:
-        self.prices, self.topology = prices, prices.topology
+        self.prices, self.topology, self.cores = prices, prices.topology, prices.topology.cores
         self.steps = [program.steps for program in programs]
         self.now = 0.0
         self.events: list[tuple[float, int, int, Task]] = []
         self.count = 0
         ranks = range(len(programs))
-        self.lanes: tuple[list[list[Span]], ...] = [[] for _ in ranks], [[] for _ in ranks]
-        """Spans by rank: what it sends, in the order of their ends, and what it computes."""
+        self.sent: list[list[Span]] = [[] for _ in ranks]
+        """Spans of messages by sender, in the order of their ends."""
+        self.done: list[list[Span]] = [[] for _ in ranks]
+        """Spans of each rank's compute lane."""
         self.at = [0 for _ in ranks]
         self.since = [0.0 for _ in ranks]
         self.waiting: list[tuple[int, int, int] | None] = [None for _ in ranks]
@@ -103,11 +105,11 @@ class _Run:
         self.computing: list[Task | None] = [None for _ in ranks]
         self.sending = [0 for _ in ranks]
         self.talking = [0 for _ in ranks]
-        self.busy = [0] * self.topology.machines
-        """Lanes that are in use, by machine."""
+        self.lanes = [0] * self.topology.machines
         self.on_machine: list[dict[Task, None]] = [{} for _ in range(self.topology.machines)]
 
-    def play(self) -> None:
+    def play(self) -> tuple[Span, ...]:
+        """Return all spans by rank, lane and time."""
         for rank in range(len(self.steps)):
             self._advance(rank)
         self._settle()
@@ -115,21 +117,17 @@ class _Run:
         while events:
             self.now, _, version, task = heappop(events)
             if task.version == version:
-                if version:
+                if not version:
+                    self._begin(task)
+                elif task.peer < 0:
                     self._finish(task)
                 else:
-                    self._add(task)  # the first byte arrives: from here on it shares
+                    self._arrive(task)
             if not events or events[0][0] != self.now:
                 self._settle()
-
-    def spans(self) -> tuple[Span, ...]:
-        """All spans by rank, lane and time."""
-        found: list[Span] = []
-        for sends, computed in zip(*self.lanes, strict=True):
-            sends.sort(key=itemgetter(4, 5))
-            found += sends
-            found += computed
-        return tuple(found)
+        for spans in self.sent:
+            spans.sort(key=itemgetter(4, 5))
+        return tuple(chain(*(spans for lanes in zip(self.sent, self.done, strict=True) for spans in lanes)))
 
     def _advance(self, rank: int) -> None:
         """Walk a rank's program until something takes time."""
@@ -148,9 +146,10 @@ class _Run:
             seconds = self.prices.seconds(step)
             if seconds or isinstance(step, ATTENTIONS):
                 self.at[rank] = at
-                task = Task(rank, step, seconds, self.now, on_core=self.topology.cores > 0)
-                self.computing[rank] = task
-                self._add(task)
+                task = self.computing[rank] = Task(rank, step, seconds, self.now)
+                self.dirty[task] = None
+                if self.cores:
+                    self._share_cores(task, 1)
                 return
             if isinstance(step, Post):
                 self._post(rank, step)
@@ -170,135 +169,111 @@ class _Run:
             for other in (rank, *others):
                 self.met[other] += 1
             for other in others:
-                self._span(other, "barrier", "barrier", self.since[other], barrier)
+                self._waited(other, "barrier", "barrier", barrier)
                 self._advance(other)
         return True
 
     def _post(self, rank: int, step: Post) -> None:
-        op, half = step.op, self.half
-        if not self.topology.two_sided:
-            for peer, slot in step.sends:
-                self._start(step, rank, peer, slot.num_bytes)
-            return
-        for ends, slots in ((True, step.sends), (False, step.receives)):
-            for peer, slot in slots:
-                src, dst = (rank, peer) if ends else (peer, rank)
-                key = op, src, dst
-                if key in half:
-                    half.remove(key)
-                    self._start(step, src, dst, slot.num_bytes)
-                else:
-                    half.add(key)
+        """Start the messages whose other end is there too, or does not matter."""
+        op, half, two_sided = step.op, self.half, self.topology.two_sided
+        ends = [((op, rank, peer), slot.num_bytes) for peer, slot in step.sends]
+        if two_sided:
+            ends += [((op, peer, rank), slot.num_bytes) for peer, slot in step.receives]
+        for key, num_bytes in ends:
+            if two_sided and key not in half:
+                half.add(key)
+                continue
+            half.discard(key)
+            _, src, dst = key
+            route = self.network.route(src, dst)
+            task = Task(src, step, num_bytes + self.topology.half_bytes, self.now, route, dst, num_bytes)
+            self.count += 1
+            heappush(self.events, (self.now + route.latency, self.count, 0, task))
 
-    def _start(self, step: Post, src: int, dst: int, num_bytes: int) -> None:
-        route = self.network.route(src, dst)
-        # What leaves a machine waits for its network, not for a core.
-        task = Task(
-            src,
-            step,
-            num_bytes + self.topology.half_bytes,
-            self.now,
-            on_core=self.topology.cores > 0 and route.near,
-            rate=route.rate,
-            pools=route.pools,
-            peer=dst,
-            num_bytes=num_bytes,
-        )
-        self.count += 1
-        heappush(self.events, (self.now + route.latency, self.count, 0, task))
-
-    def _add(self, task: Task) -> None:
+    def _begin(self, task: Task) -> None:
+        """The first byte of a message arrives: from here on it shares."""
         task.since = self.now
-        for pool in task.pools:
+        self.dirty[task] = None
+        for pool in task.route.pools:
             pool.tasks[task] = None
         self._share(task, 1)
-        self.dirty[task] = None
 
-    def _finish(self, task: Task) -> None:
+    def _arrive(self, task: Task) -> None:
+        op, src, dst = key = task.step.op, task.rank, task.peer
         task.version = -1
         self._share(task, -1)
-        for pool in task.pools:
+        for pool in task.route.pools:
             del pool.tasks[task]
         self.dirty.pop(task, None)
+        self.there.add(key)
+        name = span_name(task.step, dst)
+        self.sent[src].append(Span(src, "comm", "send", name, task.start, self.now, op, dst, task.num_bytes))
+        for rank, peer in ((dst, src), (src, dst)):
+            if self.waiting[rank] == key:
+                self.waiting[rank] = None
+                self._waited(rank, "wait", span_name(self.steps[rank][self.at[rank]]), op, peer)
+                self.at[rank] += 1
+                self._advance(rank)
+
+    def _finish(self, task: Task) -> None:
+        """A rank has computed something, and goes on."""
         rank, step = task.rank, task.step
-        if task.peer >= 0:
-            self._arrive(task)
-            return
+        task.version = -1
+        if self.cores:
+            self._share_cores(task, -1)
+        self.dirty.pop(task, None)
         self.computing[rank] = None
         kind = "attend" if isinstance(step, ATTENTIONS) else "copy"
-        self._span(rank, kind, span_name(step), task.start, step.op)
+        self.done[rank].append(Span(rank, "compute", kind, span_name(step), task.start, self.now, step.op))
         if isinstance(step, Post):
             self._post(rank, step)
         self.at[rank] += 1
         self._advance(rank)
 
-    def _arrive(self, task: Task) -> None:
-        op, src, dst = key = task.step.op, task.rank, task.peer
-        self.there.add(key)
-        name = span_name(task.step, dst)
-        self.lanes[0][src].append(
-            Span(src, "comm", "send", name, task.start, self.now, op, dst, task.num_bytes)
-        )
-        for rank, peer in ((dst, src), (src, dst)):
-            if self.waiting[rank] == key:
-                self.waiting[rank] = None
-                name = span_name(self.steps[rank][self.at[rank]])
-                self._span(rank, "wait", name, self.since[rank], op, peer)
-                self.at[rank] += 1
-                self._advance(rank)
+    def _waited(self, rank: int, kind: str, name: str, op: int, peer: int = -1) -> None:
+        start = self.since[rank]
+        if self.now > start:
+            self.done[rank].append(Span(rank, "compute", kind, name, start, self.now, op, peer))
 
     def _share(self, task: Task, change: int) -> None:
-        """A task comes or goes: mark the tasks whose speed that may change."""
-        for pool in task.pools:
+        """A message comes or goes: mark the tasks whose speed that may change."""
+        for pool in task.route.pools:
             if pool.capacity < pool.top * len(pool.tasks):
                 self.dirty.update(pool.tasks)
-        alone = True
-        if task.peer >= 0:
-            self.sending[task.rank] += change * task.on_core
-            alone = self.sending[task.rank] == max(0, change)
-            if self.topology.comm_slowdown:
-                for end in (task.rank, task.peer):
-                    self.talking[end] += change
-                    if (hindered := self.computing[end]) and self.talking[end] == max(0, change):
-                        self.dirty[hindered] = None
-        if task.on_core:
-            self._share_cores(task, change if alone else 0)
+        if self.topology.comm_slowdown:
+            for end in (task.rank, task.peer):
+                self.talking[end] += change
+                if (hindered := self.computing[end]) and self.talking[end] == (change > 0):
+                    self.dirty[hindered] = None
+        if self.cores and task.route.near:  # what leaves a machine waits for its network, not for a core
+            self.sending[task.rank] += change
+            self._share_cores(task, change if self.sending[task.rank] == (change > 0) else 0)
 
     def _share_cores(self, task: Task, change: int) -> None:
         machine = self.topology.machine(task.rank)
         self.on_machine[machine][task] = None
         # The tasks of one lane divide it, so one more of them matters to the others of its rank.
-        if max(self.busy[machine], self.busy[machine] + change) > self.topology.cores:
+        if max(self.lanes[machine], self.lanes[machine] + change) > self.cores:
             self.dirty.update(self.on_machine[machine])
-        self.busy[machine] += change
+        self.lanes[machine] += change
         if task.version < 0:
             del self.on_machine[machine][task]
 
     def _settle(self) -> None:
         """Give every task that may have become faster or slower its new speed and its new end."""
+        now, slowed = self.now, 1 - self.topology.comm_slowdown
         for task in self.dirty:
-            speed = self._speed(task)
+            speed = task.route.rate
+            for pool in task.route.pools:
+                speed = min(speed, pool.capacity / len(pool.tasks))
+            if task.peer < 0 and self.talking[task.rank]:
+                speed = slowed
+            if self.cores and task.route.near:
+                speed *= min(1.0, self.cores / self.lanes[self.topology.machine(task.rank)])
             if speed != task.speed:
-                task.left -= task.speed * (self.now - task.since)
-                task.speed, task.since = speed, self.now
+                task.left -= task.speed * (now - task.since)
+                task.speed, task.since = speed, now
                 task.version += 1
                 self.count += 1
-                end = self.now + max(0.0, task.left) / speed
-                heappush(self.events, (end, self.count, task.version, task))
+                heappush(self.events, (now + max(0.0, task.left) / speed, self.count, task.version, task))
         self.dirty.clear()
-
-    def _speed(self, task: Task) -> float:
-        speed = task.rate
-        for pool in task.pools:
-            speed = min(speed, pool.capacity / len(pool.tasks))
-        if task.peer < 0 and self.talking[task.rank]:
-            speed *= 1 - self.topology.comm_slowdown
-        if task.on_core:
-            lanes = self.busy[self.topology.machine(task.rank)]
-            speed *= min(1.0, self.topology.cores / lanes)
-        return speed
-
-    def _span(self, rank: int, kind: str, name: str, start: float, op: int, peer: int = -1) -> None:
-        """What a rank's compute lane did from `start` to now; it waits only if that takes time."""
-        if self.now > start or kind not in ("wait", "barrier"):
-            self.lanes[1][rank].append(Span(rank, "compute", kind, name, start, self.now, op, peer))

@@ -30,6 +30,10 @@ class Route(NamedTuple):
     """Inside one machine."""
 
 
+HERE = Route(0.0, 1.0, (), near=True)
+"""Of what moves nowhere: a second a second."""
+
+
 class Task:
     """What is left to do, at which speed, since when. A version tells stale events from the real one.
 
@@ -37,27 +41,22 @@ class Task:
     """
 
     __slots__ = (
-        "left", "num_bytes", "on_core", "peer", "pools", "rank", "rate", "since", "speed", "start", "step",
-        "version",
+        "left", "num_bytes", "peer", "rank", "route", "since", "speed", "start", "step", "version",
     )  # fmt: skip
 
-    def __init__(  # noqa: PLR0913 - all that makes it fast or slow
+    def __init__(  # noqa: PLR0913 - made a million times
         self,
         rank: int,
         step: Step,
         left: float,
         start: float,
-        *,
-        on_core: bool,
-        rate: float = 1.0,
-        pools: tuple[Pool, ...] = (),
+        route: Route = HERE,
         peer: int = -1,
         num_bytes: int = 0,
     ) -> None:
-        self.rank, self.step, self.left, self.rate, self.pools = rank, step, left, rate, pools
-        self.peer, self.num_bytes, self.on_core = peer, num_bytes, on_core
-        self.start = self.since = start
-        self.speed, self.version = 0.0, 0
+        self.rank, self.step, self.left, self.route, self.peer = rank, step, left, route, peer
+        self.start, self.since, self.speed, self.version = start, start, 0.0, 0
+        self.num_bytes = num_bytes
 
 
 class Network:
