@@ -19,8 +19,9 @@ from weft.report.perfetto import chrome_trace
 from weft.run import trace
 from weft.run.trace import read_trace
 from weft.run.world import world_of
-from weft.schedule.labels import attend_name
+from weft.schedule.lower import lower_all
 from weft.schedule.measure import measure
+from weft.schedule.program import Attention, Gradient
 from weft.schedule.reverse import reverse
 
 
@@ -62,7 +63,11 @@ def test_a_trace_of_processes_shows_what_they_did(
         links = {(i, j): int(found.traffic[i, j]) for i in range(size) for j in range(size)}
         assert {pair: size for pair, size in links.items() if size} == measure(schedule).link_bytes
         attends = [(s.rank, s.op, s.name) for s in found.spans if s.kind == "attend"]
-        assert sorted(attends) == sorted((a.rank, i, attend_name(schedule, i)) for i, a in schedule.attends())
+        steps = [
+            (p.rank, s) for p in lower_all(schedule) for s in p.steps if isinstance(s, Attention | Gradient)
+        ]
+        assert sorted(attends) == sorted((rank, step.op, step.label) for rank, step in steps)
+        assert {(rank, op) for rank, op, _ in attends} == {(a.rank, i) for i, a in schedule.attends()}
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -25,10 +25,12 @@ from weft.models.scores import kept_mass, sample
 from weft.models.sparsity import EVERY, Sparsity, imbalance
 from weft.plan.choose import build
 from weft.run.attention import attention
+from weft.run.comm.threads import run_threads
+from weft.run.execute import Executor
+from weft.run.kernels import choose
 from weft.run.kernels.budget import Keep
 from weft.run.kernels.proxies import Proxies, pool
 from weft.run.kernels.select import top_k
-from weft.run.local import run_local
 from weft.run.world import SoloComm, World
 from weft.schedule.measure import measure
 
@@ -199,7 +201,12 @@ def test_masks_in_voxel_order_serve_tokens_in_raster_order(spec: str) -> None:
     home = options["tokens"]
     problem = Problem(batch=1, heads=HEADS, kv_heads=HEADS, head_dim=6, q=home, kv=home, dtype="float64")
     schedule = build(options["plan"], problem, options["mask"])
-    out = run_local(schedule, *([mine[i] for _, mine in found] for i in range(3)), scale=6**-0.5)
+    out = run_threads(
+        ranks,
+        lambda comm: Executor(schedule, comm, choose("reference")).forward(
+            *found[comm.rank][1], 6**-0.5, keep=False
+        )[0],
+    )
     place = GRID.voxels(TILE).inverse
     raster = tokens_of(options["mask"])[:, place][:, :, place]
     scores = (q @ k.mT * 6**-0.5).masked_fill(~raster, -torch.inf)

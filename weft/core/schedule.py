@@ -231,23 +231,6 @@ class Schedule:
                 yield index, op
 
     @cached_property
-    def brought_by(self) -> dict[int, str]:
-        """By Attend: the label of the exchange, after the scatter, that brought its keys and values."""
-        labels: dict[int, str] = {}
-        arrivals: dict[int, list[tuple[str, Piece]]] = {}
-        for index, op in enumerate(self.ops):
-            if isinstance(op, Exchange):
-                for transfer in op.transfers:
-                    if transfer.piece.tensor == "kv" and op.label != "scatter":
-                        arrivals.setdefault(transfer.dst, []).append((op.label, transfer.piece))
-                continue
-            # From the last one: in a ring, what is used now has come just before.
-            came = (label for label, piece in reversed(arrivals.get(op.rank, ())) if piece.meets(op.kv))
-            if label := next(came, ""):
-                labels[index] = label
-        return labels
-
-    @cached_property
     def digest(self) -> str:
         # Mask and layouts are hashed once, by themselves: they are most of the bytes, and many schedules'.
         parts = [getattr(self.problem, field.name) for field in fields(self.problem)] + [self.mask]

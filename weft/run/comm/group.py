@@ -14,6 +14,8 @@ from weft.core.errors import CommError
 from weft.run.comm import Message
 from weft.run.exchange import host_device
 
+SIGN_SECONDS = 2.0
+"""For ranks to say that a collective failed for them too."""
 Works = Mapping[int, Any]  # torch's Work, by peer; None for a rank outside the group
 
 
@@ -72,7 +74,25 @@ class GroupComm:
             raise CommError(f"Rank {self.rank} cannot start {label}: {_reason(error)}") from error
         # One work for all: whoever waits for one message waits for each.
         works = [{peer: work for peer, _ in messages} for messages in (receives, sends)]
-        return GroupTransit(self, *works, label)
+        return GroupTransit(self, *works, label, collective=True)
+
+    def missing(self, label: str) -> list[int]:
+        """After a collective has failed: the ranks that do not say so too, which are lost or stuck.
+
+        A backend does not tell whom it waited for, but every rank that lives fails in the same collective.
+        """
+        try:
+            _, store = dist.distributed_c10d._world.pg_map[self.group]
+            key = f"weft failed {label} {self.group.group_name}"
+            store.set(f"{key} {self.rank}", "1")
+            deadline = time.monotonic() + SIGN_SECONDS
+            others = [rank for rank in range(self.size) if rank != self.rank]
+            while others and time.monotonic() < deadline:
+                others = [rank for rank in others if not store.check([f"{key} {rank}"])]
+                time.sleep(0.02)
+        except Exception:  # the store may be lost with the rank that served it
+            return []
+        return others
 
     def gather_numbers(self, numbers: list[int]) -> list[list[int]]:
         if self.size == 1:
@@ -94,8 +114,11 @@ class GroupComm:
 class GroupTransit:
     """Works of one post; waiting names the peer that is late."""
 
-    def __init__(self, comm: GroupComm, coming: Works, going: Works, label: str) -> None:
+    def __init__(
+        self, comm: GroupComm, coming: Works, going: Works, label: str, *, collective: bool = False
+    ) -> None:
         self.comm, self.coming, self.going, self.label = comm, dict(coming), dict(going), label
+        self.collective = collective
 
     def wait_for(self, peer: int) -> None:
         if work := self.coming.pop(peer, None):
@@ -118,9 +141,13 @@ class GroupTransit:
         try:
             work.wait(_span(self.comm.timeout))
         except RuntimeError as error:
+            waited = f"Rank {self.comm.rank} waited {time.monotonic() - began:.1f} s for {self.label}"
+            whom = f"{way} rank {peer}"
+            if self.collective:
+                lost = ", ".join(f"rank {rank}" for rank in self.comm.missing(self.label))
+                whom = f"with all ranks of {self.comm.size}, of which {lost or 'some rank'} did not come"
             raise CommError(
-                f"Rank {self.comm.rank} waited {time.monotonic() - began:.1f} s for {self.label} {way} rank "
-                f"{peer}: {_reason(error)}",
+                f"{waited} {whom}: {_reason(error)}",
                 hint="That rank is lost, stuck or late; look at its own error first.",
             ) from error
 

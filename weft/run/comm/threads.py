@@ -64,7 +64,9 @@ class ThreadComm:
         return False
 
     def all_to_all(self, sends: list[Message], receives: list[Message], label: str) -> _ThreadTransit:
-        raise CommError(f"{label}: threads have no collectives.")
+        raise CommError(
+            f"{label}: {len(sends)} sends, {len(receives)} receives: threads have no collectives."
+        )
 
     def gather_numbers(self, numbers: list[int]) -> list[list[int]]:
         self._gathered += 1

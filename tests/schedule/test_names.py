@@ -1,4 +1,4 @@
-"""What the operations of a schedule are called, simulated or measured."""
+"""What the steps of programs are called, simulated or measured."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import pytest
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem
-from weft.core.schedule import Attend, Schedule
+from weft.core.schedule import Schedule
 from weft.plan.choose import build
-from weft.schedule.labels import attend_name, finish_name, post_name, send_name, wait_name
+from weft.schedule.lower import lower
+from weft.schedule.program import Attention, Gradient, Post, Wait, span_name
 from weft.schedule.reverse import reverse
 
 
@@ -20,7 +21,7 @@ def schedule(name: str, ranks: int = 4) -> Schedule:
 
 
 def attends(given: Schedule, rank: int) -> list[str]:
-    return [attend_name(given, index) for index, op in given.attends() if op.rank == rank]
+    return [step.label for step in lower(given, rank).steps if isinstance(step, Attention | Gradient)]
 
 
 @pytest.mark.parametrize(
@@ -45,9 +46,11 @@ def test_keys_that_were_kept_have_been_there_from_the_start() -> None:
 
 
 def test_messages_say_which_exchange_and_who_is_at_the_other_end() -> None:
-    given = schedule("ring")
-    first = next(index for index, op in enumerate(given.ops) if not isinstance(op, Attend))
-    assert send_name(given, first, 3) == "send hop 1 → 3"
-    assert wait_name(given, first, 2) == "wait hop 1 ← 2"
-    assert post_name(given, first) == "post hop 1"
-    assert finish_name(given, first) == "finish hop 1"
+    steps = lower(schedule("ring"), 1).steps
+    post = next(step for step in steps if isinstance(step, Post))
+    arrived = next(step for step in steps if isinstance(step, Wait) and not step.sent)
+    sent = next(step for step in steps if isinstance(step, Wait) and step.sent)
+    assert span_name(post) == "post hop 1"
+    assert span_name(post, 2) == "send hop 1 → 2"
+    assert span_name(arrived) == "wait hop 1 ← 0"
+    assert span_name(sent) == "finish hop 1"
