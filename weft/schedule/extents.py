@@ -1,0 +1,164 @@
+"""Extents: the bytes that steps access, which accesses conflict, and what is written of a slot."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Generic, NamedTuple, TypeVar
+
+from weft.core.indices import joined
+from weft.core.schedule import Piece
+from weft.schedule.program import Attention, Copy, Gradient, Slot, Step, accesses
+
+T = TypeVar("T")
+Part = tuple[Slot, Piece | None]
+"""A piece of a slot; None is all of it, padding included."""
+
+
+def parts_accessed(step: Step) -> tuple[list[Part], list[Part]]:
+    """What a step of the compute stream reads and writes, piece by piece."""
+    if isinstance(step, Copy):
+        sources: list[Part] = [(segment.source, segment.piece) for segment in step.segments]
+        targets: list[Part] = [(segment.target, segment.piece) for segment in step.segments]
+        return (sources + targets if step.add else sources), targets
+    pieces: dict[Slot, Piece] = {}
+    if isinstance(step, Attention):
+        pieces = dict.fromkeys((step.q, step.out, step.lse), step.q_piece) | {step.kv: step.kv_piece}
+    elif isinstance(step, Gradient):
+        pieces = dict.fromkeys((step.q, step.out, step.lse, step.grad, step.dq), step.q_piece)
+        pieces |= {step.kv: step.kv_piece, step.dkv: step.kv_piece}
+    reads, writes = accesses(step)
+    return [(slot, pieces.get(slot)) for slot in reads], [(slot, pieces.get(slot)) for slot in writes]
+
+
+class Extent(NamedTuple):
+    """The bytes of a slot that is one tensor, or one message, and which piece of it is meant."""
+
+    block: object
+    start: int
+    stop: int
+    slot: Slot
+    piece: Piece | None
+
+    @staticmethod
+    def of(slot: Slot, block: object, start: int) -> Extent:
+        """Where a slot lies whose root begins at `start`; a part of a tensor is a piece of the whole."""
+        whole = slot
+        while whole.parent is not None and whole.parent.piece is not None:
+            whole = whole.parent
+        each: Slot | None = whole
+        while each is not None:
+            start += each.offset
+            each = each.parent
+        return Extent(block, start, start + whole.num_bytes, whole, None if whole is slot else slot.piece)
+
+
+class Access(NamedTuple):
+    """What the step at `at` does to an extent; a message does it at any time until its Wait."""
+
+    at: int
+    extent: Extent
+    writes: bool
+
+    def conflicts(self, other: Access) -> bool:
+        a, b = self.extent, other.extent
+        if not (self.writes or other.writes) or max(a.start, b.start) >= min(a.stop, b.stop):
+            return False
+        return not (a.slot is b.slot and a.piece and b.piece and not a.piece.meets(b.piece))
+
+
+class ExtentMap(Generic[T]):
+    """Values by the bytes of one block that they lie in, sorted by where they start."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[int, int, T]] = []
+        self._longest = 0
+
+    def add(self, start: int, stop: int, value: T) -> None:
+        self._longest = max(self._longest, stop - start)
+        insort(self._rows, (start, stop, value), key=_start)
+
+    def overlapping(self, start: int, stop: int) -> Iterator[T]:
+        first = bisect_right(self._rows, start - self._longest, key=_start)
+        for begin, end, value in self._rows[first : bisect_left(self._rows, stop, key=_start)]:
+            if max(begin, start) < min(end, stop):
+                yield value
+
+    def remove(self, start: int, value: T) -> None:
+        at = bisect_left(self._rows, start, key=_start)
+        while self._rows[at][2] is not value:
+            at += 1
+        del self._rows[at]
+
+
+def _start(row: tuple[int, int, object]) -> int:
+    return row[0]
+
+
+class Content:
+    """What is written of one root: whole slots, and pieces of slots."""
+
+    def __init__(self) -> None:
+        self._whole: set[Slot] = set()
+        self._pieces: defaultdict[Slot, list[Piece]] = defaultdict(list)
+        self._parts: defaultdict[Slot, dict[Slot, None]] = defaultdict(dict)
+        """Slots by the one that they are a part of."""
+        self._writers: dict[Slot, int] = {}
+        self._readers: defaultdict[Slot, list[tuple[Piece | None, int]]] = defaultdict(list)
+
+    def add(self, slot: Slot, piece: Piece | None) -> None:
+        if slot in self._whole:
+            return
+        if piece is None or (_is_all(piece, slot) and not _is_padded(slot)):
+            self._whole.add(slot)
+        else:
+            self._pieces[slot].append(piece)
+        while slot.parent is not None:
+            self._parts[slot.parent][slot] = None
+            slot = slot.parent
+
+    def has(self, slot: Slot, piece: Piece | None) -> bool:
+        each: Slot | None = slot
+        while each is not None:
+            if each in self._whole:
+                return True
+            each = each.parent
+        if slot.piece is None:
+            written = [(s.offset, s.offset + s.num_bytes) for s in self._parts[slot] if self.has(s, None)]
+            return joined(written) == [(0, slot.num_bytes)]
+        if (piece is None and _is_padded(slot)) or (piece or slot.piece).without(self._pieces[slot]):
+            return False
+        if piece is None or _is_all(piece, slot):  # not to be put together again
+            self._pieces[slot] = [slot.piece]
+        return True
+
+    def note_reader(self, at: int, slot: Slot, piece: Piece | None) -> None:
+        readers = self._readers[slot]
+        if not readers or readers[-1][0] is not piece:
+            readers.append((piece, at))
+
+    def note_writer(self, at: int, slot: Slot) -> None:
+        self._writers[slot] = at
+
+    def out_of_order(self, slot: Slot, piece: Piece | None, *, is_fill: bool) -> int | None:
+        """A step that comes too early for a write: it read the piece, or a Fill erases what it wrote."""
+        if is_fill and slot in self._writers:
+            return self._writers[slot]
+        each: Slot | None = slot
+        while each is not None:
+            for read, at in self._readers.get(each, ()):
+                if not (each is slot and read and piece and not read.meets(piece)):
+                    return at
+            each = each.parent
+        return None
+
+
+def _is_all(piece: Piece, slot: Slot) -> bool:
+    own = slot.piece
+    return own is piece or (own is not None and (own.heads, own.tokens) == (piece.heads, piece.tokens))
+
+
+def _is_padded(slot: Slot) -> bool:
+    cells = slot.piece.heads.size * slot.piece.tokens.size if slot.piece else 0
+    return bool(slot.unit) and slot.num_bytes > cells * slot.unit

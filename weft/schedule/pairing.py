@@ -1,0 +1,121 @@
+"""Pairing: the messages of all ranks meet, and no rank waits for one that waits for it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NoReturn
+
+from weft.core.errors import ScheduleError
+from weft.schedule.program import Post, Program, Slot, Wait
+
+Message = tuple[int, int, int]
+"""(op, source, target)."""
+End = tuple[Program, int, Slot]
+"""A program, the step that posts a message, and its buffer."""
+
+
+def check_messages(programs: Sequence[Program]) -> None:
+    """Raise a ScheduleError if messages do not pair up, or programs can deadlock."""
+    _pair(programs)
+    _check_collectives(programs)
+    _run(programs)
+    for program in programs:
+        _check_order(program)
+
+
+def fail(reason: str, *steps: tuple[Program, int]) -> NoReturn:
+    """Raise an error that names steps by rank, index and text."""
+    named = "; ".join(_named(program, at) for program, at in steps)
+    raise ScheduleError(f"{named}: {reason}.")
+
+
+def _named(program: Program, at: int) -> str:
+    step = program.steps[at]
+    text = f"{type(step).__name__} of op {step.op}, {step.label}"
+    if isinstance(step, Wait):
+        text += f" {'to' if step.sent else 'from'} rank {step.peer}"
+    return f"Rank {program.rank}, step {at} ({text})"
+
+
+def _pair(programs: Sequence[Program]) -> None:
+    """Every message is sent once and received once, in equal sizes, by ranks that agree on how."""
+    sends: dict[Message, End] = {}
+    receives: dict[Message, End] = {}
+    for program in programs:
+        rank = program.rank
+        for at, post in program.exchanges():
+            ends = [(sends, (post.op, rank, peer), slot) for peer, slot in post.sends]
+            ends += [(receives, (post.op, peer, rank), slot) for peer, slot in post.receives]
+            for found, message, slot in ends:
+                if message in found:
+                    fail(f"{slot.name} is not the only message of its exchange and peer", (program, at))
+                found[message] = program, at, slot
+    for message in sends.keys() ^ receives.keys():
+        program, at, slot = sends.get(message) or receives[message]
+        other = message[2] if message in sends else message[1]
+        fail(f"rank {other} posts no other end of {slot.name}", (program, at))
+    for message, (program, at, slot) in sends.items():
+        receiver, there, target = receives[message]
+        both = (program, at), (receiver, there)
+        if slot.num_bytes != target.num_bytes:
+            fail(f"{slot.num_bytes:,} bytes are sent and {target.num_bytes:,} received", *both)
+        near = receiver.rank in program.target.near
+        if near != (program.rank in receiver.target.near) or near != (target.root.memory == "peer"):
+            fail(f"the ranks disagree on whether {target.name} is read in place", *both)
+        if near and slot.root.memory not in ("window", "peer"):
+            fail(f"{slot.name} is not in memory that rank {receiver.rank} can read", *both)
+
+
+def _check_collectives(programs: Sequence[Program]) -> None:
+    """All ranks take part in a collective; each end is one buffer, with a part for each rank in order."""
+    posts: defaultdict[int, list[tuple[Program, int, Post]]] = defaultdict(list)
+    for program in programs:
+        for at, post in program.exchanges():
+            posts[post.op].append((program, at, post))
+    for ends in posts.values():
+        together = [end for end in ends if end[2].collective]
+        if together and len(together) < len(programs):
+            fail("not all ranks take part in its collective", together[0][:2])
+        for program, at, post in together:
+            for messages in (post.sends, post.receives):
+                places = [(peer, slot.root, _offset(slot), slot.num_bytes) for peer, slot in messages]
+                for (peer, root, start, size), after in zip(places, places[1:], strict=False):
+                    if after[0] <= peer or after[1] is not root or after[2] != start + size:
+                        fail(
+                            "the parts of its buffer are not side by side in the order of ranks",
+                            (program, at),
+                        )
+
+
+def _offset(slot: Slot) -> int:
+    return slot.offset + (_offset(slot.parent) if slot.parent is not None else 0)
+
+
+def _run(programs: Sequence[Program]) -> None:
+    """Run until no rank can go on: a Wait, at either end, needs the Post of the other one."""
+    at = [0] * len(programs)
+    posted: set[tuple[int, int]] = set()
+    blocked: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+    ready = list(range(len(programs)))
+    while ready:
+        rank = ready.pop()
+        for step in programs[rank].steps[at[rank] :]:
+            if isinstance(step, Wait) and (step.peer, step.op) not in posted:
+                blocked[step.peer, step.op].append(rank)
+                break
+            if isinstance(step, Post):
+                posted.add((rank, step.op))
+                ready += blocked.pop((rank, step.op), ())
+            at[rank] += 1
+    for (peer, _), ranks in blocked.items():
+        stuck = [(programs[rank], at[rank]) for rank in (ranks[0], peer)]
+        fail("they wait for each other, directly or by way of other ranks", *stuck)
+
+
+def _check_order(program: Program) -> None:
+    """Exchanges of a group proceed one by one, so all ranks post them in the order of the schedule."""
+    posts = list(program.exchanges())
+    for (before, earlier), (at, post) in zip(posts, posts[1:], strict=False):
+        if post.op <= earlier.op:
+            fail("exchanges must be posted in the order of the schedule", (program, before), (program, at))

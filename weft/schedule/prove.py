@@ -1,0 +1,233 @@
+"""Prove: no two accesses of the programs of a schedule race, in whatever order streams and messages proceed.
+
+Only this is taken to be ordered:
+
+- Steps of a rank run in list order on its compute stream. A message is under way from its Post to its Wait:
+  in between, its buffer may be read or written at any moment, whatever other messages do. Without a fence it
+  may have been under way from the start.
+- What a rank did before a Post happens before what the receiver does after its Wait. A message to a near peer
+  is read where it lies, also by those that it is passed on to, so it stays as it is until the call ends.
+
+Slots are checked where they lie: a write to the bytes of another slot makes that one unreadable. Each cell
+of a slot is first written and then read, so that a step that was moved cannot go unnoticed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import islice
+from typing import NoReturn
+
+from weft.core.errors import ScheduleError
+from weft.core.schedule import Piece
+from weft.schedule.extents import Access, Content, Extent, ExtentMap, parts_accessed
+from weft.schedule.pairing import check_messages, fail
+from weft.schedule.program import Fill, Post, Program, Slot, Step, Wait, accesses
+from weft.schedule.workspace import Workspace, assign, window
+
+
+def prove(programs: Sequence[Program], workspaces: Sequence[Workspace] | None = None) -> None:
+    """Raise a ScheduleError that names the steps if programs of all ranks, in rank order, can go wrong."""
+    if workspaces is None:
+        workspaces = [assign(program) for program in programs]
+    for program, workspace in zip(programs, workspaces, strict=True):
+        _Rank(program, workspace).check()
+    check_messages(programs)
+
+
+def first_exchange_members(programs: Sequence[Program]) -> set[int]:
+    """Return the ranks that take part in the first exchange over the process group."""
+    members: defaultdict[int, set[int]] = defaultdict(set)
+    for program in programs:
+        for _, post in program.exchanges():
+            if any(peer not in program.target.near for peer, _ in post.sends + post.receives):
+                members[post.op].add(program.rank)
+    return members[min(members)] if members else set()
+
+
+def needs_warm_up(programs: Sequence[Program]) -> bool:
+    """Return whether some rank takes no part in the first exchange of its group.
+
+    NCCL connects the ranks of a group in its first exchange, and waits there for all of them.
+    """
+    return 0 < len(first_exchange_members(programs)) < len(programs)
+
+
+class _Rank:
+    """Walks through the steps of one rank: what its memory holds, and which messages are under way."""
+
+    def __init__(self, program: Program, workspace: Workspace) -> None:
+        self.program, self.steps = program, program.steps
+        self.places: dict[Slot, tuple[object, int]] = {}
+        self._place(workspace)
+        self.extents: dict[Slot, Extent] = {}
+        self.under_way: defaultdict[object, ExtentMap[Access]] = defaultdict(ExtentMap)
+        self.history: defaultdict[object, list[Access]] = defaultdict(list)
+        self.pending: dict[tuple[int, int, bool], tuple[Slot, Access]] = {}
+        """Messages that are to be waited for, by (op, peer, sent)."""
+        self.contents: dict[Slot, Content] = {}
+        self.written: defaultdict[object, ExtentMap[Slot]] = defaultdict(ExtentMap)
+        """Roots that have contents, by their bytes."""
+        self.overwriters: dict[Slot, int] = {}
+        """Steps that wrote over the contents of a root."""
+
+    def _place(self, workspace: Workspace) -> None:
+        """Blocks are the workspace, the window, and other roots; the workspace borrows those of results."""
+        for slot, (number, start) in workspace.places.items():
+            block, size = "workspace", workspace.num_bytes
+            if number:
+                block, plane = workspace.results[number - 1]
+                size = block.num_bytes // block.shape[0]
+                start += plane * size
+                size += plane * size
+            self.places[slot] = block, start
+            if start + slot.num_bytes > size:
+                self.fail(f"{slot.name} is at byte {start:,}, beyond the end of its block")
+        self.places |= {slot: ("window", start) for slot, (_, start) in window(self.program).places.items()}
+
+    def check(self) -> None:
+        for slot in self.program.slots.values():
+            if slot.root.memory in ("input", "saved"):
+                self.fill(self.extent(slot.root))
+        for at, step in enumerate(self.steps):
+            if isinstance(step, Post):
+                self.post(at, step)
+            elif isinstance(step, Wait):
+                self.wait(at, step)
+            else:
+                self.compute(at, step)
+        for slot, access in self.pending.values():
+            self.fail(f"no step waits for the message {slot.name}", access.at)
+        for slot in self.program.slots.values():
+            self.read(len(self.steps), self.extent(slot))
+        for slot in self.program.saved.values():
+            if slot.num_bytes and slot.root not in self.contents:
+                self.fail(f"no step writes {slot.name}, which is saved for the backward")
+
+    def post(self, at: int, step: Post) -> None:
+        near = self.program.target.near
+        for peer, slot in step.sends:
+            access = self.start(Access(at, self.extent(slot), writes=False), fenced=step.fenced)
+            self.read(at, access.extent)
+            if slot.num_bytes:
+                self.contents[slot.root].note_reader(at, access.extent.slot, access.extent.piece)
+            if peer not in near:
+                self.pending[step.op, peer, True] = slot, access
+        for peer, slot in step.receives:
+            access = Access(at, self.extent(slot), writes=True)
+            if peer not in near:
+                self.start(access, fenced=step.fenced)
+                self.clear(at, access.extent)
+            self.pending[step.op, peer, False] = slot, access
+
+    def start(self, access: Access, *, fenced: bool) -> Access:
+        """Put a message under way; if it is not fenced, it may have been before any earlier step."""
+        block, start, stop, slot, _ = access.extent
+        self.check_race(access)
+        for other in () if fenced else self.history[block]:
+            if access.conflicts(other):
+                self.fail(f"no fence orders their accesses to {slot.name}", other.at, access.at)
+        self.under_way[block].add(start, stop, access)
+        self.history[block].append(access)
+        return access
+
+    def wait(self, at: int, step: Wait) -> None:
+        slot, access = self.pending.pop((step.op, step.peer, step.sent), (None, None))
+        if access is None or slot is not step.slot:
+            self.fail(f"{step.slot.name} is not under way", at)
+        extent = access.extent
+        if step.peer in self.program.target.near:  # it was not here to be under way
+            self.history[extent.block].append(Access(at, extent, writes=True))
+        else:
+            self.under_way[extent.block].remove(extent.start, access)
+        if not step.sent:
+            self.fill(extent)
+
+    def compute(self, at: int, step: Step) -> None:
+        reads, writes = ([self.extent(*part) for part in parts] for parts in parts_accessed(step))
+        both = [Access(at, extent, writes=False) for extent in reads]
+        both += [Access(at, extent, writes=True) for extent in writes]
+        for access in both:
+            self.check_race(access)
+            self.history[access.extent.block].append(access)
+        sums = {extent.slot for extent in writes}
+        for extent in reads:
+            self.read(at, extent)
+            if extent.slot not in sums and extent.slot.num_bytes:
+                self.contents[extent.slot.root].note_reader(at, extent.slot, extent.piece)
+        roots = {extent.slot.root for extent in reads}
+        for extent in writes:
+            self.write(at, extent, roots)
+
+    def write(self, at: int, extent: Extent, reads: set[Slot]) -> None:
+        slot, is_fill = extent.slot, isinstance(self.steps[at], Fill)
+        if slot.root.memory in ("input", "peer"):
+            self.fail(f"it writes {slot.name}, which is not the program's own", at)
+        if lost := reads.intersection(self.clear(at, extent)):
+            self.fail(f"it writes {slot.name} over {lost.pop().name}, which it reads", at)
+        self.fill(extent)
+        content = self.contents[slot.root]
+        if (other := content.out_of_order(slot, extent.piece, is_fill=is_fill)) is not None:
+            self.fail(f"the second writes {slot.name}, and the first comes too early for that", other, at)
+        if not is_fill:
+            content.note_writer(at, slot)
+
+    def check_race(self, access: Access) -> None:
+        block, start, stop, slot, _ = access.extent
+        for other in self.under_way[block].overlapping(start, stop):
+            if access.conflicts(other):
+                verb, verbs = ("writes" if one.writes else "reads" for one in (other, access))
+                self.fail(
+                    f"the first {verb} {other.extent.slot.name} while the second {verbs} {slot.name}",
+                    other.at,
+                    access.at,
+                )
+
+    def read(self, at: int, extent: Extent) -> None:
+        """What is read has been written, and not been written over."""
+        slot, root = extent.slot, extent.slot.root
+        if not slot.num_bytes or (root in self.contents and self.contents[root].has(slot, extent.piece)):
+            return
+        reader = [at] if at < len(self.steps) else []
+        if root in self.overwriters:
+            self.fail(f"it writes over {slot.name}, which is read later", self.overwriters[root], *reader)
+        writers = (i for i, step in enumerate(self.steps) if i > at and root in _written(step))
+        what = "is read" if reader else "is a result"
+        self.fail(f"{slot.name} {what}, but not all of it has been written", *reader, *islice(writers, 1))
+
+    def clear(self, at: int, extent: Extent) -> list[Slot]:
+        """Forget what other roots held in bytes that are written now."""
+        roots, own = self.written[extent.block], extent.slot.root
+        lost = [root for root in roots.overlapping(extent.start, extent.stop) if root is not own]
+        for root in lost:
+            del self.contents[root]
+            roots.remove(self.extent(root).start, root)
+            self.overwriters[root] = at
+        return lost
+
+    def fill(self, extent: Extent) -> None:
+        root = extent.slot.root
+        if root not in self.contents:
+            self.contents[root] = Content()
+            self.overwriters.pop(root, None)
+            _, start, stop, *_ = self.extent(root)
+            self.written[extent.block].add(start, stop, root)
+        self.contents[root].add(extent.slot, extent.piece)
+
+    def extent(self, slot: Slot, piece: Piece | None = None) -> Extent:
+        known = self.extents.get(slot)
+        if known is None:
+            known = self.extents[slot] = Extent.of(slot, *self.places.get(slot.root, (slot.root, 0)))
+        return known if piece is None else known._replace(piece=piece)
+
+    def fail(self, reason: str, *steps: int) -> NoReturn:
+        if not steps:
+            raise ScheduleError(f"Rank {self.program.rank}: {reason}.")
+        fail(reason, *((self.program, at) for at in steps))
+
+
+def _written(step: Step) -> set[Slot]:
+    """The roots that a step writes, or whose message it waits for."""
+    slots = (step.slot,) if isinstance(step, Wait) else accesses(step)[1]
+    return {slot.root for slot in slots}
