@@ -127,11 +127,12 @@ def _constant_executor(*values: Any) -> int:
 
     It may be given single plain values only; see `Call` for their order.
     """
-    shapes, dtypes, devices = values[:3], values[3:6], values[6:9]
+    q, k, v, *kinds = values[:9]
     *options, scale, mesh, timeout = values[9:]
     if isinstance(scale, str):
         scale = float.fromhex(scale)
-    return _executor(Call(*shapes, dtypes, devices, *options, scale), mesh, timeout).number
+    call = Call._make((q, k, v, tuple(kinds[:3]), tuple(kinds[3:]), *options, scale))
+    return _executor(call, mesh, timeout).number
 
 
 # What torch.compiler.assume_constant_result does; its import alone costs every rank two seconds.

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from weft.core.problem import Switch
-from weft.core.schedule import Attend, Schedule
+from weft.core.schedule import Schedule
+from weft.run.calculate import Calculation
 from weft.run.comm import Comm, Lender, Transit
-from weft.run.copies import ATTENTION, Axes, Copier, Index, Planes, Slots, is_slice, on_device, pick, put
-from weft.run.kernels import Kernel, guarded
-from weft.run.kernels.tiles import Tiles
+from weft.run.copies import ATTENTION, Axes, Copier, Planes, Slots, on_device, pick
+from weft.run.kernels import Kernel
 from weft.schedule.program import (
-    Attention,
     Cast,
     Copy,
     Fill,
@@ -146,8 +144,10 @@ class Bound:
             return lambda frame, a=step.source, b=step.target: _cast(frame.slots[a], frame.slots[b])
         if isinstance(step, View):
             return self._view(step)
-        calculation = Calculation(step, self.schedule, self.device)
-        return calculation.gradient if isinstance(step, Gradient) else calculation.attend
+        calculation = Calculation(step, self.schedule, self.device, self.fixed)
+        if isinstance(step, Gradient):
+            return lambda frame: calculation.gradient(frame.slots, frame.kernel, frame.scale)
+        return lambda frame: calculation.attend(frame.slots, frame.kernel, frame.scale)
 
     def _post(self, step: Post) -> Call:
         label, tag, op, collective = f"op {step.op} ({step.label})", self.tag, step.op, step.collective
@@ -224,74 +224,6 @@ class Bound:
             frame.slots[target] = tuple([pick(x, index, self.axes) for x in frame.slots[source]])
 
         return view
-
-
-class Calculation:
-    """One partial attention, or its gradient: operands in their slots, its tiles, its heads."""
-
-    def __init__(self, step: Attention | Gradient, schedule: Schedule, device: torch.device) -> None:
-        self.step = step
-        problem, mask = schedule.attention
-        op = schedule.ops[step.op]
-        assert isinstance(op, Attend)
-        self.tiles = Tiles.of(mask, op)
-        self.q_at = on_device(step.q.positions(step.q_piece), device)
-        self.kv_at = on_device(step.kv.positions(step.kv_piece), device)
-        # Sums lie in the order of the operand's tokens, wherever the operand itself lies.
-        self.sum_at = on_device(step.out.positions(step.q_piece), device)
-        if isinstance(step, Gradient):
-            self.grad_at = on_device(step.grad.positions(step.q_piece), device)
-            self.dkv_at = on_device(step.dkv.positions(step.kv_piece), device)
-        share = problem.heads // problem.kv_heads
-        kv_of = np.searchsorted(op.kv.heads.array, op.q.heads.array // share)
-        same = share == 1 and np.array_equal(kv_of, np.arange(op.kv.heads.size))
-        self.kv_of = None if same else torch.from_numpy(kv_of).to(device)
-
-    def operands(self, slots: Slots) -> tuple[Tensor, Tensor, Tensor]:
-        k, v = slots[self.step.kv]
-        k, v = pick(k, self.kv_at), pick(v, self.kv_at)
-        if self.kv_of is not None:
-            k, v = k.index_select(1, self.kv_of), v.index_select(1, self.kv_of)
-        return pick(slots[self.step.q][0], self.q_at), k, v
-
-    def attend(self, frame: Frame) -> None:
-        slots, step = frame.slots, self.step
-        (out,), (lse,) = slots[step.out], slots[step.lse]
-        assert isinstance(step, Attention)
-        into = pick(out, self.sum_at), pick(lse, self.sum_at).squeeze(-1)
-        frame.kernel.attend(*self.operands(slots), self.tiles, frame.scale, into, fresh=step.first)
-        if not is_slice(self.sum_at):
-            put(out, self.sum_at, into[0], add=False)
-            put(lse, self.sum_at, into[1].unsqueeze(-1), add=False)
-
-    def gradient(self, frame: Frame) -> None:
-        slots, step = frame.slots, self.step
-        assert isinstance(step, Gradient)
-        (grad,), (out,), (lse,) = slots[step.grad], slots[step.out], slots[step.lse]
-        done = pick(out, self.sum_at), guarded(pick(lse, self.sum_at).squeeze(-1))
-        operands = self.operands(slots)
-        grads = frame.kernel.attend_backward(
-            pick(grad, self.grad_at), *operands, done, self.tiles, frame.scale
-        )
-        dq, dk, dv = grads
-        if self.kv_of is not None:
-            heads = step.kv_piece.heads.size
-            dk, dv = (self._by_kv_head(x, heads) for x in (dk, dv))
-        _add(slots, step.dq, self.sum_at, (dq,), first=step.first[0])
-        _add(slots, step.dkv, self.dkv_at, (dk, dv), first=step.first[1])
-
-    def _by_kv_head(self, x: Tensor, heads: int) -> Tensor:
-        """Add the gradients of query heads that share a key/value head."""
-        assert self.kv_of is not None
-        return x.new_zeros(x.shape[0], heads, *x.shape[2:]).index_add_(1, self.kv_of, x)
-
-
-def _add(slots: Slots, slot: Slot, index: Index, values: Planes, *, first: bool) -> None:
-    if slot.memory == "kernel":
-        slots[slot] = values
-        return
-    for into, x in zip(slots[slot], values, strict=True):
-        into.copy_(x) if first else put(into, index, x, add=True)
 
 
 def _by_root(program: Program) -> dict[Slot, list[tuple[Slot, int]]]:

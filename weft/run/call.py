@@ -149,7 +149,7 @@ class Call(NamedTuple):
 
     @property
     def tensors(self) -> Tensors:
-        return Tensors(*(tuple(shape) for shape in self[:3]), self.dtypes, self.devices)
+        return Tensors(tuple(self.q), tuple(self.k), tuple(self.v), self.dtypes, self.devices)
 
     @property
     def options(self) -> Options:

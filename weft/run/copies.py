@@ -142,7 +142,8 @@ class Copier:
         """Runs of segments that are side by side in one tensor and at equal distances in one buffer."""
         groups: dict[tuple[Slot, Slot, tuple[int, ...]], list[_Part]] = {}
         for segment in segments:
-            whole, part = segment[tensor], segment[buffer]
+            ends = segment.source, segment.target
+            whole, part = ends[tensor], ends[buffer]
             heads, rows = whole.positions(segment.piece)
             exact = part.piece is not None and _same(part.piece, segment.piece)
             if exact and part in self.fixed and isinstance(heads, slice) and isinstance(rows, slice):
@@ -161,7 +162,8 @@ class Copier:
     def _strided(self, run: list[_Part], tensor: int, buffer: int) -> Launch:
         """One copy between a region of a tensor, cut into equal parts, and slots at equal distances."""
         first, last = run[0], run[-1]
-        whole, part = first.segment[tensor], first.segment[buffer]
+        slots = first.segment.source, first.segment.target
+        whole, part = slots[tensor], slots[buffer]
         dim = self.axes[0 if first.heads != last.heads else 1]
         assert dim is not None
         region = slice(first.heads.start, last.heads.stop), slice(first.rows.start, last.rows.stop)

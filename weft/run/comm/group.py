@@ -73,8 +73,8 @@ class GroupComm:
         except RuntimeError as error:
             raise CommError(f"Rank {self.rank} cannot start {label}: {_reason(error)}") from error
         # One work for all: whoever waits for one message waits for each.
-        works = [{peer: work for peer, _ in messages} for messages in (receives, sends)]
-        return GroupTransit(self, *works, label, collective=True)
+        coming, going = ({peer: work for peer, _ in messages} for messages in (receives, sends))
+        return GroupTransit(self, coming, going, label, collective=True)
 
     def missing(self, label: str) -> list[int]:
         """After a collective has failed: the ranks that do not say so too, which are lost or stuck.

@@ -102,7 +102,7 @@ class OneSidedComm:
         return OneSidedTransit(self, (label, tag), coming, dict(far_receives), by_group)
 
     def collective(self, device: torch.device) -> bool:
-        """Only where no rank of the group has a window for a device's memory is the group sure to be asked."""
+        """A window may join some ranks only; the group serves all of them where it joins none."""
         return self.transport == "shm" and device.type != "cpu" and self.base.collective(device)
 
     def all_to_all(self, sends: list[Message], receives: list[Message], label: str) -> Transit:

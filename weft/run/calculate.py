@@ -1,0 +1,92 @@
+"""Calculate: run one partial attention, or its gradient, on the slots of a program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weft.core.schedule import Attend, Schedule
+from weft.run.copies import Index, Planes, Slots, is_slice, on_device, pick, put
+from weft.run.kernels import Kernel, guarded
+from weft.run.kernels.tiles import Tiles
+from weft.schedule.program import Attention, Gradient, Slot
+
+
+class Calculation:
+    """Operands in their slots, the tiles of the mask, the heads that share keys."""
+
+    def __init__(
+        self, step: Attention | Gradient, schedule: Schedule, device: torch.device, fixed: Slots
+    ) -> None:
+        """`fixed` are slots whose memory is the same in every run: views of them are made once."""
+        self.step = step
+        problem, mask = schedule.attention
+        op = schedule.ops[step.op]
+        assert isinstance(op, Attend)
+        self.tiles = Tiles.of(mask, op)
+        q_at, kv_at = (
+            on_device(slot.positions(piece), device)
+            for slot, piece in ((step.q, step.q_piece), (step.kv, step.kv_piece))
+        )
+        # Sums lie in the order of the operand's tokens, wherever the operand itself lies.
+        self.sum_at = on_device(step.out.positions(step.q_piece), device)
+        self.q, self.kv = _view(step.q, q_at, fixed), _view(step.kv, kv_at, fixed)
+        self.out, self.lse = _view(step.out, self.sum_at, fixed), _view(step.lse, self.sum_at, fixed)
+        if isinstance(step, Gradient):
+            self.grad = _view(step.grad, on_device(step.grad.positions(step.q_piece), device), fixed)
+            self.dkv_at = on_device(step.dkv.positions(step.kv_piece), device)
+        share = problem.heads // problem.kv_heads
+        kv_of = np.searchsorted(op.kv.heads.array, op.q.heads.array // share)
+        same = share == 1 and np.array_equal(kv_of, np.arange(op.kv.heads.size))
+        self.kv_of = None if same else torch.from_numpy(kv_of).to(device)
+
+    def operands(self, slots: Slots) -> tuple[Tensor, Tensor, Tensor]:
+        k, v = self.kv(slots)
+        if self.kv_of is not None:
+            k, v = k.index_select(1, self.kv_of), v.index_select(1, self.kv_of)
+        return self.q(slots)[0], k, v
+
+    def attend(self, slots: Slots, kernel: Kernel, scale: float) -> None:
+        step = self.step
+        assert isinstance(step, Attention)
+        (out,), (lse,) = self.out(slots), self.lse(slots)
+        kernel.attend(*self.operands(slots), self.tiles, scale, (out, lse.squeeze(-1)), fresh=step.first)
+        if not is_slice(self.sum_at):
+            put(slots[step.out][0], self.sum_at, out, add=False)
+            put(slots[step.lse][0], self.sum_at, lse, add=False)
+
+    def gradient(self, slots: Slots, kernel: Kernel, scale: float) -> None:
+        step = self.step
+        assert isinstance(step, Gradient)
+        (grad,), (out,), (lse,) = self.grad(slots), self.out(slots), self.lse(slots)
+        done = out, guarded(lse.squeeze(-1))
+        dq, dk, dv = kernel.attend_backward(grad, *self.operands(slots), done, self.tiles, scale)
+        if self.kv_of is not None:
+            heads = step.kv_piece.heads.size
+            dk, dv = (self._by_kv_head(x, heads) for x in (dk, dv))
+        _add(slots, step.dq, self.sum_at, (dq,), first=step.first[0])
+        _add(slots, step.dkv, self.dkv_at, (dk, dv), first=step.first[1])
+
+    def _by_kv_head(self, x: Tensor, heads: int) -> Tensor:
+        """Add the gradients of query heads that share a key/value head."""
+        assert self.kv_of is not None
+        return x.new_zeros(x.shape[0], heads, *x.shape[2:]).index_add_(1, self.kv_of, x)
+
+
+def _view(slot: Slot, index: Index, fixed: Slots) -> Callable[[Slots], Planes]:
+    """Part of a slot: a view made once where its memory is fixed, else made or gathered in each run."""
+    if slot in fixed and is_slice(index):
+        views = tuple(pick(x, index) for x in fixed[slot])
+        return lambda _: views
+    return lambda slots: tuple([pick(x, index) for x in slots[slot]])
+
+
+def _add(slots: Slots, slot: Slot, index: Index, values: Planes, *, first: bool) -> None:
+    if slot.memory == "kernel":
+        slots[slot] = values
+        return
+    for into, x in zip(slots[slot], values, strict=True):
+        into.copy_(x) if first else put(into, index, x, add=True)
