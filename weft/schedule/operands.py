@@ -26,13 +26,13 @@ class Operand:
     slot: Slot | None = None
     is_view: bool = False
     """It lies elsewhere, whole: nothing is copied into its slot."""
-    have: list[Piece] = field(default_factory=list[Piece])
-    """Parts that have been copied into its slot."""
-    complete: set[int] = field(default_factory=set[int])
-    """Numbers of pieces that are there in whole."""
     sums: tuple[Slot, ...] = ()
     """What attentions write for it: output and log-sum-exp, or its gradient."""
     written: int = 0
+    have: list[Piece] = field(init=False)
+    """Parts that have been copied into a slot of its own, which few operands have."""
+    complete: set[int] = field(init=False)
+    """Numbers of pieces that are there in whole."""
 
 
 class AttentionLowering(Lowering):
@@ -58,20 +58,21 @@ class AttentionLowering(Lowering):
     def _operands(self, tensor: str, pieces: list[Piece]) -> list[Operand]:
         numbers = [self.pieces.number(piece) for piece in pieces]
         distinct = dict(zip(numbers, pieces, strict=True))
-        joined, key = list(distinct.values()), frozenset(distinct)
+        joined, key = distinct, frozenset(distinct)
         if key not in self.pieces.disjoint:
-            joined = hulls(joined)
+            joined = {self.pieces.number(hull): hull for hull in hulls(list(distinct.values()))}
             if len(joined) == len(distinct):
                 self.pieces.disjoint.add(key)
-        operands = [Operand(f"{tensor}{i}", hull, self.pieces.number(hull)) for i, hull in enumerate(joined)]
-        by_number = {operand.number: operand for operand in operands}
+        operands = {n: Operand(f"{tensor}{i}", joined[n], n) for i, n in enumerate(joined)}
         for number, piece in distinct.items():
-            operand = by_number.get(number) or next(each for each in operands if each.hull.covers(piece))
-            operand.partial |= operand.number != number
+            operand = operands.get(number)
+            if operand is None:
+                operand = next(each for each in operands.values() if each.hull.covers(piece))
+                operand.partial = True
             self.operand_of[number] = operand
         for number in numbers:
             self.operand_of[number].readers += 1
-        return operands
+        return list(operands.values())
 
     def home_slot(self, tensor: str, memory: str) -> Slot:
         """The caller's own tensor, in the caller's row order."""
@@ -146,6 +147,7 @@ class AttentionLowering(Lowering):
         else:
             memory = self.buffer_memory if operand.number in self.sent else "workspace"
             operand.slot = self.slot(operand.name, "saved" if saved else memory, hull)
+            operand.have, operand.complete = [], set()
         if saved:
             assert operand.slot is not None
             self.program.saved[operand.name] = operand.slot

@@ -12,16 +12,20 @@ from weft.schedule.program import Segment, Slot
 def cover(wanted: Piece, places: Iterable[Slot], target: Slot) -> list[Segment]:
     """Take each part of a piece from the first slot that has it; leave out what no slot has."""
     segments: list[Segment] = []
-    missing = [wanted]
+    missing = [wanted] if wanted else []
     for slot in places:
-        assert slot.piece is not None
         held = slot.piece
-        if not any(piece.meets(held) for piece in missing):
-            continue
+        assert held is not None
+        rest: list[Piece] = []
         for piece in missing:
-            if part := piece & held:
-                segments.append(Segment(slot, target, part))
-        missing = [rest for piece in missing for rest in piece.minus(held)]
+            if held.covers(piece):
+                segments.append(Segment(slot, target, piece))
+            elif held.meets(piece):
+                segments.append(Segment(slot, target, piece & held))
+                rest += piece.minus(held)
+            else:
+                rest.append(piece)
+        missing = rest
         if not missing:
             break
     return segments

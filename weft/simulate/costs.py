@@ -74,7 +74,7 @@ def attend_seconds(
     call = topology.call_seconds
     if op is not None and topology.row_seconds:
         call += topology.row_seconds * block_rows(problem, mask, op.q.heads.size, op.q.tokens.size)
-    if op is not None and (speed := measured_speed(topology, problem, mask, pairs, op)):
+    if op is not None and topology.attention and (speed := measured_speed(topology, problem, mask, pairs, op)):
         return call + flops / speed
     tiles = 0.0 if mask.is_dense else problem.batch * pairs / (mask.block_q * mask.block_k)
     busy = flops / topology.flops + tiles * topology.tile_seconds
@@ -94,7 +94,7 @@ def measured_speed(
     topology: Topology, problem: Problem, mask: BlockMask, pairs: float, op: Attend
 ) -> float | None:
     """FLOP/s of the nearest measured call, if one is within a factor of two in each of its sizes."""
-    if not topology.attention or not pairs:
+    if not pairs:
         return None
     rows, cols = op.q.tokens.size, op.kv.tokens.size
     density = pairs / (op.q.heads.size * rows * cols)
