@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -31,15 +30,12 @@ from tests.schedule.program_mutants import (
     random_subject,
 )
 from weft.core.errors import ScheduleError
-from weft.core.indices import Indices
 from weft.core.layout import Layout
-from weft.core.mask import BlockMask
-from weft.core.problem import Problem, Switch
-from weft.core.schedule import Piece, Schedule
-from weft.plan.choose import build
+from weft.core.problem import Switch
+from weft.core.schedule import Schedule
 from weft.schedule.lower import lower_all
-from weft.schedule.program import Fill, Post, Program, Slot, Step, Target, Wait
-from weft.schedule.prove import first_exchange_members, needs_warm_up, prove
+from weft.schedule.program import Target
+from weft.schedule.prove import prove
 from weft.schedule.reverse import reverse
 from weft.schedule.switch import switch
 
@@ -174,153 +170,3 @@ def test_switches_are_accepted_and_arrive_in_the_worst_orders(
             assert all(
                 torch.equal(end["home y"][0].double(), y) for end, y in zip(ends, expected, strict=True)
             )
-
-
-# Programs written by hand: what random ones do not get wrong, or not alone.
-
-PAIR = Layout.even(8, 2)
-PROBLEM = Problem(batch=1, heads=1, kv_heads=1, head_dim=2, q=PAIR, kv=PAIR)
-PIECE = Piece("q", Indices.span(0, 1), Indices.span(0, 4))
-
-
-def slot(name: str, memory: str = "workspace", num_bytes: int = 32) -> Slot:
-    return Slot(name, memory, num_bytes, "float32", PIECE, (1, 1, 1, 4, 2), unit=8)
-
-
-def swap(rank: int, *ops: int) -> list[Step]:
-    """For each operation in turn: fill a buffer, exchange it with the other rank, wait."""
-    steps: list[Step] = []
-    for op in ops:
-        going, coming, peer = slot(f"out {op}"), slot(f"in {op}"), 1 - rank
-        steps += [Fill(op, going), Post(op, "swap", ((peer, going),), ((peer, coming),))]
-        steps += [Wait(op, "swap", peer, coming), Wait(op, "swap", peer, going, sent=True)]
-    return steps
-
-
-def pair(first: list[Step], second: list[Step], near: bool = False) -> list[Program]:
-    targets = [Target(near=frozenset({1 - rank}) if near else frozenset()) for rank in range(2)]
-    return [Program(rank, PROBLEM, targets[rank], steps) for rank, steps in enumerate((first, second))]
-
-
-def test_exchanges_in_order_are_accepted() -> None:
-    prove(pair(swap(0, 3, 5), swap(1, 3, 5)))
-
-
-def test_ranks_that_wait_for_each_other_are_rejected() -> None:
-    with pytest.raises(
-        ScheduleError, match=r"Rank \d, step 2 .*; Rank \d, step 2 .*: they wait for each other"
-    ):
-        prove(pair(swap(0, 3, 5), swap(1, 5, 3)))
-
-
-def test_exchanges_out_of_order_are_rejected() -> None:
-    def late(steps: list[Step]) -> list[Step]:
-        return sorted(steps, key=lambda step: isinstance(step, Wait))
-
-    message = r"Rank 1, step 1 .*; Rank 1, step 3 .*: exchanges must be posted in the order"
-    with pytest.raises(ScheduleError, match=message):
-        prove(pair(late(swap(0, 3, 5)), late(swap(1, 5, 3))))
-
-
-def test_a_message_without_its_other_end_is_rejected() -> None:
-    with pytest.raises(ScheduleError, match=r"Rank 0, step 5 .*: rank 1 posts no other end of"):
-        prove(pair(swap(0, 3, 5), swap(1, 3)))
-
-
-def test_two_messages_of_one_exchange_between_two_ranks_are_rejected() -> None:
-    a, b = slot("a"), slot("b")
-    sender: list[Step] = [Fill(3, a), Post(3, "twice", ((1, a), (1, a)), ())]
-    sender += [Wait(3, "twice", 1, a, sent=True)]
-    receiver: list[Step] = [Post(3, "twice", (), ((0, b),)), Wait(3, "twice", 0, b)]
-    with pytest.raises(ScheduleError, match=r"Rank 0, step 1 .*: a is not the only message"):
-        prove(pair(sender, receiver))
-
-
-def test_messages_of_different_sizes_are_rejected() -> None:
-    going, coming = slot("going"), slot("coming", num_bytes=64)
-    sender: list[Step] = [
-        Fill(3, going),
-        Post(3, "one", ((1, going),), ()),
-        Wait(3, "one", 1, going, sent=True),
-    ]
-    receiver: list[Step] = [Post(3, "one", (), ((0, coming),)), Wait(3, "one", 0, coming)]
-    with pytest.raises(
-        ScheduleError, match=r"Rank 0, step 1 .*; Rank 1, step 0 .*: 32 bytes are sent and 64"
-    ):
-        prove(pair(sender, receiver))
-
-
-@pytest.mark.parametrize(
-    ("memory", "says"), [("window", ""), ("workspace", "not in memory that rank 1 can read")]
-)
-def test_what_is_read_in_place_lies_in_the_window(memory: str, says: str) -> None:
-    sender, receiver = one_sided(memory)
-    if not says:
-        prove(pair(sender, receiver, near=True))
-        return
-    with pytest.raises(ScheduleError, match=says):
-        prove(pair(sender, receiver, near=True))
-
-
-def one_sided(memory: str = "window") -> tuple[list[Step], list[Step]]:
-    going, coming = slot("going", memory), slot("coming", "peer")
-    sender: list[Step] = [Fill(3, going), Post(3, "one", ((1, going),), ())]
-    return sender, [Post(3, "one", (), ((0, coming),)), Wait(3, "one", 0, coming)]
-
-
-def test_what_is_read_in_place_is_not_written_until_the_call_ends() -> None:
-    sender, receiver = one_sided()
-    with pytest.raises(ScheduleError, match=r"step 1 .*; Rank 0, step 2 .*: the first reads going while"):
-        prove(pair([*sender, sender[0]], receiver, near=True))
-
-
-def test_ranks_that_disagree_on_who_is_near_are_rejected() -> None:
-    programs = pair(*one_sided(), near=True)
-    programs[0] = replace(programs[0], target=Target())
-    programs[0].steps.append(Wait(3, "one", 1, programs[0].steps[0].slot, sent=True))  # type: ignore[union-attr]
-    with pytest.raises(ScheduleError, match="disagree on whether coming is read in place"):
-        prove(programs)
-
-
-def test_a_place_beyond_the_end_of_its_block_is_rejected() -> None:
-    programs = Programs.of(pair(swap(0, 3), swap(1, 3)))
-    space = programs.workspaces[1]
-    last = max(space.places, key=lambda slot: space.places[slot][1])
-    spaces = programs.workspaces[0], replace(space, num_bytes=space.places[last][1])
-    with pytest.raises(
-        ScheduleError, match=f"Rank 1: {last.name} is at byte .*, beyond the end of its block"
-    ):
-        prove(programs.ranks, spaces)
-
-
-@pytest.mark.parametrize("spoil", ["one rank", "order", "gap"])
-def test_collectives_that_do_not_fit_are_rejected(spoil: str) -> None:
-    tokens = Layout.even(12, 3)
-    problem = Problem(batch=1, heads=3, kv_heads=3, head_dim=2, q=tokens, kv=tokens)
-    programs = lower_all(build("ulysses", problem, BlockMask.dense(3, 12)), Target(collective=True))
-    prove(programs)
-    at, post = next((at, post) for at, post in programs[1].exchanges() if post.collective)
-    if spoil == "one rank":
-        programs[1].steps[at] = post._replace(collective=False)
-    elif spoil == "order":
-        programs[1].steps[at] = post._replace(sends=post.sends[::-1])
-    else:
-        post.sends[-1][1].offset += 1
-    with pytest.raises(ScheduleError, match=r"Rank \d, step \d+ .*: (not all ranks|the parts of its buffer)"):
-        prove(programs)
-
-
-@pytest.mark.parametrize(("tokens", "ranks", "members"), [(5, 8, 6), (8, 8, 8), (7, 1, 0)])
-def test_a_group_whose_first_exchange_misses_a_rank_needs_a_warm_up(
-    tokens: int, ranks: int, members: int
-) -> None:
-    layout = Layout.even(tokens, ranks)
-    problem = Problem(batch=1, heads=2, kv_heads=2, head_dim=2, q=layout, kv=layout)
-    schedule = build("ring", problem, BlockMask.dense(2, tokens))
-    programs = lower_all(schedule)
-    prove(programs)
-    assert first_exchange_members(programs) == set(range(members))
-    assert needs_warm_up(programs) == (tokens < ranks)
-    near = lower_all(schedule, Target(near=frozenset(range(ranks))))
-    assert first_exchange_members(near) == set()  # they need no group
-    assert not needs_warm_up(near)
