@@ -117,6 +117,7 @@ def _new_executor(call: Call, world: World, counts: Counts | None, axes: str | N
         raise
     agreed = facts(schedule, tensors, options, kernel.name)
     agree(comm, agreed)
+    comm.warm_up(tensors.devices[0])
     executor = Executor(schedule, comm, kernel, name=str(agreed), arena=world.arena)
     register(executor)
     return executor

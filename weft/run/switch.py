@@ -192,6 +192,7 @@ class _Request:
             "plan": schedule.digest,
         }
         agree(self.world.comm, facts, what=f"switches at {self.stage}")
+        self.world.comm.warm_up(x.device)
         while len(known) >= REDISTRIBUTIONS:
             known.pop(next(iter(known)))
         known[key] = Redistribution(schedule, self.world.comm, self.world.arena, name=str(facts))

@@ -34,6 +34,9 @@ class SoloComm:
     def post(self, sends: list[Message], receives: list[Message], label: str, tag: int) -> Any:
         raise CommError(f"{label}: a world of one rank has nobody to send to.")
 
+    def warm_up(self, device: torch.device) -> None:
+        """Nothing has to be connected."""
+
     def collective(self, device: torch.device) -> bool:
         del device
         return False

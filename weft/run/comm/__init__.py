@@ -63,6 +63,13 @@ class Comm(Protocol):
         """
         ...
 
+    def warm_up(self, device: torch.device) -> None:
+        """Connect all ranks for tensors of a device, once; all ranks call it together.
+
+        NCCL makes its communicator in the first operation of a group, in which every member must take part.
+        """
+        ...
+
     def collective(self, device: torch.device) -> bool:
         """Whether `all_to_all` serves tensors of a device; the same on all ranks."""
         ...

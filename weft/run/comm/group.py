@@ -26,9 +26,16 @@ class GroupComm:
         self.transport, self.group, self.timeout = "group", group, timeout
         self.rank, self.size = group.rank(), group.size()
         self.bytes_sent = 0
+        self._warm: set[torch.device] = set()
 
     def begin(self, device: torch.device) -> None:
         """Messages may lie anywhere."""
+
+    def warm_up(self, device: torch.device) -> None:
+        if device.type == "cpu" or device in self._warm or self.size == 1:
+            return  # gloo has connected all ranks since the group was made
+        dist.all_reduce(torch.zeros(1, device=device), group=self.group)
+        self._warm.add(device)
 
     def post(self, sends: list[Message], receives: list[Message], label: str, tag: int) -> GroupTransit:
         self.bytes_sent += sum(buffer.numel() * buffer.element_size() for _, buffer in sends)

@@ -101,6 +101,9 @@ class OneSidedComm:
                 coming[peer] = box.expected, buffer.numel()
         return OneSidedTransit(self, (label, tag), coming, dict(far_receives), by_group)
 
+    def warm_up(self, device: torch.device) -> None:
+        self.base.warm_up(device)
+
     def collective(self, device: torch.device) -> bool:
         """A window may join some ranks only; the group serves all of them where it joins none."""
         return self.transport == "shm" and device.type != "cpu" and self.base.collective(device)

@@ -59,6 +59,9 @@ class ThreadComm:
             keys[peer] = ((peer, self.rank, tag, number), buffer)
         return _ThreadTransit(self.board, keys, label)
 
+    def warm_up(self, device: torch.device) -> None:
+        """Nothing has to be connected."""
+
     def collective(self, device: torch.device) -> bool:
         del device
         return False
