@@ -17,7 +17,7 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).parent.parent
-TORCH_FREE = ("core", "masks", "schedule", "simulate", "plan")
+TORCH_FREE = ("core", "masks", "schedule", "program", "simulate", "plan")
 HOMELESS = {"util", "utils", "helper", "helpers", "common", "misc", "manager", "base"}
 MAX_FILE = 300
 MAX_FUNCTION = 60
@@ -67,6 +67,27 @@ def test_everything_has_a_home_with_a_name() -> None:
 def test_every_module_says_what_it_is() -> None:
     silent = [place(p) for p in sources("weft", "bench") if not ast.get_docstring(ast.parse(p.read_text()))]
     assert silent == []
+
+
+def test_only_lowering_turns_a_schedule_into_steps() -> None:
+    steps = {"Post", "Wait", "Copy", "View", "Fill", "Cast", "Attention", "Gradient"}
+    makers: set[str] = set()
+    for path in sources("weft"):
+        tree = ast.parse(path.read_text())
+        imported = {
+            alias.asname or alias.name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and node.module == "weft.program.steps"
+            for alias in node.names
+            if alias.name in steps
+        }
+        calls = {
+            n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
+        }
+        if imported & calls:
+            makers.add(place(path))
+    lowering = ("lowering", "exchanges", "operands", "forward", "backward", "redistribute")
+    assert makers == {f"weft/program/{name}.py" for name in lowering}
 
 
 @pytest.mark.parametrize("room", TORCH_FREE)

@@ -15,13 +15,13 @@ from tests.report.viewer import check
 from tests.run.dense import Truth
 from tests.run.test_trace import disjoint
 from weft.plan.choose import build
+from weft.program.lower import lower_all
+from weft.program.steps import Attention, Gradient
 from weft.report.perfetto import chrome_trace
 from weft.run import trace
 from weft.run.trace import read_trace
 from weft.run.world import world_of
-from weft.schedule.lower import lower_all
 from weft.schedule.measure import measure
-from weft.schedule.program import Attention, Gradient
 from weft.schedule.reverse import reverse
 
 

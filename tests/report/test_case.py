@@ -11,11 +11,11 @@ from tests.report.toys import schedule, topology, two_ranks
 from weft.core.errors import InputError
 from weft.core.timeline import Timeline
 from weft.plan.choose import build
+from weft.program.workspace import peak_memory
 from weft.report.case import Case, numbers, summary
 from weft.report.sources import measured, one_call, simulated
 from weft.report.sweep import on_ranks, resized, sizes_up_to, sweep, wanted
 from weft.schedule.measure import measure
-from weft.schedule.workspace import peak_memory
 from weft.simulate.clusters import cluster
 
 

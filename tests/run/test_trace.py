@@ -28,14 +28,14 @@ from weft.core.schedule import Schedule
 from weft.core.timeline import Span, Timeline
 from weft.core.topology import Link, Topology
 from weft.plan.choose import build
+from weft.program.lower import lower_all
+from weft.program.steps import Attention, Gradient
 from weft.run import clocks, recorder, trace
 from weft.run.comm.threads import ThreadComm, run_threads
 from weft.run.execute import Executor
 from weft.run.kernels import choose
 from weft.run.trace import read_trace
-from weft.schedule.lower import lower_all
 from weft.schedule.measure import measure
-from weft.schedule.program import Attention, Gradient
 from weft.schedule.reverse import reverse
 from weft.simulate.events import simulate
 

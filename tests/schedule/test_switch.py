@@ -19,11 +19,11 @@ from weft.core.problem import Problem, Switch
 from weft.core.schedule import Attend, Exchange, Piece, Schedule, Transfer
 from weft.core.topology import Link, Topology
 from weft.plan.choose import build
+from weft.program.workspace import peak_memory
 from weft.schedule.measure import measure
 from weft.schedule.reverse import reverse
 from weft.schedule.switch import switch
 from weft.schedule.verify import verify
-from weft.schedule.workspace import peak_memory
 from weft.simulate.critical import critical_path
 from weft.simulate.events import simulate
 from weft.simulate.predict import predict

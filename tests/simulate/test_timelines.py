@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from tests.cases import cases
 from weft.core.schedule import Attend, Piece, Schedule
 from weft.core.topology import Link, Topology
+from weft.program.workspace import peak_memory
 from weft.schedule.measure import measure
 from weft.schedule.reverse import reverse
-from weft.schedule.workspace import peak_memory
 from weft.simulate.events import simulate
 
 

@@ -137,7 +137,7 @@ class Layout:
 
     @cached_property
     def _hash(self) -> int:
-        """Made once: a layout in the order of cubes has thousands of runs, and is part of every call's key."""
+        """Made once: a layout in the order of cubes has thousands of runs, and is in every call's key."""
         return hash((self.size, self.shards, self.dim, self.padding))
 
     @cached_property

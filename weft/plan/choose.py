@@ -18,8 +18,8 @@ from weft.plan.roster import Roster, assemble
 from weft.plan.split import whole
 from weft.plan.strategies import kinds, parse
 from weft.plan.strategy import Strategy, factors
+from weft.program.workspace import peak_memory
 from weft.schedule.measure import attend_works, measure
-from weft.schedule.workspace import peak_memory
 from weft.simulate.critical import Timing
 from weft.simulate.predict import predict
 

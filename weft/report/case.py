@@ -16,10 +16,10 @@ from weft.plan.balance import ratio
 from weft.plan.balanced import Deals
 from weft.plan.choose import build
 from weft.plan.strategies import parse
+from weft.program.workspace import peak_memory
 from weft.report.path import critical_path
 from weft.report.sweep import Point
 from weft.schedule.measure import rank_work
-from weft.schedule.workspace import peak_memory
 from weft.simulate.events import MEASURED
 
 

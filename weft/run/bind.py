@@ -13,24 +13,13 @@ from torch import Tensor
 
 from weft.core.problem import Switch
 from weft.core.schedule import Schedule
+from weft.program.slots import Slot
+from weft.program.steps import Cast, Copy, Fill, Gradient, Post, Program, Step, View, Wait, accesses
+from weft.program.workspace import assign, window
 from weft.run.calculate import Calculation
 from weft.run.comm import Comm, Lender, Transit
 from weft.run.copies import ATTENTION, Axes, Copier, Planes, Slots, on_device, pick
 from weft.run.kernels import Kernel
-from weft.schedule.program import (
-    Cast,
-    Copy,
-    Fill,
-    Gradient,
-    Post,
-    Program,
-    Slot,
-    Step,
-    View,
-    Wait,
-    accesses,
-)
-from weft.schedule.workspace import assign, window
 
 Flats = dict[Slot, Tensor]
 """Buffers of messages, as bytes."""

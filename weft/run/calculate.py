@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from weft.core.schedule import Attend, Schedule
+from weft.program.slots import Slot
+from weft.program.steps import Attention, Gradient
 from weft.run.copies import Index, Planes, Slots, is_slice, on_device, pick, put
 from weft.run.kernels import Kernel, guarded
 from weft.run.kernels.tiles import Tiles
-from weft.schedule.program import Attention, Gradient, Slot
 
 
 class Calculation:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from weft.core.schedule import Piece
-from weft.schedule.program import Positions, Segment, Slot
+from weft.program.slots import Positions, Slot
+from weft.program.steps import Segment
 
 Planes = tuple[Tensor, ...]
 Slots = dict[Slot, Planes]

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from weft.core.codec import digest
 from weft.core.schedule import Schedule
+from weft.program.lower import lower
+from weft.program.steps import Program, Target
 from weft.run import trace
 from weft.run.arena import Arena, stream_of
 from weft.run.bind import Bound, Frame
 from weft.run.comm import Comm, Lender
 from weft.run.copies import Planes, Slots
 from weft.run.kernels import Kernel
-from weft.schedule.lower import lower
-from weft.schedule.program import Program, Target
 from weft.schedule.reverse import reverse
 
 trace.follow_environment()

@@ -8,10 +8,10 @@ from weakref import WeakSet
 import torch
 
 from weft.core.schedule import Schedule
+from weft.program.steps import Attention, Gradient, Post, Program, Wait
 from weft.run.bind import Bound, Frame
 from weft.run.clocks import Clock, clock_of
 from weft.run.recorder import run_marked
-from weft.schedule.program import Attention, Gradient, Post, Program, Wait
 
 
 class Spent(NamedTuple):

@@ -18,13 +18,13 @@ import torch.distributed as dist
 from weft.core.codec import dumps
 from weft.core.schedule import Schedule
 from weft.core.timeline import Span, Timeline
+from weft.program.steps import Attention, Gradient, Post, Program, View, Wait, span_name
 from weft.run.bind import Bound, Frame
 from weft.run.clocks import Clock, align, clock_of
 from weft.run.comm import Comm
 from weft.run.comm.group import GroupComm
 from weft.run.comm.onesided import OneSidedComm
 from weft.run.world import is_launched, machines, world_of
-from weft.schedule.program import Attention, Gradient, Post, Program, View, Wait, span_name
 
 HELD = 1 << 14  # steps whose marks wait to be written: about a megabyte
 SECONDS = 1.0  # of spans that a rank may lose if it is killed

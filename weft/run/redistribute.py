@@ -8,11 +8,11 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor
 
 from weft.core.schedule import Schedule
+from weft.program.steps import Wait
 from weft.run.arena import Arena
 from weft.run.bind import Bound, Frame
 from weft.run.comm import Comm
 from weft.run.execute import FORWARD, Runner
-from weft.schedule.program import Wait
 from weft.schedule.reverse import reverse
 
 

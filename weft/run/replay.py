@@ -19,6 +19,7 @@ from weft.core.problem import Problem
 from weft.core.schedule import Schedule
 from weft.core.timeline import Timeline
 from weft.core.topology import Topology
+from weft.program.steps import Attention
 from weft.run.arena import Arena
 from weft.run.bind import Bound, Frame
 from weft.run.clocks import HostClock
@@ -27,7 +28,6 @@ from weft.run.execute import Executor
 from weft.run.kernels import choose
 from weft.run.recorder import run_marked
 from weft.run.trace import watched_by
-from weft.schedule.program import Attention
 from weft.simulate.events import simulate
 
 

@@ -34,6 +34,20 @@ def reverse(schedule: Schedule, *, keep: str = "auto") -> Schedule:
         return replace(schedule, ops=tuple(back), backward=True)
     if keep == "auto":
         keep = "all" if _kv_fits(schedule) else "none"
+    again, moves = _again(schedule, keep)
+    sent: dict[int, list[Piece]] = {}
+    for _, op in schedule.attends():
+        own = sent.setdefault(op.rank, [])
+        for piece in op.q.without(own):
+            own.append(piece)
+            moves += _home(schedule, op.rank, _gradient(piece))
+    first = Exchange(_output_gradients(schedule), "output gradients")
+    ops = (first, *again, Exchange(tuple(moves), "gradients home"))
+    return replace(schedule, ops=without_empty(ops), backward=True, kept=_kept(schedule, keep))
+
+
+def _again(schedule: Schedule, keep: str) -> tuple[list[Op], list[Transfer]]:
+    """Attentions in forward order, with keys sent again and gradients sent home; and what is left to send."""
     again: list[Op] = []
     moves: list[Transfer] = []
     ranks, full = schedule.problem.ranks, _kv_at_home(schedule)
@@ -46,7 +60,7 @@ def reverse(schedule: Schedule, *, keep: str = "auto") -> Schedule:
             moves, pending = [], [0] * ranks
         else:
             if pending[op.rank] >= full:
-                # The last hop has no exchange of its own: gradients of the one before would wait beside its own.
+                # The last hop has no exchange of its own: gradients of two hops would wait for the end.
                 again.append(Exchange(tuple(moves), "gradients home"))
                 moves, pending = [], [0] * ranks
             again.append(op)
@@ -54,15 +68,7 @@ def reverse(schedule: Schedule, *, keep: str = "auto") -> Schedule:
                 home = _home(schedule, op.rank, _gradient(piece))
                 pending[op.rank] += sum(t.piece.heads.size * t.piece.tokens.size for t in home)
                 moves += home
-    sent: dict[int, list[Piece]] = {}
-    for _, op in schedule.attends():
-        own = sent.setdefault(op.rank, [])
-        for piece in op.q.without(own):
-            own.append(piece)
-            moves += _home(schedule, op.rank, _gradient(piece))
-    first = Exchange(_output_gradients(schedule), "output gradients")
-    ops = (first, *again, Exchange(tuple(moves), "gradients home"))
-    return replace(schedule, ops=without_empty(ops), backward=True, kept=_kept(schedule, keep))
+    return again, moves
 
 
 def _finished_keys(schedule: Schedule) -> dict[int, list[Piece]]:

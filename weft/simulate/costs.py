@@ -13,7 +13,7 @@ from weft.core.mask import BlockMask
 from weft.core.problem import Problem
 from weft.core.schedule import Attend, Schedule
 from weft.core.topology import Topology
-from weft.schedule.program import Attention, Gradient, Post, Step, Wait
+from weft.program.steps import Attention, Gradient, Post, Step, Wait
 
 ATTENTIONS = (Attention, Gradient)
 ROW = 64  # queries that a kernel takes at a time where the mask has no blocks of its own
@@ -74,7 +74,11 @@ def attend_seconds(
     call = topology.call_seconds
     if op is not None and topology.row_seconds:
         call += topology.row_seconds * block_rows(problem, mask, op.q.heads.size, op.q.tokens.size)
-    if op is not None and topology.attention and (speed := measured_speed(topology, problem, mask, pairs, op)):
+    if (
+        op is not None
+        and topology.attention
+        and (speed := measured_speed(topology, problem, mask, pairs, op))
+    ):
         return call + flops / speed
     tiles = 0.0 if mask.is_dense else problem.batch * pairs / (mask.block_q * mask.block_k)
     busy = flops / topology.flops + tiles * topology.tile_seconds

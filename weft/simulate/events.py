@@ -22,10 +22,10 @@ from weft.core.errors import InputError
 from weft.core.schedule import Exchange, Schedule
 from weft.core.timeline import Span, Timeline
 from weft.core.topology import Topology
-from weft.schedule.lower import lower_all
+from weft.program.lower import lower_all
+from weft.program.steps import Post, Program, Wait, span_name
+from weft.program.workspace import memory_of
 from weft.schedule.measure import attend_works
-from weft.schedule.program import Post, Program, Wait, span_name
-from weft.schedule.workspace import memory_of
 from weft.simulate.costs import ATTENTIONS, Prices
 from weft.simulate.sharing import Network, Task
 
@@ -76,10 +76,15 @@ def _without_collector() -> Generator[None]:
             gc.enable()
 
 
+Key = tuple[int, int, int]
+"""A message: operation, source and target."""
+
+
 class _Run:
     def __init__(self, schedule: Schedule, prices: Prices, programs: list[Program]) -> None:
         self.prices, self.topology, self.cores = prices, prices.topology, prices.topology.cores
-        self.steps = [program.steps for program in programs]
+        self.walks: list[Iterator[Step]] = [iter(program.steps) for program in programs]
+        """What each rank has yet to do."""
         self.now = 0.0
         self.events: list[tuple[float, int, int, Task]] = []
         self.count = 0
@@ -88,13 +93,11 @@ class _Run:
         """Spans of messages by sender, in the order of their ends."""
         self.done: list[list[Span]] = [[] for _ in ranks]
         """Spans of each rank's compute lane."""
-        self.at = [0 for _ in ranks]
         self.since = [0.0 for _ in ranks]
-        self.waiting: list[tuple[int, int, int] | None] = [None for _ in ranks]
-        """The message that a rank waits for, as (operation, source, target)."""
-        self.half: set[tuple[int, int, int]] = set()
+        self.waiting: list[tuple[Key, Wait] | None] = [None for _ in ranks]
+        self.half: set[Key] = set()
         """Messages that one of two ends has posted."""
-        self.there: set[tuple[int, int, int]] = set()
+        self.there: set[Key] = set()
         self.barriers = [i for i, op in enumerate(schedule.ops) if isinstance(op, Exchange)]
         if not self.topology.barriers:
             self.barriers.clear()

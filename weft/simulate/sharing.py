@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from weft.core.topology import Topology
-from weft.schedule.program import Step
+from weft.program.steps import Step
 
 
 class Pool:

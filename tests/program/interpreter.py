@@ -21,8 +21,9 @@ from tests.cases import token_mask
 from weft.core.mask import BlockMask
 from weft.core.problem import Switch
 from weft.core.schedule import Piece
-from weft.schedule.program import Attention, Cast, Copy, Fill, Gradient, Post, Program, Slot, Step, Wait
-from weft.schedule.workspace import Workspace, window
+from weft.program.slots import Slot
+from weft.program.steps import Attention, Cast, Copy, Fill, Gradient, Post, Program, Step, Wait
+from weft.program.workspace import Workspace, window
 
 ORDERS = ("late", "early")
 POISON = 0xFF  # NaN in every dtype

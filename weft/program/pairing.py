@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from weft.core.errors import ScheduleError
-from weft.schedule.program import Post, Program, Slot, Wait
+from weft.program.slots import Slot
+from weft.program.steps import Post, Program, Wait
 
 Message = tuple[int, int, int]
 """(op, source, target)."""

@@ -3,9 +3,10 @@
 `lower` writes it; the executor binds slots to tensors and runs it, the simulator prices its steps, traces
 name them, `workspace` gives slots their places in memory, and `prove` shows that no two accesses race.
 
-Steps run in list order on the compute stream, except what a Post starts: it waits for all earlier steps of the
-compute stream (`fenced`), then reads its sends and writes its receives on the communication stream. A Wait
-orders the compute stream behind one message: its arrival, or (`sent`) the end of the reading of its buffer.
+Steps run in list order on the compute stream, except what a Post starts: it waits for all earlier steps of
+the compute stream (`fenced`), then reads its sends and writes its receives on the communication stream. A
+Wait orders the compute stream behind one message: its arrival, or (`sent`) the end of the reading of its
+buffer.
 """
 
 from __future__ import annotations
@@ -15,15 +16,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-import numpy as np
-
-from weft.core.indices import Indices, IntArray
 from weft.core.problem import Problem, Switch
 from weft.core.schedule import Piece
+from weft.program.slots import Slot
 
-Positions = tuple[slice | IntArray, slice | IntArray]
-"""Which heads and which rows of a slot."""
-Shape = tuple[int, ...]
 COMPUTE, COMMUNICATION = "compute", "communication"
 
 
@@ -37,78 +33,6 @@ class Target:
     """Whether an exchange between all ranks runs as one all_to_all."""
     save: frozenset[str] = frozenset()
     """Tensors ("q", "kv") that a backward reads again; empty for inference."""
-
-
-class Slot:
-    """A named part of memory that holds a piece of a tensor, or several pieces of one message.
-
-    memory  where it lies: `input` and `result` are the caller's tensors, `saved` outlives the call for a
-            backward, `workspace` is assigned by lifetime, `window` is read in place by peers, `peer` lies in
-            the window of another rank, `kernel` is what an attention kernel allocates and returns.
-    parent  the slot that it is a part of, from byte `offset` on.
-    unit    bytes of one token of one head.
-    """
-
-    __slots__ = (
-        "dtype", "memory", "name", "num_bytes", "offset", "order", "parent", "piece", "shape", "unit",
-    )  # fmt: skip
-
-    def __init__(  # noqa: PLR0913 - the fields, all plain values
-        self,
-        name: str,
-        memory: str,
-        num_bytes: int,
-        dtype: str = "",
-        piece: Piece | None = None,
-        shape: Shape = (),
-        parent: Slot | None = None,
-        offset: int = 0,
-        order: IntArray | None = None,
-        unit: int = 0,
-    ) -> None:
-        self.name, self.memory, self.num_bytes, self.dtype = name, memory, num_bytes, dtype
-        self.piece, self.shape, self.parent, self.offset, self.order = piece, shape, parent, offset, order
-        self.unit = unit
-
-    @property
-    def root(self) -> Slot:
-        return self.parent.root if self.parent is not None else self
-
-    @property
-    def tokens(self) -> Indices:
-        assert self.piece is not None, f"{self.name} holds no piece"
-        return self.piece.tokens
-
-    def __repr__(self) -> str:
-        return f"{self.name} ({self.memory}, {self.num_bytes} bytes)"
-
-    def positions(self, piece: Piece) -> Positions:
-        """Where in the slot a part of its piece lies. Rows are in token order unless `order` says otherwise."""
-        own = self.piece
-        assert own is not None, f"{self.name} holds no piece"
-        return _positions(own.heads, None, piece.heads), _positions(own.tokens, self.order, piece.tokens)
-
-    def in_one_stride(self, piece: Piece) -> bool:
-        """Whether a part of the piece can be read as a view."""
-        if self.piece is piece and self.order is None:
-            return True
-        return all(isinstance(at, slice) for at in self.positions(piece))
-
-
-def _positions(own: Indices, order: IntArray | None, wanted: Indices) -> slice | IntArray:
-    if order is None:
-        if own.runs == wanted.runs:
-            return slice(0, own.size)
-        if len(wanted.runs) == len(own.runs) == 1:
-            return slice(wanted.runs[0][0] - own.runs[0][0], wanted.runs[0][1] - own.runs[0][0])
-        found = np.searchsorted(own.array, wanted.array)
-    else:
-        rows = np.argsort(order, kind="stable")
-        found = rows[np.searchsorted(order[rows], wanted.array)]
-    if not found.size:
-        return slice(0, 0)
-    first = int(found[0])
-    return slice(first, first + found.size) if (np.diff(found) == 1).all() else found
 
 
 class Segment(NamedTuple):
@@ -200,7 +124,7 @@ class Cast(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """Partial attention of `q_piece` to `kv_piece`, merged into `out` and `lse`; the `first` one overwrites."""
+    """Partial attention of `q_piece` to `kv_piece`, merged into `out` and `lse`; `first` overwrites them."""
 
     op: int
     label: str

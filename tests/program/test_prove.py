@@ -17,9 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cases import Case, cases
-from tests.schedule.partitions import random_schedule
-from tests.schedule.program_interpreter import ORDERS, run
-from tests.schedule.program_mutants import (
+from tests.program.interpreter import ORDERS, run
+from tests.program.mutants import (
     KINDS,
     NEARS,
     WAYS,
@@ -29,13 +28,14 @@ from tests.schedule.program_mutants import (
     mutants,
     random_subject,
 )
+from tests.schedule.partitions import random_schedule
 from weft.core.errors import ScheduleError
 from weft.core.layout import Layout
 from weft.core.problem import Switch
 from weft.core.schedule import Schedule
-from weft.schedule.lower import lower_all
-from weft.schedule.program import Target
-from weft.schedule.prove import prove
+from weft.program.lower import lower_all
+from weft.program.prove import prove
+from weft.program.steps import Target
 from weft.schedule.reverse import reverse
 from weft.schedule.switch import switch
 

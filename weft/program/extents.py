@@ -9,7 +9,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 from weft.core.indices import joined
 from weft.core.schedule import Piece
-from weft.schedule.program import Attention, Copy, Gradient, Slot, Step, accesses
+from weft.program.slots import Slot
+from weft.program.steps import Attention, Copy, Gradient, Step, accesses
 
 T = TypeVar("T")
 Part = tuple[Slot, Piece | None]

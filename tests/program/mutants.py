@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 
 from tests.cases import random_case
+from tests.program.interpreter import ORDERS, StuckError, run
 from tests.run.dense import Truth
 from tests.schedule.partitions import random_schedule
-from tests.schedule.program_interpreter import ORDERS, StuckError, run
 from weft.core.schedule import Schedule
-from weft.schedule.lower import lower
-from weft.schedule.program import Copy, Fill, Post, Program, Slot, Step, Target, Wait, accesses
+from weft.program.lower import lower
+from weft.program.slots import Slot
+from weft.program.steps import Copy, Fill, Post, Program, Step, Target, Wait, accesses
+from weft.program.workspace import Workspace, assign
 from weft.schedule.reverse import reverse
-from weft.schedule.workspace import Workspace, assign
 
 Rng = np.random.Generator
 Mutation = Callable[[Rng, "Programs"], "Programs | None"]

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import numpy as np
 
 from weft.core.schedule import Schedule
-from weft.schedule.lower import lower_all
-from weft.schedule.lowering import ALIGN
-from weft.schedule.program import Gradient, Program, Slot, Target, Wait, accesses
-
+from weft.program.lower import lower_all
+from weft.program.lowering import ALIGN
+from weft.program.slots import Slot
+from weft.program.steps import Gradient, Program, Target, Wait, accesses
 
 ENOUGH, TRIES = 1.02, 12
 """A block this near to its bound is good; else so many random orders are tried."""

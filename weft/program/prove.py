@@ -21,10 +21,11 @@ from typing import NoReturn
 
 from weft.core.errors import ScheduleError
 from weft.core.schedule import Piece
-from weft.schedule.extents import Access, Content, Extent, ExtentMap, parts_accessed
-from weft.schedule.pairing import check_messages, fail
-from weft.schedule.program import Fill, Post, Program, Slot, Step, Wait, accesses
-from weft.schedule.workspace import Workspace, assign, window
+from weft.program.extents import Access, Content, Extent, ExtentMap, parts_accessed
+from weft.program.pairing import check_messages, fail
+from weft.program.slots import Slot
+from weft.program.steps import Fill, Post, Program, Step, Wait, accesses
+from weft.program.workspace import Workspace, assign, window
 
 
 def prove(programs: Sequence[Program], workspaces: Sequence[Workspace] | None = None) -> None:

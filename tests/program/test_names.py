@@ -9,8 +9,8 @@ from weft.core.mask import BlockMask
 from weft.core.problem import Problem
 from weft.core.schedule import Schedule
 from weft.plan.choose import build
-from weft.schedule.lower import lower
-from weft.schedule.program import Attention, Gradient, Post, Wait, span_name
+from weft.program.lower import lower
+from weft.program.steps import Attention, Gradient, Post, Wait, span_name
 from weft.schedule.reverse import reverse
 
 

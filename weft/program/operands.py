@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from weft.core.indices import Indices
 from weft.core.problem import ITEM_BYTES, Problem
 from weft.core.schedule import Attend, Piece
-from weft.schedule.lowering import Lowering, Messages, Part
-from weft.schedule.places import hulls
-from weft.schedule.program import Copy, Fill, Segment, Slot, View
+from weft.program.exchanges import Exchanges
+from weft.program.pieces import Messages, Part
+from weft.program.places import hulls
+from weft.program.slots import Slot
+from weft.program.steps import Copy, Fill, Segment, View
 
 
 @dataclass(eq=False, slots=True)
@@ -35,7 +37,7 @@ class Operand:
     """Numbers of pieces that are there in whole."""
 
 
-class AttentionLowering(Lowering):
+class AttentionLowering(Exchanges):
     """What both directions of an attention share."""
 
     def begin(self, attends: list[Attend], parts: Sequence[Part]) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 
 from weft.core.schedule import Piece
-from weft.schedule.program import Segment, Slot
+from weft.program.slots import Slot
+from weft.program.steps import Segment
 
 
 def cover(wanted: Piece, places: Iterable[Slot], target: Slot) -> list[Segment]:

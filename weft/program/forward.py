@@ -1,0 +1,115 @@
+"""The forward program of an attention: outputs are merged and go home."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+from weft.core.schedule import Attend, Piece
+from weft.program.operands import AttentionLowering, Operand
+from weft.program.pieces import Messages, Part
+from weft.program.places import cover
+from weft.program.slots import Slot
+from weft.program.steps import Attention, Cast, Fill
+
+
+class ForwardLowering(AttentionLowering):
+    """Outputs are merged in float32 or better and leave in the caller's dtype."""
+
+    def begin(self, attends: list[Attend], parts: Sequence[Part]) -> None:
+        super().begin(attends, parts)
+        self.lands = False
+        if self.operands["q"][1:] or not any(self.is_home(q.hull) for q in self.operands["q"]):
+            self.result = self.home_slot("o", "result")
+            self.lands = self._can_land(parts)
+
+    def _can_land(self, parts: Sequence[Part]) -> bool:
+        """Whether outputs may be received into the result: they and what is computed here are all of it."""
+        home = self.result.piece
+        assert home is not None
+        if (
+            self.problem.batch > 1
+            or self.result.order is not None
+            or self.result.shape[3] != home.tokens.size
+        ):
+            return False
+        pieces = [q.hull & home for q in self.operands["q"]]
+        for _, op in parts:
+            if isinstance(op, Messages):
+                pieces += [p for some in op.receives.values() for p in some if p.tensor == "o"]
+        cells = sum(piece.heads.size * piece.tokens.size for piece in pieces)
+        return cells == home.heads.size * home.tokens.size
+
+    def landing(self, piece: Piece) -> Slot | None:
+        if not (self.lands and piece.tensor == "o" and len(piece.heads.runs) == 1):
+            return None
+        if piece.tokens != self.result.tokens:
+            return None
+        slot = self.slot(f"part of {self.result.name}", "result", piece)
+        slot.parent = self.result
+        slot.offset = piece.heads.runs[0][0] * (self.result.num_bytes // self.result.shape[2])
+        return slot
+
+    def own_piece(self, op: Messages) -> Piece | None:
+        if not self.lands or any(p.tensor != "o" for some in op.receives.values() for p in some):
+            return None
+        home = self.result.piece
+        assert home is not None
+        own = [part for q in self.operands["q"] if (part := Piece("o", q.hull.heads, q.hull.tokens) & home)]
+        return own[0] if len(own) == 1 else None
+
+    def sources(self, piece: Piece) -> list[Slot]:
+        if piece.tensor != "o":
+            return super().sources(piece)
+        return [*self.arrived["o"], *(operand.sums[0] for operand in self.operands["q"] if operand.sums)]
+
+    def attend(self, index: int, op: Attend) -> None:
+        q, kv = self.operand(op.q), self.operand(op.kv)
+        if not q.sums:
+            q.sums = self._sums(q)
+            if q.partial:
+                self.steps += [Fill(index, q.sums[0]), Fill(index, q.sums[1], -inf)]
+        out, lse = q.sums
+        first = not (q.written or q.partial)
+        q.written += 1
+        label = f"attend {self.brought_by(op.kv)}"
+        assert q.slot is not None and kv.slot is not None
+        self.steps.append(Attention(index, label, q.slot, op.q, kv.slot, op.kv, out, lse, first))
+
+    def _sums(self, q: Operand) -> tuple[Slot, Slot]:
+        keeps = bool(self.target.save)
+        memory = "saved" if keeps else "workspace"
+        out = self.slot(f"out of {q.name}", "workspace", Piece("o", q.hull.heads, q.hull.tokens), self.wide)
+        if self.narrow == self.wide:
+            out.memory = "result" if self.is_home(q.hull) else memory
+        lse = self.lse(q, memory)
+        if keeps:
+            self.program.saved[lse.name] = lse
+        return out, lse
+
+    def finish(self) -> None:
+        operands = self.operands["q"]
+        if self.target.save:
+            self._save(operands)
+        if len(operands) == 1 and self.is_home(operands[0].hull):
+            out = operands[0].sums[0]
+            if self.narrow == self.wide:
+                self.program.slots["home o"] = out
+            else:
+                self.steps.append(Cast(-1, out, self.home_slot("o", "result")))
+            return
+        piece = self.result.piece
+        assert piece is not None
+        self.put(self.result, cover(piece, self.sources(piece), self.result))
+
+    def _save(self, operands: list[Operand]) -> None:
+        """Save outputs in the caller's dtype, as the backward reads them; results are there anyway."""
+        for q in operands:
+            if self.is_home(q.hull):
+                continue
+            out = kept = q.sums[0]
+            if self.narrow != self.wide:
+                assert out.piece is not None
+                kept = self.slot(out.name, "saved", out.piece, self.narrow)
+                self.steps.append(Cast(-1, out, kept))
+            self.program.saved[out.name] = kept

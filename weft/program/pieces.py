@@ -1,0 +1,94 @@
+"""Pieces of a schedule as one rank sees them: its part of each operation, and numbers for equal pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from weft.core.problem import Problem, Switch
+from weft.core.schedule import Attend, Exchange, Piece, Schedule
+from weft.program.slots import Shape
+
+
+class Messages(NamedTuple):
+    """One rank's part of an exchange: pieces by peer, in the order in which both ends pack them."""
+
+    label: str
+    sends: dict[int, list[Piece]]
+    receives: dict[int, list[Piece]]
+    collective: bool
+
+
+Part = tuple[int, Attend | Messages]
+"""An operation of the schedule, by its index, as far as one rank takes part in it."""
+
+
+Form = tuple[int, str, Shape, int]
+"""Bytes, dtype, shape and unit of a slot."""
+
+
+class Pieces:
+    """Numbers of pieces: equal ones have equal numbers, on all ranks of a schedule.
+
+    They are kept by identity: the same piece goes around a ring, and even its hash would be slow.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[int, int] = {}
+        self.forms: dict[int, Form] = {}
+        """What all slots of a piece have in common, by its number."""
+        self.disjoint: set[frozenset[int]] = set()
+        """Pieces that have no parts in common, by number: those of the ranks of a ring are the same."""
+        self._numbers: dict[tuple[object, ...], int] = {}
+        self._messages: dict[int, tuple[int, ...]] = {}
+        self._alive: list[object] = []
+
+    def number(self, piece: Piece) -> int:
+        number = self.known.get(id(piece))
+        if number is None:
+            key = (piece.tensor, piece.heads.runs, piece.tokens.runs)
+            number = self.known[id(piece)] = self._numbers.setdefault(key, len(self._numbers))
+            self._alive.append(piece)  # or its identity could become another's
+        return number
+
+    def numbers(self, message: list[Piece]) -> tuple[int, ...]:
+        """Those of a message, which are asked for at both its ends."""
+        numbers = self._messages.get(id(message))
+        if numbers is None:
+            numbers = self._messages[id(message)] = tuple([self.number(piece) for piece in message])
+            self._alive.append(message)
+        return numbers
+
+
+def parts_of(schedule: Schedule, ranks: Iterable[int]) -> dict[int, list[Part]]:
+    """Each rank's part of every operation, in one pass over the schedule."""
+    parts: dict[int, list[Part]] = {rank: [] for rank in ranks}
+    every = schedule.problem.ranks
+    for index, op in enumerate(schedule.ops):
+        if isinstance(op, Attend):
+            if op.rank in parts:
+                parts[op.rank].append((index, op))
+            continue
+        mine: dict[int, Messages] = {}
+        messages = op.messages
+        collective = len(messages) == every * (every - 1) > 0 and _is_bulk(op, schedule.problem)
+        for (src, dst), pieces in messages.items():
+            if src in parts:
+                if src not in mine:
+                    mine[src] = Messages(op.label, {}, {}, collective)
+                mine[src].sends[dst] = pieces
+            if dst in parts:
+                if dst not in mine:
+                    mine[dst] = Messages(op.label, {}, {}, collective)
+                mine[dst].receives[src] = pieces
+        for rank, part in mine.items():
+            parts[rank].append((index, part))
+    return parts
+
+
+def _is_bulk(exchange: Exchange, problem: Problem | Switch) -> bool:
+    """Whether one all_to_all can do an exchange between all ranks."""
+    gathers = isinstance(problem, Switch) and problem.dims[1] is None  # all would send the same to each
+    # Parts of one buffer lie without gaps, so they must be of one size of item.
+    mixed = len({transfer.piece.is_sum for transfer in exchange.transfers}) > 1
+    return not gathers and not mixed
