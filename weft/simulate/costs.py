@@ -33,6 +33,7 @@ class Prices:
         seconds: dict[int, float] | None = None,
     ) -> None:
         self.schedule, self.topology, self.works, self.measured = schedule, topology, works, seconds
+        self.attention = schedule.attention if schedule.mask is not None else None
         self.byte_seconds = 2 / topology.memory_bandwidth if topology.memory_bandwidth else 0.0
 
     def seconds(self, step: Step) -> float:
@@ -41,8 +42,8 @@ class Prices:
             if self.measured is not None:
                 return self.measured[step.op]
             op = self.schedule.ops[step.op]
-            assert isinstance(op, Attend), f"operation {step.op} is no attention"
-            return attend_seconds(self.topology, *self.schedule.attention, self.works[step.op], op)
+            assert isinstance(op, Attend) and self.attention, f"operation {step.op} is no attention"
+            return attend_seconds(self.topology, *self.attention, self.works[step.op], op)
         if isinstance(step, Post):
             return self.topology.post_seconds * (len(step.sends) + len(step.receives))
         return 0.0 if isinstance(step, Wait) or not self.byte_seconds else step.num_bytes * self.byte_seconds

@@ -11,7 +11,7 @@ sends is another, and all lanes are equally fast.
 from __future__ import annotations
 
 import gc
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from heapq import heappop, heappush
 from itertools import chain
@@ -23,7 +23,7 @@ from weft.core.schedule import Exchange, Schedule
 from weft.core.timeline import Span, Timeline
 from weft.core.topology import Topology
 from weft.program.lower import lower_all
-from weft.program.steps import Post, Program, Wait, span_name
+from weft.program.steps import Post, Program, Step, Wait, span_name
 from weft.program.workspace import memory_of
 from weft.schedule.measure import attend_works
 from weft.simulate.costs import ATTENTIONS, Prices
@@ -94,7 +94,9 @@ class _Run:
         self.done: list[list[Span]] = [[] for _ in ranks]
         """Spans of each rank's compute lane."""
         self.since = [0.0 for _ in ranks]
-        self.waiting: list[tuple[Key, Wait] | None] = [None for _ in ranks]
+        self.waiting: list[Key | None] = [None for _ in ranks]
+        self.waits: dict[int, Wait] = {}
+        """The message that a rank waits for, and its last Wait."""
         self.half: set[Key] = set()
         """Messages that one of two ends has posted."""
         self.there: set[Key] = set()
@@ -113,7 +115,7 @@ class _Run:
 
     def play(self) -> tuple[Span, ...]:
         """Return all spans by rank, lane and time."""
-        for rank in range(len(self.steps)):
+        for rank in range(len(self.walks)):
             self._advance(rank)
         self._settle()
         events = self.events
@@ -134,21 +136,19 @@ class _Run:
 
     def _advance(self, rank: int) -> None:
         """Walk a rank's program until something takes time."""
-        steps, there = self.steps[rank], self.there
-        for at in range(self.at[rank], len(steps)):
-            step = steps[at]
+        walk, there = self.walks[rank], self.there
+        for step in walk:
             if self.barriers and not self._meet(rank, step.op):
-                self.at[rank] = at
+                self.walks[rank] = chain((step,), walk)  # after the barrier
                 return
             if isinstance(step, Wait):
                 key = (step.op, rank, step.peer) if step.sent else (step.op, step.peer, rank)
                 if key not in there:
-                    self.at[rank], self.since[rank], self.waiting[rank] = at, self.now, key
+                    self.since[rank], self.waiting[rank], self.waits[rank] = self.now, key, step
                     return
                 continue
             seconds = self.prices.seconds(step)
             if seconds or isinstance(step, ATTENTIONS):
-                self.at[rank] = at
                 task = self.computing[rank] = Task(rank, step, seconds, self.now)
                 self.dirty[task] = None
                 if self.cores:
@@ -156,7 +156,6 @@ class _Run:
                 return
             if isinstance(step, Post):
                 self._post(rank, step)
-        self.at[rank] = len(steps)
         if self.barriers:
             self._meet(rank, inf)
 
@@ -164,7 +163,7 @@ class _Run:
         """Whether a rank has met all others at every exchange up to an operation."""
         while self.met[rank] < len(self.barriers) and self.barriers[self.met[rank]] <= op:
             self.since[rank] = self.now
-            if len(self.meeting) + 1 < len(self.steps):
+            if len(self.meeting) + 1 < len(self.walks):
                 self.meeting.append(rank)
                 return False
             others, self.meeting = self.meeting, []
@@ -178,20 +177,29 @@ class _Run:
 
     def _post(self, rank: int, step: Post) -> None:
         """Start the messages whose other end is there too, or does not matter."""
-        op, half, two_sided = step.op, self.half, self.topology.two_sided
-        ends = [((op, rank, peer), slot.num_bytes) for peer, slot in step.sends]
-        if two_sided:
-            ends += [((op, peer, rank), slot.num_bytes) for peer, slot in step.receives]
-        for key, num_bytes in ends:
-            if two_sided and key not in half:
+        op, half = step.op, self.half
+        if not self.topology.two_sided:
+            for peer, slot in step.sends:
+                self._start(step, rank, peer, slot.num_bytes)
+            return
+        for peer, slot in step.sends:
+            if (key := (op, rank, peer)) in half:
+                half.remove(key)
+                self._start(step, rank, peer, slot.num_bytes)
+            else:
                 half.add(key)
-                continue
-            half.discard(key)
-            _, src, dst = key
-            route = self.network.route(src, dst)
-            task = Task(src, step, num_bytes + self.topology.half_bytes, self.now, route, dst, num_bytes)
-            self.count += 1
-            heappush(self.events, (self.now + route.latency, self.count, 0, task))
+        for peer, slot in step.receives:
+            if (key := (op, peer, rank)) in half:
+                half.remove(key)
+                self._start(step, peer, rank, slot.num_bytes)
+            else:
+                half.add(key)
+
+    def _start(self, step: Post, src: int, dst: int, num_bytes: int) -> None:
+        route = self.network.routes.get((src, dst)) or self.network.route(src, dst)
+        task = Task(src, step, num_bytes + self.topology.half_bytes, self.now, route, dst, num_bytes)
+        self.count += 1
+        heappush(self.events, (self.now + route.latency, self.count, 0, task))
 
     def _begin(self, task: Task) -> None:
         """The first byte of a message arrives: from here on it shares."""
@@ -214,8 +222,8 @@ class _Run:
         for rank, peer in ((dst, src), (src, dst)):
             if self.waiting[rank] == key:
                 self.waiting[rank] = None
-                self._waited(rank, "wait", span_name(self.steps[rank][self.at[rank]]), op, peer)
-                self.at[rank] += 1
+                if self.now > self.since[rank]:
+                    self._waited(rank, "wait", span_name(self.waits[rank]), op, peer)
                 self._advance(rank)
 
     def _finish(self, task: Task) -> None:
@@ -230,7 +238,6 @@ class _Run:
         self.done[rank].append(Span(rank, "compute", kind, span_name(step), task.start, self.now, step.op))
         if isinstance(step, Post):
             self._post(rank, step)
-        self.at[rank] += 1
         self._advance(rank)
 
     def _waited(self, rank: int, kind: str, name: str, op: int, peer: int = -1) -> None:
