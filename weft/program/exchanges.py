@@ -48,8 +48,11 @@ class Exchanges(Lowering):
             _lay_side_by_side(f"in {index}", [message for message, _ in receives.values()], align=1)
         else:
             receives = {peer: (slot, [slot]) for peer, slot in landed.items()}
-        whole = op._replace(sends=dict.fromkeys(sorted(sends), []), receives=op.receives | mine)
-        self.post(index, whole, sends, receives, collective=True)
+        everything = op.sends | mine if self.rank in sends else op.sends
+        ordered = {peer: everything[peer] for peer in sorted(everything)}
+        self.post(
+            index, op._replace(sends=ordered, receives=op.receives | mine), sends, receives, collective=True
+        )
 
     def _in_order(
         self, messages: dict[int, list[Piece]], own: Piece | None, place: Callable[[Piece], Slot | None]
@@ -70,7 +73,7 @@ class Exchanges(Lowering):
     def settle(self) -> None:
         """Use up what has come and free what has gone, before another exchange needs its buffers."""
         self.consume()
-        for exchange in list(self.posted.values()) if self.posted else ():
+        for exchange in list(self.posted.values()):
             receives = exchange.post.receives
             if not receives:
                 if exchange.number + 1 < self.posts:  # it brought nothing to wait for

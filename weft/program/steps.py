@@ -59,6 +59,11 @@ class Post(NamedTuple):
     def num_bytes(self) -> int:
         return sum(slot.num_bytes for _, slot in self.sends)
 
+    def __str__(self) -> str:
+        sends = [f"{slot.name} → rank {peer}" for peer, slot in self.sends]
+        receives = [f"{slot.name} ← rank {peer}" for peer, slot in self.receives]
+        return f"post {self.label}: {', '.join(sends + receives)}"
+
 
 class Wait(NamedTuple):
     """Order the compute stream behind a message from `peer`, or behind the reading of the one sent to it."""
@@ -73,6 +78,9 @@ class Wait(NamedTuple):
     def num_bytes(self) -> int:
         return self.slot.num_bytes
 
+    def __str__(self) -> str:
+        return f"{span_name(self)}: {self.slot.name}"
+
 
 class Copy(NamedTuple):
     """Copy (or add) rectangles between slots, casting where the dtypes differ."""
@@ -86,6 +94,10 @@ class Copy(NamedTuple):
     def num_bytes(self) -> int:
         return sum(s.piece.heads.size * s.piece.tokens.size * s.target.unit for s in self.segments)
 
+    def __str__(self) -> str:
+        pairs = [f"{segment.source.name} → {segment.target.name}" for segment in self.segments]
+        return f"{'add' if self.add else 'copy'} {', '.join(dict.fromkeys(pairs))}"
+
 
 class View(NamedTuple):
     """Let `target` be a part of `source`: no bytes move."""
@@ -95,6 +107,9 @@ class View(NamedTuple):
     target: Slot
     label: str = "view"
     num_bytes: int = 0
+
+    def __str__(self) -> str:
+        return f"view {self.source.name} → {self.target.name}"
 
 
 class Fill(NamedTuple):
@@ -109,6 +124,9 @@ class Fill(NamedTuple):
     def num_bytes(self) -> int:
         return self.slot.num_bytes
 
+    def __str__(self) -> str:
+        return f"fill {self.slot.name} with {self.value}"
+
 
 class Cast(NamedTuple):
     """Convert a whole slot to the dtype of another."""
@@ -121,6 +139,9 @@ class Cast(NamedTuple):
     @property
     def num_bytes(self) -> int:
         return self.target.num_bytes
+
+    def __str__(self) -> str:
+        return f"cast {self.source.name} → {self.target.name}"
 
 
 class Attention(NamedTuple):
@@ -136,6 +157,9 @@ class Attention(NamedTuple):
     lse: Slot
     first: bool
     num_bytes: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.label}: {self.q.name} × {self.kv.name} → {self.out.name}"
 
 
 class Gradient(NamedTuple):
@@ -155,6 +179,9 @@ class Gradient(NamedTuple):
     first: tuple[bool, bool]
     """Whether dq and dkv are the first to be written to their slots."""
     num_bytes: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.label}: {self.q.name} × {self.kv.name} → {self.dq.name}, {self.dkv.name}"
 
 
 Step = Post | Wait | Copy | View | Fill | Cast | Attention | Gradient

@@ -114,7 +114,11 @@ def _assign(
         lambda i: (live[i].first - live[i].last, -live[i].num_bytes),
     ]
     shuffled = Random(0)  # the same on all ranks and in every run
-    orders += [lambda i: (-live[i].num_bytes * shuffled.uniform(0.4, 1.0), live[i].first)] * TRIES
+
+    def roughly_by_size(i: int) -> tuple[float, ...]:
+        return -live[i].num_bytes * shuffled.uniform(0.4, 1.0), live[i].first
+
+    orders += [roughly_by_size] * TRIES
     for order in orders if live else ():
         found = _first_fit(live, results, sorted(range(len(live)), key=order))
         if not best[0] or found[1] < best[1]:
