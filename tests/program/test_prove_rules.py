@@ -124,6 +124,13 @@ def test_ranks_that_disagree_on_who_is_near_are_rejected() -> None:
         prove(programs)
 
 
+def test_a_near_receive_has_no_buffer_of_its_own() -> None:
+    programs = pair(swap(0, 3), swap(1, 3)[:-1])
+    programs[1] = replace(programs[1], target=Target(near=frozenset({0})))
+    with pytest.raises(ScheduleError, match="disagree on whether in 3 is read in place"):
+        prove(programs)
+
+
 def test_a_place_beyond_the_end_of_its_block_is_rejected() -> None:
     programs = Programs.of(pair(swap(0, 3), swap(1, 3)))
     space = programs.workspaces[1]
