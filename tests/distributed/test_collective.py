@@ -72,8 +72,8 @@ def test_ulysses_is_two_collectives_forward(pool: Pool) -> None:
     truth = Truth.of(problem(pool.size, 23, heads=2 * pool.size))
     answers = pool.run(counted, attend, truth, {"plan": "ulysses"})
     check(truth, [answer for answer, _, _ in answers], 5e-6)
-    # Forward: scatter and return. Backward: output gradients, and gradients home.
-    assert {(collectives, posts) for _, collectives, posts in answers} == {(4, 0)}
+    # Forward: scatter and return. Backward: output gradients, gradients of keys home, and those of queries.
+    assert {(collectives, posts) for _, collectives, posts in answers} == {(5, 0)}
 
 
 def test_random_attentions_are_right(pool: Pool) -> None:
