@@ -162,7 +162,10 @@ class DryRun:
         grad = torch.empty_like(out)
         # An arena of its own: one that both directions share is as large as the larger of them needs.
         self.executor.arena = type(self.executor.arena)()
-        with Storages(self.kernel, [*own, grad, out, *saved]) as storages:
+        if not getattr(self.executor, "reads_output", True):
+            out = None  # autograd does not save it then
+        given = [x for x in (grad, out) if x is not None]
+        with Storages(self.kernel, [*own, *given, *saved]) as storages:
             _result = self.executor.backward(grad, (self.q, self.k, self.v), out, saved, SCALE)
         return storages.held()
 

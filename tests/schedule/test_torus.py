@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.run.dense import Truth
-from tests.run.test_local import locally
+from tests.run.test_execute import both_ways, on_every_rank
 from weft.core.errors import InputError, ScheduleError
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
@@ -62,9 +62,12 @@ def test_outputs_and_gradients_are_those_of_dense_attention(machines, devices):
         for case, mask in (dense_one, sparse[at % 2]):
             truth = Truth.of(case, mask)
             name = f"torus:{ulysses}x{ring}{TUNED[(at + mask.is_dense) % len(TUNED)]}"
-            outs, grads = locally(build(name, case, mask, where), truth)
-            assert truth.output_error(outs) < 1e-10
-            assert truth.gradient_error(grads) < 1e-10
+            plan = build(name, case, mask, where)
+            results = on_every_rank(
+                plan, lambda executor, truth=truth: both_ways(executor, truth), "auto", "sdpa"
+            )
+            assert truth.output_error([out for out, _ in results]) < 1e-10
+            assert truth.gradient_error([grads for _, grads in results]) < 1e-10
 
 
 @pytest.mark.parametrize(("machines", "devices"), GRIDS)

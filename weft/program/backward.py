@@ -9,7 +9,7 @@ from weft.program.operands import AttentionLowering, Operand
 from weft.program.pieces import Messages, Part
 from weft.program.places import cover, overlap
 from weft.program.slots import Slot
-from weft.program.steps import Cast, Copy, Fill, Gradient, Segment
+from weft.program.steps import Cast, Copy, Fill, Gradient, Segment, accesses
 
 
 class _Result:
@@ -42,7 +42,7 @@ class BackwardLowering(AttentionLowering):
             arriving = [
                 piece
                 for _, op in parts
-                if isinstance(op, Messages)
+                if isinstance(op, Messages) and tensor in op.tensors
                 for pieces in op.receives.values()
                 for piece in pieces
                 if piece.tensor == tensor
@@ -70,15 +70,15 @@ class BackwardLowering(AttentionLowering):
         return slot if slot is not None and slot.memory == self.buffer_memory else None
 
     def attend(self, index: int, op: Attend) -> None:
-        q, kv = self.operand(op.q), self.operand(op.kv)
+        q, kv = next(self.reads)
+        q_slot, kv_slot = self.ready(q, op.q), self.ready(kv, op.kv)
         out = self.home["o"] if self.is_home(q.hull) else self._saved(f"out of {q.name}", q, self.narrow)
         lse = self.program.slots.get(f"lse of {q.name}") or self.lse(q, "saved")
         self.program.slots[lse.name] = lse
         grad = self._output_gradient(index, q)
         first = self._start(index, q), self._start(index, kv)
-        label = f"gradient {self.brought_by(op.kv)}"
-        assert q.slot is not None and kv.slot is not None
-        fields = (q.slot, op.q, kv.slot, op.kv, out, lse, grad, q.sums[0], kv.sums[0], first)
+        label = f"gradient {self.brought_by(kv, op.kv)}"
+        fields = (q_slot, op.q, kv_slot, op.kv, out, lse, grad, q.sums[0], kv.sums[0], first)
         self.steps.append(Gradient(index, label, *fields))
         for operand in (q, kv):
             operand.written += 1
@@ -158,6 +158,21 @@ class BackwardLowering(AttentionLowering):
     def _add_local(self, operand: Operand) -> None:
         self._add_home("d" + operand.hull.tensor, operand.sums[0])
 
+    def _keep_apart(self) -> None:
+        """Give gradients that must outlive the next attention a place of their own: no kernel holds two."""
+        gradients = [at for at, step in enumerate(self.steps) if isinstance(step, Gradient)]
+        following = dict(zip(gradients, [*gradients[1:], len(self.steps)], strict=False))
+        written = {
+            slot: following[at]
+            for at in gradients
+            for slot in accesses(self.steps[at])[1]
+            if slot.memory == "kernel"
+        }
+        for at, step in enumerate(self.steps):
+            for slot in accesses(step)[0]:
+                if at > written.get(slot, at):
+                    slot.memory = "workspace"
+
     def consume(self) -> None:
         for tensor, result in self.results.items():
             if result.summed:
@@ -167,6 +182,7 @@ class BackwardLowering(AttentionLowering):
                 result.taken = len(arrived)
 
     def finish(self) -> None:
+        self._keep_apart()
         self.consume()
         for tensor, result in self.results.items():
             home = result.home

@@ -35,7 +35,7 @@ class ForwardLowering(AttentionLowering):
             return False
         pieces = [q.hull & home for q in self.operands["q"]]
         for _, op in parts:
-            if isinstance(op, Messages):
+            if isinstance(op, Messages) and "o" in op.tensors:
                 pieces += [p for some in op.receives.values() for p in some if p.tensor == "o"]
         cells = sum(piece.heads.size * piece.tokens.size for piece in pieces)
         return cells == home.heads.size * home.tokens.size
@@ -64,7 +64,8 @@ class ForwardLowering(AttentionLowering):
         return [*self.arrived["o"], *(operand.sums[0] for operand in self.operands["q"] if operand.sums)]
 
     def attend(self, index: int, op: Attend) -> None:
-        q, kv = self.operand(op.q), self.operand(op.kv)
+        q, kv = next(self.reads)
+        q_slot, kv_slot = self.ready(q, op.q), self.ready(kv, op.kv)
         if not q.sums:
             q.sums = self._sums(q)
             if q.partial:
@@ -72,9 +73,8 @@ class ForwardLowering(AttentionLowering):
         out, lse = q.sums
         first = not (q.written or q.partial)
         q.written += 1
-        label = f"attend {self.brought_by(op.kv)}"
-        assert q.slot is not None and kv.slot is not None
-        self.steps.append(Attention(index, label, q.slot, op.q, kv.slot, op.kv, out, lse, first))
+        label = f"attend {self.brought_by(kv, op.kv)}"
+        self.steps.append(Attention(index, label, q_slot, op.q, kv_slot, op.kv, out, lse, first))
 
     def _sums(self, q: Operand) -> tuple[Slot, Slot]:
         keeps = bool(self.target.save)

@@ -44,10 +44,11 @@ class AttentionLowering(Exchanges):
         assert isinstance(self.schedule.problem, Problem)
         self.problem = self.schedule.problem
         self.operand_of: dict[int, Operand] = {}
-        self.operands = {
-            "q": self._operands("q", [op.q for op in attends]),
-            "kv": self._operands("kv", [op.kv for op in attends]),
-        }
+        self.operands: dict[str, list[Operand]] = {}
+        queries = self._operands("q", [op.q for op in attends])
+        keys = self._operands("kv", [op.kv for op in attends])
+        self.reads = zip(queries, keys, strict=True)
+        """The operands of all attentions, in order."""
         self.sent = {
             self.pieces.number(pieces[0])
             for _, op in parts
@@ -58,6 +59,7 @@ class AttentionLowering(Exchanges):
         self.home = {tensor: self.home_slot(tensor, "input") for tensor in ("q", "kv")}
 
     def _operands(self, tensor: str, pieces: list[Piece]) -> list[Operand]:
+        """The operand that each piece belongs to."""
         numbers = [self.pieces.number(piece) for piece in pieces]
         distinct = dict(zip(numbers, pieces, strict=True))
         joined, key = distinct, frozenset(distinct)
@@ -72,9 +74,11 @@ class AttentionLowering(Exchanges):
                 operand = next(each for each in operands.values() if each.hull.covers(piece))
                 operand.partial = True
             self.operand_of[number] = operand
-        for number in numbers:
-            self.operand_of[number].readers += 1
-        return list(operands.values())
+        self.operands[tensor] = list(operands.values())
+        reads = [self.operand_of[number] for number in numbers]
+        for operand in reads:
+            operand.readers += 1
+        return reads
 
     def home_slot(self, tensor: str, memory: str) -> Slot:
         """The caller's own tensor, in the caller's row order."""
@@ -111,27 +115,25 @@ class AttentionLowering(Exchanges):
         operand = self.operand_of.get(number)
         if operand is None or operand.number != number:
             return None
-        slot = self.operand(piece).slot
-        return (
-            slot if slot is not None and slot.memory == self.buffer_memory and not operand.is_view else None
-        )
+        slot = self.ready(operand, piece)
+        return slot if slot.memory == self.buffer_memory and not operand.is_view else None
 
     def is_copied(self, pieces: list[Piece]) -> bool:
         numbers = [self.pieces.number(piece) for piece in pieces]
         return not any(n in self.operand_of and self.operand_of[n].number == n for n in numbers)
 
-    def operand(self, wanted: Piece) -> Operand:
-        """The operand that a piece belongs to, with everything that the piece needs in its slot."""
-        number = self.pieces.number(wanted)
-        operand = self.operand_of[number]
+    def ready(self, operand: Operand, wanted: Piece) -> Slot:
+        """The slot of an operand, with everything in it that a piece of the operand needs."""
         if operand.slot is None:
             self.place(operand)
-        if not operand.is_view:
-            if number not in operand.complete:
-                self._complete(operand, wanted, number)
-        elif self.unwaited:
-            self.wait_at(operand.slot)
-        return operand
+        slot = operand.slot
+        assert slot is not None
+        if operand.is_view:
+            if self.unwaited:
+                self.wait_at(slot)
+        elif operand.partial or not operand.have:
+            self._complete(operand, slot, wanted)
+        return slot
 
     def place(self, operand: Operand) -> None:
         """Decide whether an operand is used where it lies, or has a buffer to be put together in."""
@@ -180,9 +182,10 @@ class AttentionLowering(Exchanges):
         self.steps.append(View(-1, source, slot))
         return slot
 
-    def _complete(self, operand: Operand, wanted: Piece, number: int) -> None:
-        slot = operand.slot
-        assert slot is not None
+    def _complete(self, operand: Operand, slot: Slot, wanted: Piece) -> None:
+        number = self.pieces.number(wanted)
+        if number in operand.complete:
+            return
         missing = wanted.without(operand.have) if operand.have else [wanted]
         segments = [segment for piece in missing for segment in self.find(piece, slot)]
         if segments or not missing:
@@ -209,9 +212,9 @@ class AttentionLowering(Exchanges):
         if copied := [segment for segment in segments if segment.source.parent is not target]:
             self.steps.append(Copy(index, tuple(copied)))
 
-    def brought_by(self, kv: Piece) -> str:
+    def brought_by(self, operand: Operand, kv: Piece) -> str:
         """The exchange, after the scatter, that brought some keys and values; `hop 0` if they were there."""
-        label = self.labels.get(self.pieces.number(kv))
+        label = self.labels.get(self.pieces.number(kv) if operand.partial else operand.number)
         if label is None:
             # From the last one: in a ring, what is used now has come just before.
             label = next((label for piece, label in reversed(self.brought) if piece.meets(kv)), "hop 0")

@@ -17,6 +17,8 @@ class Messages(NamedTuple):
     sends: dict[int, list[Piece]]
     receives: dict[int, list[Piece]]
     collective: bool
+    tensors: frozenset[str]
+    """Of which there are pieces between any two ranks."""
 
 
 Part = tuple[int, Attend | Messages]
@@ -72,14 +74,15 @@ def parts_of(schedule: Schedule, ranks: Iterable[int]) -> dict[int, list[Part]]:
         mine: dict[int, Messages] = {}
         messages = op.messages
         collective = len(messages) == every * (every - 1) > 0 and _is_bulk(op, schedule.problem)
+        tensors = frozenset([transfer.piece.tensor for transfer in op.transfers])
         for (src, dst), pieces in messages.items():
             if src in parts:
                 if src not in mine:
-                    mine[src] = Messages(op.label, {}, {}, collective)
+                    mine[src] = Messages(op.label, {}, {}, collective, tensors)
                 mine[src].sends[dst] = pieces
             if dst in parts:
                 if dst not in mine:
-                    mine[dst] = Messages(op.label, {}, {}, collective)
+                    mine[dst] = Messages(op.label, {}, {}, collective, tensors)
                 mine[dst].receives[src] = pieces
         for rank, part in mine.items():
             parts[rank].append((index, part))

@@ -37,6 +37,23 @@ def prove(programs: Sequence[Program], workspaces: Sequence[Workspace] | None = 
     check_messages(programs)
 
 
+def prove_schedule(schedule: Schedule) -> int:
+    """Prove the programs of a schedule and of its backward, for every transport; return how many steps they have."""
+    ranks = schedule.problem.ranks
+    ways = [(schedule, frozenset[str]())]
+    if not schedule.backward:
+        backward = reverse(schedule)
+        kept = {piece.tensor for pieces in backward.kept for piece in pieces}
+        ways += [(schedule, frozenset({"q"} | (kept & {"kv"}))), (backward, frozenset())]
+    steps = 0
+    for near, collective in ((0, False), (0, True), (ranks, False)):
+        for way, save in ways:
+            programs = lower_all(way, Target(frozenset(range(near)), collective, save))
+            prove(programs)
+            steps += sum(len(program.steps) for program in programs)
+    return steps
+
+
 def first_exchange_members(programs: Sequence[Program]) -> set[int]:
     """Return the ranks that take part in the first exchange over the process group."""
     members: defaultdict[int, set[int]] = defaultdict(set)

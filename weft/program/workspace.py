@@ -20,8 +20,8 @@ from weft.program.lowering import ALIGN
 from weft.program.slots import Slot
 from weft.program.steps import Gradient, Program, Target, Wait, accesses
 
-ENOUGH, TRIES = 1.02, 12
-"""A block this near to its bound is good; else so many random orders are tried."""
+ENOUGH, TRIES, EFFORT = 1.02, 64, 20_000
+"""A block this near to its bound is good; else so many random orders are tried, of so many slots in all."""
 
 
 class Life(NamedTuple):
@@ -118,7 +118,7 @@ def _assign(
     def roughly_by_size(i: int) -> tuple[float, ...]:
         return -live[i].num_bytes * shuffled.uniform(0.4, 1.0), live[i].first
 
-    orders += [roughly_by_size] * TRIES
+    orders += [roughly_by_size] * min(TRIES, EFFORT // max(1, len(live)))
     for order in orders if live else ():
         found = _first_fit(live, results, sorted(range(len(live)), key=order))
         if not best[0] or found[1] < best[1]:

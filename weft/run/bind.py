@@ -75,6 +75,20 @@ class Bound:
         saved = set(self.program.saved.values())
         self._fresh = [(root, _dtype(root)) for root in (*roots["result"], *saved)]
         self.calls = [self._call(step) for step in self.program.steps]
+        for at, slots in self._last_uses().items():
+            self.calls[at] = _freeing(self.calls[at], slots)
+
+    def _last_uses(self) -> dict[int, list[Slot]]:
+        """What kernels returned, by the last step that reads it: held any longer, it would pile up."""
+        last: dict[Slot, int] = {}
+        for at, step in enumerate(self.program.steps):
+            last |= {slot: at for some in accesses(step) for slot in some if slot.memory == "kernel"}
+        kept = set(self.program.slots.values())
+        uses: dict[int, list[Slot]] = {}
+        for slot, at in last.items():
+            if slot not in kept:
+                uses.setdefault(at, []).append(slot)
+        return uses
 
     def _carve(self, root: Slot, flat: Tensor, slots: Slots, flats: Flats) -> None:
         """Views of all slots that lie in one stretch of memory."""
@@ -253,6 +267,15 @@ def _fill(planes: Planes, value: float) -> None:
 def _cast(sources: Planes, targets: Planes) -> None:
     for x, into in zip(sources, targets, strict=True):
         into.copy_(x)
+
+
+def _freeing(call: Call, slots: list[Slot]) -> Call:
+    def run(frame: Frame) -> None:
+        call(frame)
+        for slot in slots:
+            del frame.slots[slot]
+
+    return run
 
 
 def _nothing(frame: Frame) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from weft.core.indices import Indices, IntArray
 from weft.core.schedule import Piece
 from weft.program.slots import Positions, Slot
 from weft.program.steps import Segment
@@ -25,6 +26,10 @@ Launch = Callable[[Slots], None]
 Views = Callable[[Slots], list[Tensor]]
 Index = tuple[slice | Tensor, slice | Tensor]
 """Which heads and which rows, with index tensors on the device."""
+
+
+MAX_STRETCHES = 8
+"""Slices that one part is copied in; in more, its rows are gathered by index."""
 
 
 class Axes(NamedTuple):
@@ -110,6 +115,9 @@ class Copier:
 
     def _single(self, segment: Segment, *, add: bool) -> Launch:
         source, target, piece = segment
+        if not add and (parts := _few_stretches(segment)):
+            copies = [self._single(part, add=False) for part in parts]
+            return lambda slots: [copy(slots) for copy in copies] and None
         at, to = (on_device(slot.positions(piece), self.device) for slot in (source, target))
         axes = self.axes
         if add or not is_slice(at) or not is_slice(to):
@@ -223,6 +231,30 @@ def _move(x: Tensor, at: Index, into: Tensor, to: Index, axes: Axes, *, add: boo
     full = slice(0, x.shape[dim])
     rest = pick(x, (full, rows) if dim == axes.heads else (heads, full), axes)
     torch.index_select(rest, dim, which, out=pick(into, to, axes))
+
+
+def _few_stretches(segment: Segment) -> list[Segment]:
+    """A segment as a few that are slices at both ends, which need no tensor in between; or none."""
+    source, target, piece = segment
+    ends = source.positions(piece), target.positions(piece)
+    if all(isinstance(at, slice) for end in ends for at in end):
+        return []
+    heads, tokens = (
+        _stretches(indices, [end[which] for end in ends])
+        for which, indices in enumerate((piece.heads, piece.tokens))
+    )
+    if len(heads) * len(tokens) > MAX_STRETCHES:
+        return []
+    return [Segment(source, target, Piece(piece.tensor, h, t)) for h in heads for t in tokens]
+
+
+def _stretches(indices: Indices, ends: list[slice | IntArray]) -> list[Indices]:
+    """Cut indices where their positions at any end are not one after another."""
+    broken = np.zeros(max(0, indices.size - 1), dtype=bool)
+    for at in ends:
+        if isinstance(at, np.ndarray):
+            broken |= np.diff(at) != 1
+    return [Indices.of(part.tolist()) for part in np.split(indices.array, np.flatnonzero(broken) + 1)]
 
 
 def _same(a: Piece, b: Piece) -> bool:

@@ -121,6 +121,12 @@ class Executor(Runner):
             return out, []
         return out, [_joined(slots[slot]) for _, slot in sorted(program.saved.items())]
 
+    @cached_property
+    def reads_output(self) -> bool:
+        """Whether the backward reads the result: it does where outputs are computed at home."""
+        names = self.program(SAVING).saved
+        return sum(name.startswith("lse") for name in names) > sum(name.startswith("out") for name in names)
+
     def saved_shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shapes and dtypes of what `forward` saves, for torch.compile."""
         return [
@@ -132,14 +138,16 @@ class Executor(Runner):
         self,
         grad: Tensor,
         inputs: tuple[Tensor, Tensor, Tensor],
-        out: Tensor,
+        out: Tensor | None,
         saved: list[Tensor],
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv) of this rank's shards."""
+        """(dq, dk, dv) of this rank's shards; `out` may be None unless `reads_output`."""
         frame = Frame(self.comm, self.kernel, scale, grad.device)
         q, k, v = inputs
-        given: dict[str, Planes] = {"home q": (q,), "home kv": (k, v), "home do": (grad,), "home o": (out,)}
+        given: dict[str, Planes] = {"home q": (q,), "home kv": (k, v), "home do": (grad,)}
+        if out is not None:
+            given["home o"] = (out,)
         names = sorted(self.program(SAVING).saved.items())
         for (name, slot), x in zip(names, saved, strict=True):
             given[name] = x.unbind(0) if slot.shape[0] > 1 else (x,)

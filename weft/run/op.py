@@ -53,9 +53,10 @@ def _(q: Tensor, k: Tensor, v: Tensor, executor: int, scale: float, keep: bool) 
 def backward_op(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, saved: list[Tensor], executor: int, scale: float
 ) -> list[Tensor]:
-    """[dq, dk, dv]; `saved` begins with the output."""
-    out, *rest = saved
-    grads = _executors[executor].backward(grad, (q, k, v), out, rest, scale)
+    """[dq, dk, dv]; `saved` begins with the output if the executor reads it."""
+    runner = _executors[executor]
+    out, rest = (saved[0], saved[1:]) if runner.reads_output else (None, saved)
+    grads = runner.backward(grad, (q, k, v), out, rest, scale)
     # torch.compile plans memory from the strides that the fake below promises.
     return [x.contiguous() for x in grads]
 
@@ -70,12 +71,14 @@ def _(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     q, k, v, ctx.executor, ctx.scale, _ = inputs
     ctx.kept = _executors[ctx.executor]
-    ctx.save_for_backward(q, k, v, *output)
+    # Where outputs are not computed at home, the backward reads those; then the result may be freed.
+    saved = output if ctx.kept.reads_output else output[1:]
+    ctx.save_for_backward(q, k, v, *saved)
 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     q, k, v, *saved = ctx.saved_tensors
-    grad = grads[0] if grads[0] is not None else torch.zeros_like(saved[0])
+    grad = grads[0] if grads[0] is not None else torch.zeros_like(q)
     gone = ctx.executor not in _executors
     _executors[ctx.executor] = ctx.kept
     dq, dk, dv = backward_op(grad, q, k, v, saved, ctx.executor, ctx.scale)

@@ -112,9 +112,13 @@ class Proof(ABC):
                 f"{what} {piece.tensor} of head {int(piece.heads.array[head])}, token {token} at this point."
             )
 
-    def copy_in(self, transfer: Transfer, held: BoolArray) -> None:
+    def copy_in(self, transfer: Transfer, held: BoolArray, at_home: BoolArray | None = None) -> None:
+        """A piece arrives once; what the rank has `at_home` may come along with the rest of it."""
         where = self.cells.index(transfer.piece)
-        if held[transfer.dst][where].any():
+        again = held[transfer.dst][where]
+        if at_home is not None:
+            again = again & ~at_home[transfer.dst][where]
+        if again.any():
             self.fail(f"rank {transfer.dst} already has some of it.")
         held[transfer.dst][where] = True
 

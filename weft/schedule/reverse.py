@@ -59,7 +59,7 @@ def _again(schedule: Schedule, keep: str) -> tuple[list[Op], list[Transfer]]:
             again.append(Exchange((*resent, *moves), op.label if resent else "gradients home"))
             moves, pending = [], [0] * ranks
         else:
-            if pending[op.rank] >= full:
+            if 2 * pending[op.rank] >= full:
                 # The last hop has no exchange of its own: gradients of two hops would wait for the end.
                 again.append(Exchange(tuple(moves), "gradients home"))
                 moves, pending = [], [0] * ranks

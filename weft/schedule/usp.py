@@ -22,6 +22,9 @@ from weft.core.partition import Partition, Work
 from weft.core.problem import Problem
 from weft.core.schedule import Attend, Exchange, Op, Piece, Schedule, Transfer
 
+MAX_RESENT = 1 / 16
+"""Share of a chunk that its next reader may hold at home already and be sent all the same."""
+
 
 def usp(
     problem: Problem, mask: BlockMask, mesh: Mesh, partition: Partition, *, name: str = "usp"
@@ -130,11 +133,16 @@ def _scatter_kv(problem: Problem, chunks: dict[int, Piece]) -> list[Transfer]:
 
 
 def _pass_on(problem: Problem, chunk: Piece, rank: int, following: int) -> list[Transfer]:
-    """What the next rank of the ring does not hold at home already."""
+    """What the next rank of the ring does not hold at home already.
+
+    Mostly the whole chunk, the same piece again: it is used and passed on as it lies, where a part would have
+    to be packed and put together. So a few tokens that the next rank has, of a block that both share, go along.
+    """
     held = problem.kv.held(following)
-    # Mostly the whole chunk: the same piece again, so that a long ring is no more objects than it must be.
-    piece = Piece("kv", chunk.heads, chunk.tokens - held) if chunk.tokens.meets(held) else chunk
-    return [Transfer(piece, rank, following)] if piece else []
+    common = chunk.tokens & held if chunk.tokens.meets(held) else EMPTY
+    if common.size > MAX_RESENT * chunk.tokens.size:
+        chunk = Piece("kv", chunk.heads, chunk.tokens - common)
+    return [Transfer(chunk, rank, following)] if chunk else []
 
 
 def _keys(chunk: Piece, heads: Indices, tokens: Indices) -> Piece:

@@ -41,6 +41,7 @@ class _ForwardProof(AttentionProof):
     def __init__(self, schedule: Schedule) -> None:
         super().__init__(schedule)
         self.arrived = np.zeros_like(self.held["q"])
+        self.home = self.at_home("kv")
 
     def attended(self, op: Attend, rows: BoolArray, cols: BoolArray) -> None:
         pass
@@ -66,7 +67,8 @@ class _ForwardProof(AttentionProof):
                 self.fail(f"rank {transfer.dst} computed some of this output itself.")
             self.copy_in(transfer, self.arrived)
         else:
-            self.copy_in(transfer, self.held[transfer.piece.tensor])
+            tensor = transfer.piece.tensor
+            self.copy_in(transfer, self.held[tensor], self.home if tensor == "kv" else None)
 
     def end(self) -> None:
         self.check_all_done()
@@ -126,7 +128,7 @@ class _BackwardProof(AttentionProof):
     def arrive(self, transfer: Transfer) -> None:
         piece, where = transfer.piece, self.cells.index(transfer.piece)
         if piece.tensor in ("q", "kv"):
-            self.copy_in(transfer, self.held[piece.tensor])
+            self.copy_in(transfer, self.held[piece.tensor], self.home["kv"] if piece.tensor == "kv" else None)
         elif piece.tensor == "do":
             if (self.taker[transfer.src][where] >= 0).any():
                 self.fail(f"rank {transfer.src} sends some of its output gradient a second time.")

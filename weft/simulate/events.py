@@ -248,7 +248,7 @@ class _Run:
     def _share(self, task: Task, change: int) -> None:
         """A message comes or goes: mark the tasks whose speed that may change."""
         for pool in task.route.pools:
-            if pool.capacity < pool.top * len(pool.tasks):
+            if len(pool.tasks) > pool.room:
                 self.dirty.update(pool.tasks)
         if self.topology.comm_slowdown:
             for end in (task.rank, task.peer):
@@ -275,7 +275,8 @@ class _Run:
         for task in self.dirty:
             speed = task.route.rate
             for pool in task.route.pools:
-                speed = min(speed, pool.capacity / len(pool.tasks))
+                if len(pool.tasks) > pool.room:
+                    speed = min(speed, pool.capacity / len(pool.tasks))
             if task.peer < 0 and self.talking[task.rank]:
                 speed = slowed
             if self.cores and task.route.near:

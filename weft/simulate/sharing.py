@@ -11,13 +11,13 @@ from weft.program.steps import Step
 class Pool:
     """Something that tasks share equally."""
 
-    __slots__ = ("capacity", "tasks", "top")
+    __slots__ = ("capacity", "room", "tasks", "top")
 
     def __init__(self, capacity: float) -> None:
         self.capacity = capacity
         self.tasks: dict[Task, None] = {}
-        self.top = 0.0
-        """The fastest that any of its tasks could be alone."""
+        self.top = self.room = 0.0
+        """The fastest that any of its tasks could be alone, and how many such have all that they can use."""
 
 
 class Route(NamedTuple):
@@ -90,4 +90,5 @@ class Network:
     def _pool(self, kind: str, where: int, capacity: float, rate: float) -> Pool:
         pool = self.pools.setdefault((kind, where), Pool(capacity))
         pool.top = max(pool.top, rate)
+        pool.room = capacity / pool.top
         return pool
