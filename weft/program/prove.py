@@ -20,12 +20,14 @@ from itertools import islice
 from typing import NoReturn
 
 from weft.core.errors import ScheduleError
-from weft.core.schedule import Piece
+from weft.core.schedule import Piece, Schedule
 from weft.program.extents import Access, Content, Extent, ExtentMap, parts_accessed
+from weft.program.lower import lower_all
 from weft.program.pairing import check_messages, fail
 from weft.program.slots import Slot
-from weft.program.steps import Fill, Post, Program, Step, Wait, accesses
+from weft.program.steps import Fill, Post, Program, Step, Target, Wait, accesses
 from weft.program.workspace import Workspace, assign, window
+from weft.schedule.reverse import reverse
 
 
 def prove(programs: Sequence[Program], workspaces: Sequence[Workspace] | None = None) -> None:
@@ -38,7 +40,7 @@ def prove(programs: Sequence[Program], workspaces: Sequence[Workspace] | None = 
 
 
 def prove_schedule(schedule: Schedule) -> int:
-    """Prove the programs of a schedule and of its backward, for every transport; return how many steps they have."""
+    """Prove the programs of a schedule and its backward for every transport; return how many steps they have."""
     ranks = schedule.problem.ranks
     ways = [(schedule, frozenset[str]())]
     if not schedule.backward:

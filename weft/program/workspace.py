@@ -20,6 +20,8 @@ from weft.program.lowering import ALIGN
 from weft.program.slots import Slot
 from weft.program.steps import Gradient, Program, Target, Wait, accesses
 
+NEARLY = 0.99
+"""Sizes this near to each other are rounded up to the largest of them."""
 ENOUGH, TRIES, EFFORT = 1.02, 64, 20_000
 """A block this near to its bound is good; else so many random orders are tried, of so many slots in all."""
 
@@ -119,8 +121,9 @@ def _assign(
         return -live[i].num_bytes * shuffled.uniform(0.4, 1.0), live[i].first
 
     orders += [roughly_by_size] * min(TRIES, EFFORT // max(1, len(live)))
+    alike = _alike([life.num_bytes for life in live])
     for order in orders if live else ():
-        found = _first_fit(live, results, sorted(range(len(live)), key=order))
+        found = _first_fit(live, results, sorted(range(len(live)), key=order), alike)
         if not best[0] or found[1] < best[1]:
             best = found
         if best[1] <= ENOUGH * best[2]:
@@ -128,24 +131,39 @@ def _assign(
     return best
 
 
+def _alike(sizes: Sequence[int]) -> dict[int, int]:
+    """Round sizes up to the largest of those that are nearly as large, so that one fits where another was.
+
+    Shards differ by a token: without it, a chunk that is a little larger than the one before it has no gap.
+    """
+    rounded: dict[int, int] = {}
+    largest = 0
+    for size in sorted(set(sizes), reverse=True):
+        if size < NEARLY * largest or not largest:
+            largest = size
+        rounded[size] = -(-largest // ALIGN) * ALIGN
+    return rounded
+
+
 def _first_fit(
-    live: Sequence[Life], results: Sequence[Life], order: Sequence[int]
+    live: Sequence[Life], results: Sequence[Life], order: Sequence[int], alike: dict[int, int]
 ) -> tuple[tuple[tuple[int, int], ...], int, int]:
     """Put each slot into the lowest gap that is free as long as it lives; results first, then the block."""
     sizes = [life.num_bytes // ALIGN * ALIGN for life in results]
     blocks = [_Block(len(live)) for _ in range(1 + len(results))]
     places: list[tuple[int, int]] = [(0, 0)] * len(live)
     for i in order:
-        size, first, last = live[i]
-        size = -(-size // ALIGN) * ALIGN
+        exact, first, last = live[i]
+        size = -(-exact // ALIGN) * ALIGN
         for number, block in enumerate(blocks[1:], start=1):
             at = block.gap(size, first, last) if last < results[number - 1].first else sizes[number - 1]
             if at + size <= sizes[number - 1]:
                 break
         else:
             number, block = 0, blocks[0]
+            size = alike[exact]
             at = block.gap(size, first, last)
-        block.put(size, first, last, at)
+        block.put(size, first, last, at, exact)
         places[i] = number, at
     return tuple(places), blocks[0].size, blocks[0].bound
 
@@ -154,7 +172,7 @@ class _Block:
     """Slots that have been placed in one stretch of memory."""
 
     def __init__(self, most: int) -> None:
-        self.rows = np.zeros((most, 4), dtype=np.int64)
+        self.rows = np.zeros((most, 5), dtype=np.int64)
         self.count = self.size = 0
 
     def gap(self, size: int, first: int, last: int) -> int:
@@ -166,8 +184,8 @@ class _Block:
         starts = np.append(rows[:, 0], np.iinfo(np.int64).max)
         return int(ends[np.argmax(starts - ends >= size)])
 
-    def put(self, size: int, first: int, last: int, at: int) -> None:
-        self.rows[self.count] = at, size, first, last
+    def put(self, size: int, first: int, last: int, at: int, exact: int) -> None:
+        self.rows[self.count] = at, size, first, last, exact
         self.count += 1
         self.size = max(self.size, at + size)
 
@@ -175,8 +193,8 @@ class _Block:
     def bound(self) -> int:
         rows = self.rows[: self.count]
         change = np.zeros(rows[:, 3].max(initial=0) + 2, dtype=np.int64)
-        np.add.at(change, rows[:, 2], rows[:, 1])
-        np.subtract.at(change, rows[:, 3] + 1, rows[:, 1])
+        np.add.at(change, rows[:, 2], rows[:, 4])
+        np.subtract.at(change, rows[:, 3] + 1, rows[:, 4])
         return int(change.cumsum().max(initial=0))
 
 

@@ -1,4 +1,7 @@
-"""Check: is attention over N ranks the attention of one process? Forward, gradients, bytes and time."""
+"""Check: is attention over N ranks the attention of one process? Forward, gradients, bytes and time.
+
+What the ranks run is proved, too: no order of streams and messages can change the result.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from weft.core.problem import Problem
 from weft.core.schedule import Schedule
 from weft.masks.random import random_mask
 from weft.plan.choose import build
+from weft.program.prove import prove_schedule
 from weft.run.attention import attention
 from weft.run.kernels.reference import Reference
 from weft.run.kernels.tiles import Tiles
@@ -62,13 +66,15 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How far from one process, how fast, how many bytes a rank sent in one forward at most."""
+    """How far from one process, how fast, how many bytes a rank sent in one forward, how much is proved."""
 
     plan: str
     output_error: float
     gradient_error: float
     seconds: float
     bytes_sent: int
+    proved_steps: int
+    """Steps of the programs of all ranks, forward and backward, over every transport."""
     tolerance: float
 
     @property
@@ -88,8 +94,12 @@ class _Part:
 
 
 def check(pool: Pool, trial: Trial) -> Outcome:
-    """Run a trial on the pool's ranks and compare with one process in float64."""
+    """Run a trial on the pool's ranks and compare with one process in float64.
+
+    Raises a ScheduleError that names the steps if programs of the schedule can race or deadlock.
+    """
     layout = Layout.even(trial.tokens, pool.size, prefix=trial.prefix)
+    proved_steps = prove_schedule(_schedule(trial, layout))
     parts: list[_Part] = pool.run(_run_rank, trial)
     errors: list[float] = []
     for index, expected in enumerate(reference(trial)):
@@ -106,6 +116,7 @@ def check(pool: Pool, trial: Trial) -> Outcome:
         gradient_error=max(errors[1:]),
         seconds=max(part.seconds for part in parts),
         bytes_sent=max(part.sent for part in parts),
+        proved_steps=proved_steps,
         tolerance=TOLERANCE[trial.dtype],
     )
 

@@ -136,7 +136,7 @@ def _pass_on(problem: Problem, chunk: Piece, rank: int, following: int) -> list[
     """What the next rank of the ring does not hold at home already.
 
     Mostly the whole chunk, the same piece again: it is used and passed on as it lies, where a part would have
-    to be packed and put together. So a few tokens that the next rank has, of a block that both share, go along.
+    to be packed and put together. So a few tokens that the next rank has, of a shared block, go along.
     """
     held = problem.kv.held(following)
     common = chunk.tokens & held if chunk.tokens.meets(held) else EMPTY
