@@ -13,6 +13,7 @@ from weft.core.problem import Problem
 from weft.core.schedule import Attend, Exchange
 from weft.plan.choose import build
 from weft.schedule.reverse import reverse
+from weft.schedule.usp import MAX_RESENT
 from weft.schedule.verify import verify
 
 
@@ -73,10 +74,12 @@ def test_no_operation_is_idle(case):
 @given(cases(max_tokens=97))
 @settings(max_examples=50)
 def test_nothing_is_sent_to_whom_has_it_at_home(case):
+    """But for a few tokens of a chunk that a ring passes on whole."""
     for _, transfer in case.schedule.transfers():
         if transfer.piece.tensor != "o":
-            home = case.problem.home(transfer.piece.tensor)
-            assert not transfer.piece.tokens & home.held(transfer.dst)
+            tokens, home = transfer.piece.tokens, case.problem.home(transfer.piece.tensor)
+            resent = MAX_RESENT if transfer.piece.tensor == "kv" else 0
+            assert (tokens & home.held(transfer.dst)).size <= resent * tokens.size
 
 
 def test_one_rank_moves_nothing():

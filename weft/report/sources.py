@@ -76,8 +76,8 @@ def simulated(schedule: Schedule, topology: Topology, others: Sequence[str] = ()
 
 
 def _scaling(schedule: Schedule, topology: Topology, timeline: Timeline) -> tuple[Point, ...]:
-    if topology.links or topology.cores:
-        return ()  # measured links belong to one size, and shared cores do not grow
+    if topology.links or topology.cores or not any(schedule.attends()):
+        return ()  # measured links belong to one size, shared cores do not grow, and nothing cannot be split
     smaller = [resized(topology, gpus) for gpus in sizes_up_to(topology)[:-1]]
     problem, mask = schedule.attention
     points = sweep(partial(on_ranks, problem), mask, smaller)
