@@ -115,14 +115,14 @@ def _figures(schedule: Schedule, direction: str) -> Figures:
     printed, program = fullest
     space = assign(program)
     held = DryRun(schedule, program.rank).held(direction)
-    return Figures(printed, held, space.num_bytes, space.bound, live_at_peak(program))
+    return Figures(printed, held, space.num_bytes, space.bound, live_at_peak(program, space))
 
 
-def live_at_peak(program: Any) -> tuple[str, ...]:
-    """The slots of the workspace that are live at the step where they are largest together."""
+def live_at_peak(program: Any, space: Any) -> tuple[str, ...]:
+    """The slots of the workspace, results apart, that are live at the step where they take most."""
     from weft.program.workspace import lives
 
-    live = lives(program, "workspace")
+    live = {slot: life for slot, life in lives(program, "workspace").items() if space.places[slot][0] == 0}
     at = range(len(program.steps))
     step = max(at, key=lambda t: sum(x.num_bytes for x in live.values() if x.first <= t <= x.last), default=0)
     there = [(life.num_bytes, slot.name) for slot, life in live.items() if life.first <= step <= life.last]
