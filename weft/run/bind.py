@@ -18,7 +18,7 @@ from weft.program.steps import Cast, Copy, Fill, Gradient, Post, Program, Step, 
 from weft.program.workspace import assign, window
 from weft.run.calculate import Calculation
 from weft.run.comm import Comm, Lender, Transit
-from weft.run.copies import ATTENTION, Axes, Copier, Planes, Slots, on_device, pick
+from weft.run.copies import ATTENTION, Axes, Copier, Planes, Slots, in_turn, on_device, pick
 from weft.run.kernels import Kernel
 
 Flats = dict[Slot, Tensor]
@@ -69,11 +69,8 @@ class Bound:
                     self._carve(root, memory[offset : offset + root.num_bytes], self.fixed, self.flats)
         self.copier = Copier(self.axes, self.device, self.fixed)
         self._borrowed = [(slot, place) for slot, place in self.workspace.places.items() if place[0]]
-        roots = {root.memory: [] for root in self.program.roots} | {"result": [], "saved": []}
-        for root in self.program.roots:
-            roots[root.memory].append(root)
-        saved = set(self.program.saved.values())
-        self._fresh = [(root, _dtype(root)) for root in (*roots["result"], *saved)]
+        results = [root for root in self.program.roots if root.memory == "result"]
+        self._fresh = [(root, _dtype(root)) for root in (*results, *self.program.saved.values())]
         self.calls = [self._call(step) for step in self.program.steps]
         for at, slots in self._last_uses().items():
             self.calls[at] = _freeing(self.calls[at], slots)
@@ -112,7 +109,7 @@ class Bound:
                 slots[root] = tuple(
                     torch.empty(shape, dtype=dtype, device=frame.device) for _ in range(planes)
                 )
-            if root.memory == "saved" and len(self._slots.get(root, ())) >= 1:
+            if root.memory == "saved":  # it may be a message that is received there
                 frame.flats[root] = _flat(slots[root])
         for slot, (number, offset) in self._borrowed:
             result, plane = self.workspace.results[number - 1]
@@ -204,16 +201,8 @@ class Bound:
 
     def _copy(self, step: Copy) -> Call:
         launches = self.copier.launches(step.segments, add=step.add)
-        if len(launches) == 1:
-            launch = launches[0]
-            return lambda frame: launch(frame.slots)
-
-        def copy(frame: Frame) -> None:
-            slots = frame.slots
-            for launch in launches:
-                launch(slots)
-
-        return copy
+        launch = launches[0] if len(launches) == 1 else in_turn(launches)
+        return lambda frame: launch(frame.slots)
 
     def _view(self, step: View) -> Call:
         source, target = step.source, step.target

@@ -116,8 +116,7 @@ class Copier:
     def _single(self, segment: Segment, *, add: bool) -> Launch:
         source, target, piece = segment
         if not add and (parts := _few_stretches(segment)):
-            copies = [self._single(part, add=False) for part in parts]
-            return lambda slots: [copy(slots) for copy in copies] and None
+            return in_turn([self._single(part, add=False) for part in parts])
         at, to = (on_device(slot.positions(piece), self.device) for slot in (source, target))
         axes = self.axes
         if add or not is_slice(at) or not is_slice(to):
@@ -231,6 +230,14 @@ def _move(x: Tensor, at: Index, into: Tensor, to: Index, axes: Axes, *, add: boo
     full = slice(0, x.shape[dim])
     rest = pick(x, (full, rows) if dim == axes.heads else (heads, full), axes)
     torch.index_select(rest, dim, which, out=pick(into, to, axes))
+
+
+def in_turn(copies: list[Launch]) -> Launch:
+    def copy_all(slots: Slots) -> None:
+        for copy in copies:
+            copy(slots)
+
+    return copy_all
 
 
 def _few_stretches(segment: Segment) -> list[Segment]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from weft.core.codec import digest
 from weft.core.schedule import Schedule
 from weft.program.lower import lower
+from weft.program.slots import Slot
 from weft.program.steps import Program, Target
 from weft.run import trace
 from weft.run.arena import Arena, stream_of
@@ -124,14 +125,21 @@ class Executor(Runner):
     @cached_property
     def reads_output(self) -> bool:
         """Whether the backward reads the result: it does where outputs are computed at home."""
-        names = self.program(SAVING).saved
+        names = [name for name, _ in self._saved]
         return sum(name.startswith("lse") for name in names) > sum(name.startswith("out") for name in names)
+
+    @property
+    def _saved(self) -> list[tuple[str, Slot]]:
+        """Names and slots of what a forward saves, which are the same over every transport."""
+        lowered = (program for (kind, *_), program in self._programs.items() if kind == SAVING)
+        program = next(lowered, None) or self.program(SAVING)
+        return sorted(program.saved.items())
 
     def saved_shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shapes and dtypes of what `forward` saves, for torch.compile."""
         return [
             (slot.shape if slot.shape[0] > 1 else slot.shape[1:], getattr(torch, slot.dtype))
-            for _, slot in sorted(self.program(SAVING).saved.items())
+            for _, slot in self._saved
         ]
 
     def backward(
@@ -148,8 +156,7 @@ class Executor(Runner):
         given: dict[str, Planes] = {"home q": (q,), "home kv": (k, v), "home do": (grad,)}
         if out is not None:
             given["home o"] = (out,)
-        names = sorted(self.program(SAVING).saved.items())
-        for (name, slot), x in zip(names, saved, strict=True):
+        for (name, slot), x in zip(self._saved, saved, strict=True):
             given[name] = x.unbind(0) if slot.shape[0] > 1 else (x,)
         bound = self.run_program(BACKWARD, frame, given)
         results: Slots = frame.slots
