@@ -16,7 +16,7 @@ from weft.core.topology import Link, Speed, Topology
 from weft.plan.choose import build
 from weft.schedule.measure import attend_works
 from weft.schedule.reverse import reverse
-from weft.simulate.costs import attend_seconds
+from weft.simulate.costs import AttendPrice
 from weft.simulate.critical import critical_path
 
 FREE = Link(latency=0.0, bandwidth=1e30)
@@ -164,7 +164,7 @@ def test_a_measured_call_tells_more_than_flops_if_it_is_near(row, speed):
     topology = replace(cluster(2, FREE), attention=(row,), call_seconds=0.5)
     for index, op in schedule.attends():
         pairs = attend_works(schedule)[index]
-        found = attend_seconds(topology, schedule.problem, mask, pairs, op)
+        found = AttendPrice(topology, schedule.problem, mask)(pairs, op)
         assert found == pytest.approx(0.5 + 4 * 8 * pairs / speed)
 
 

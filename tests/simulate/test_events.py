@@ -197,7 +197,7 @@ def test_a_ring_copies_its_shard_once_and_ulysses_its_inputs_twice():
     problem = Problem(batch=1, heads=4, kv_heads=4, head_dim=1, q=layout, kv=layout)
     topology = Topology(devices=4, intra=FREE, inter=FREE, memory_bandwidth=2.0, flops=1e30)
     tensor = 64 * 4  # bytes that a rank holds of q; a second each
-    # Three quarters of q, k, v, o are packed; q, k, v are put together; o arrives in place, less its own part.
+    # Three quarters of q, k, v, o are packed; q, k, v are put together; o arrives in place but for its own.
     copied = 4 * tensor * 3 / 4 + 3 * tensor + tensor / 4
     for name, expected in (("ring", 2 * tensor), ("ulysses", copied)):
         timeline = simulate(build(name, problem, BlockMask.dense(4, 64)), topology)

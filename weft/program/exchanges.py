@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import itemgetter
 
 from weft.core.schedule import Piece
 from weft.program.lowering import ALIGN, Lowering, Posted
-from weft.program.pieces import Messages
+from weft.program.pieces import Message, Messages
 from weft.program.places import cover
 from weft.program.slots import Slot
 from weft.program.steps import Copy, Fill, Post, Segment
@@ -39,7 +39,7 @@ class Exchanges(Lowering):
         own = self.own_piece(op)
         sends = self._in_order(op.sends, own, self.cut)
         landed = self._in_order(op.receives, own, self.landing)
-        mine = {self.rank: [own]} if own is not None and (sends or landed) else {}
+        mine = {self.rank: self.pieces.message([own])} if own is not None and (sends or landed) else {}
         if sends is None:
             sends = self.stage(index, op.sends | mine, align=1)
         if landed is None:
@@ -55,10 +55,10 @@ class Exchanges(Lowering):
         )
 
     def _in_order(
-        self, messages: dict[int, list[Piece]], own: Piece | None, place: Callable[[Piece], Slot | None]
+        self, messages: Mapping[int, list[Piece]], own: Piece | None, place: Callable[[Piece], Slot | None]
     ) -> dict[int, Slot] | None:
         """Messages that lie in a tensor of the caller in the order of ranks, and are all of it."""
-        everything = messages | ({self.rank: [own]} if own is not None else {})
+        everything = {**messages, **({self.rank: [own]} if own is not None else {})}
         slots: dict[int, Slot] = {}
         at = 0
         for peer in sorted(everything):
@@ -102,9 +102,8 @@ class Exchanges(Lowering):
         for peer, (message, slots) in receives.items():
             pieces = op.receives[peer]
             self.unwaited[message] = index, label, peer
-            numbers = self.pieces.numbers(pieces)
-            self.whole.setdefault(numbers, message)
-            for number, slot, piece in zip(numbers, slots, pieces, strict=True):
+            self.whole.setdefault(pieces.numbers, message)
+            for number, slot, piece in zip(pieces.numbers, slots, pieces, strict=True):
                 self.exact.setdefault(number, slot)
                 tensor = piece.tensor
                 self.arrived[tensor].append(slot)
@@ -116,10 +115,9 @@ class Exchanges(Lowering):
         """Messages that are sent as they lie: equal to one that came, or to an operand."""
         sends: dict[int, Slot] = {}
         for peer, pieces in op.sends.items():
-            numbers = self.pieces.numbers(pieces)
-            slot = self.whole.get(numbers)
+            slot = self.whole.get(pieces.numbers)
             if slot is None and len(pieces) == 1:
-                slot = self.lying(pieces[0], numbers[0])
+                slot = self.lying(pieces[0], pieces.numbers[0])
             if slot is not None:
                 self.wait_at(slot)
                 sends[peer] = slot
@@ -133,7 +131,7 @@ class Exchanges(Lowering):
             return slot, [slot]
         return self.message(f"in {index} from {peer}", "peer" if near else self.buffer_memory, pieces)
 
-    def stage(self, index: int, packed: dict[int, list[Piece]], *, align: int = 0) -> dict[int, Slot]:
+    def stage(self, index: int, packed: dict[int, Message], *, align: int = 0) -> dict[int, Slot]:
         """Write messages side by side, so that equal parts of a tensor leave it in one copy."""
         messages: dict[int, Slot] = {}
         segments: list[Segment] = []

@@ -22,13 +22,15 @@ INFERENCE = Target()
 
 def lower(schedule: Schedule, rank: int, target: Target = INFERENCE) -> Program:
     """Return what `rank` does when it runs a schedule, forward or backward."""
-    return _kind(schedule)(schedule, rank, target, Pieces()).write(parts_of(schedule, (rank,))[rank])
+    pieces = Pieces()
+    parts = parts_of(schedule, (rank,), pieces)
+    return _kind(schedule)(schedule, rank, target, pieces).write(parts[rank])
 
 
 def lower_all(schedule: Schedule, target: Target = INFERENCE) -> list[Program]:
     """Return the programs of all ranks, in one pass over the schedule."""
     kind, pieces = _kind(schedule), Pieces()
-    parts = parts_of(schedule, range(schedule.problem.ranks))
+    parts = parts_of(schedule, range(schedule.problem.ranks), pieces)
     return [kind(schedule, rank, target, pieces).write(own) for rank, own in parts.items()]
 
 

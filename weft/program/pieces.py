@@ -10,12 +10,22 @@ from weft.core.schedule import Attend, Exchange, Piece, Schedule
 from weft.program.slots import Shape
 
 
+class Message(list[Piece]):
+    """All pieces that go from one rank to another in one exchange."""
+
+    __slots__ = ("numbers",)
+
+    def __init__(self, pieces: Iterable[Piece], numbers: tuple[int, ...]) -> None:
+        super().__init__(pieces)
+        self.numbers = numbers
+
+
 class Messages(NamedTuple):
     """One rank's part of an exchange: pieces by peer, in the order in which both ends pack them."""
 
     label: str
-    sends: dict[int, list[Piece]]
-    receives: dict[int, list[Piece]]
+    sends: dict[int, Message]
+    receives: dict[int, Message]
     collective: bool
     tensors: frozenset[str]
     """Of which there are pieces between any two ranks."""
@@ -42,8 +52,7 @@ class Pieces:
         self.disjoint: set[frozenset[int]] = set()
         """Pieces that have no parts in common, by number: those of the ranks of a ring are the same."""
         self._numbers: dict[tuple[object, ...], int] = {}
-        self._messages: dict[int, tuple[int, ...]] = {}
-        self._alive: list[object] = []
+        self._alive: list[Piece] = []
 
     def number(self, piece: Piece) -> int:
         number = self.known.get(id(piece))
@@ -53,16 +62,11 @@ class Pieces:
             self._alive.append(piece)  # or its identity could become another's
         return number
 
-    def numbers(self, message: list[Piece]) -> tuple[int, ...]:
-        """Those of a message, which are asked for at both its ends."""
-        numbers = self._messages.get(id(message))
-        if numbers is None:
-            numbers = self._messages[id(message)] = tuple([self.number(piece) for piece in message])
-            self._alive.append(message)
-        return numbers
+    def message(self, pieces: list[Piece]) -> Message:
+        return Message(pieces, tuple([self.number(piece) for piece in pieces]))
 
 
-def parts_of(schedule: Schedule, ranks: Iterable[int]) -> dict[int, list[Part]]:
+def parts_of(schedule: Schedule, ranks: Iterable[int], numbers: Pieces) -> dict[int, list[Part]]:
     """Each rank's part of every operation, in one pass over the schedule."""
     parts: dict[int, list[Part]] = {rank: [] for rank in ranks}
     every = schedule.problem.ranks
@@ -76,14 +80,15 @@ def parts_of(schedule: Schedule, ranks: Iterable[int]) -> dict[int, list[Part]]:
         collective = len(messages) == every * (every - 1) > 0 and _is_bulk(op, schedule.problem)
         tensors = frozenset([transfer.piece.tensor for transfer in op.transfers])
         for (src, dst), pieces in messages.items():
-            if src in parts:
-                if src not in mine:
-                    mine[src] = Messages(op.label, {}, {}, collective, tensors)
-                mine[src].sends[dst] = pieces
-            if dst in parts:
-                if dst not in mine:
-                    mine[dst] = Messages(op.label, {}, {}, collective, tensors)
-                mine[dst].receives[src] = pieces
+            if src not in parts and dst not in parts:  # in most, for one rank of many
+                continue
+            message = numbers.message(pieces)
+            for rank, peer in ((src, dst), (dst, src)):
+                if rank in parts:
+                    part = mine.get(rank)
+                    if part is None:
+                        part = mine[rank] = Messages(op.label, {}, {}, collective, tensors)
+                    (part.sends if rank == src else part.receives)[peer] = message
         for rank, part in mine.items():
             parts[rank].append((index, part))
     return parts

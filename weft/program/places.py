@@ -21,11 +21,16 @@ def cover(wanted: Piece, places: Iterable[Slot], target: Slot) -> list[Segment]:
         for piece in missing:
             if held.covers(piece):
                 segments.append(Segment(slot, target, piece))
-            elif held.meets(piece):
-                segments.append(Segment(slot, target, piece & held))
-                rest += piece.minus(held)
-            else:
+                continue
+            heads, tokens = piece.heads & held.heads, piece.tokens & held.tokens
+            if not (heads.runs and tokens.runs):
                 rest.append(piece)
+                continue
+            segments.append(Segment(slot, target, Piece(piece.tensor, heads, tokens)))
+            if heads.runs != piece.heads.runs:
+                rest.append(Piece(piece.tensor, piece.heads - held.heads, piece.tokens))
+            if tokens.runs != piece.tokens.runs:
+                rest.append(Piece(piece.tensor, heads, piece.tokens - held.tokens))
         missing = rest
         if not missing:
             break

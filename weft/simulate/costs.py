@@ -33,7 +33,7 @@ class Prices:
         seconds: dict[int, float] | None = None,
     ) -> None:
         self.schedule, self.topology, self.works, self.measured = schedule, topology, works, seconds
-        self.attention = schedule.attention if schedule.mask is not None else None
+        self.attend = AttendPrice(topology, *schedule.attention) if schedule.mask is not None else None
         self.byte_seconds = 2 / topology.memory_bandwidth if topology.memory_bandwidth else 0.0
 
     def seconds(self, step: Step) -> float:
@@ -42,8 +42,8 @@ class Prices:
             if self.measured is not None:
                 return self.measured[step.op]
             op = self.schedule.ops[step.op]
-            assert isinstance(op, Attend) and self.attention, f"operation {step.op} is no attention"
-            return attend_seconds(self.topology, *self.attention, self.works[step.op], op)
+            assert isinstance(op, Attend) and self.attend, f"operation {step.op} is no attention"
+            return self.attend(self.works[step.op], op)
         if isinstance(step, Post):
             return self.topology.post_seconds * (len(step.sends) + len(step.receives))
         return 0.0 if isinstance(step, Wait) or not self.byte_seconds else step.num_bytes * self.byte_seconds
@@ -63,56 +63,53 @@ def capped(topology: Topology, src: int, dst: int) -> bool:
     return topology.pair_bandwidth > 0 and topology.link(src, dst) is topology.intra
 
 
-def attend_seconds(
-    topology: Topology, problem: Problem, mask: BlockMask, pairs: float, op: Attend | None = None
-) -> float:
-    """One call over so many active (head, query token, key token) triples.
+class AttendPrice:
+    """What one attention call costs, over so many active (head, query token, key token) triples.
 
-    With `op`, its sizes are looked up among the topology's measured calls, and no call is faster than
-    memory gives it its operands.
+    Its sizes are looked up among the topology's measured calls, and no call is faster than memory gives it
+    its operands: queries and outputs, keys and values.
     """
-    flops = 4 * problem.head_dim * problem.batch * pairs
-    call = topology.call_seconds
-    if op is not None and topology.row_seconds:
-        call += topology.row_seconds * block_rows(problem, mask, op.q.heads.size, op.q.tokens.size)
-    if (
-        op is not None
-        and topology.attention
-        and (speed := measured_speed(topology, problem, mask, pairs, op))
-    ):
-        return call + flops / speed
-    tiles = 0.0 if mask.is_dense else problem.batch * pairs / (mask.block_q * mask.block_k)
-    busy = flops / topology.flops + tiles * topology.tile_seconds
-    if op is not None and topology.memory_bandwidth:
-        # Queries and outputs, keys and values.
-        cells = 2 * op.q.heads.size * op.q.tokens.size + 2 * op.kv.heads.size * op.kv.tokens.size
-        busy = max(busy, cells * problem.row_elements * problem.item_bytes / topology.memory_bandwidth)
-    return call + busy
+
+    def __init__(self, topology: Topology, problem: Problem, mask: BlockMask) -> None:
+        self.topology, self.problem, self.mask = topology, problem, mask
+        tiles = 0.0 if mask.is_dense else problem.batch / (mask.block_q * mask.block_k)
+        self.flops = 4 * problem.head_dim * problem.batch
+        self.pair_seconds = self.flops / topology.flops + tiles * topology.tile_seconds
+        self.row_seconds = topology.row_seconds * block_rows(problem, mask, 1, 1)
+        cell = 2 * problem.row_elements * problem.item_bytes
+        self.cell_seconds = cell / topology.memory_bandwidth if topology.memory_bandwidth else 0.0
+
+    def __call__(self, pairs: float, op: Attend) -> float:
+        q, kv = op.q, op.kv
+        rows = q.heads.size * q.tokens.size
+        call = self.topology.call_seconds + self.row_seconds * rows
+        if self.topology.attention and (speed := self.measured_speed(pairs, op)):
+            return call + self.flops * pairs / speed
+        cells = rows + kv.heads.size * kv.tokens.size
+        return call + max(self.pair_seconds * pairs, self.cell_seconds * cells)
+
+    def measured_speed(self, pairs: float, op: Attend) -> float | None:
+        """FLOP/s of the nearest measured call, if one is within a factor of two in each of its sizes."""
+        if not pairs:
+            return None
+        mask, rows, cols = self.mask, op.q.tokens.size, op.kv.tokens.size
+        density = pairs / (op.q.heads.size * rows * cols)
+        block = math.sqrt(rows * cols if mask.is_dense else mask.block_q * mask.block_k)
+        sizes = (math.sqrt(rows * cols), density, block, self.problem.head_dim)
+        found: list[tuple[float, float]] = []
+        for row in self.topology.attention:
+            # A dense call is one tile, so its block says nothing that its tokens have not said.
+            edge = block if density == row.density == 1 else row.block
+            given = (row.tokens, row.density, edge, row.head_dim)
+            apart = [abs(math.log2(a / b)) for a, b in zip(sizes, given, strict=True)]
+            if max(apart) <= 1:
+                found.append((sum(apart), row.flops))
+        return min(found, key=lambda item: item[0])[1] if found else None
 
 
 def block_rows(problem: Problem, mask: BlockMask, heads: float, tokens: float) -> float:
     """Rows of blocks, by head, that a call over so many heads and queries goes through."""
     return problem.batch * heads * tokens / (ROW if mask.is_dense else mask.block_q)
-
-
-def measured_speed(
-    topology: Topology, problem: Problem, mask: BlockMask, pairs: float, op: Attend
-) -> float | None:
-    """FLOP/s of the nearest measured call, if one is within a factor of two in each of its sizes."""
-    if not pairs:
-        return None
-    rows, cols = op.q.tokens.size, op.kv.tokens.size
-    density = pairs / (op.q.heads.size * rows * cols)
-    block = math.sqrt(rows * cols if mask.is_dense else mask.block_q * mask.block_k)
-    sizes = (math.sqrt(rows * cols), density, block, problem.head_dim)
-    found: list[tuple[float, float]] = []
-    for row in topology.attention:
-        # A dense call is one tile, so its block says nothing that its tokens have not said.
-        given = (row.tokens, row.density, block if density == row.density == 1 else row.block, row.head_dim)
-        apart = [abs(math.log2(a / b)) for a, b in zip(sizes, given, strict=True)]
-        if max(apart) <= 1:
-            found.append((sum(apart), row.flops))
-    return min(found, key=lambda item: item[0])[1] if found else None
 
 
 def shared_seconds(topology: Topology, compute: list[float], sending: list[float]) -> float:

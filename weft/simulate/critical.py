@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from weft.core.schedule import Attend, Piece, Schedule
 from weft.core.topology import Topology
 from weft.schedule.measure import attend_works
-from weft.simulate.costs import attend_seconds, capped, send_seconds, shared_seconds
+from weft.simulate.costs import AttendPrice, capped, send_seconds, shared_seconds
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Timing:
 def critical_path(schedule: Schedule, topology: Topology, works: dict[int, int] | None = None) -> Timing:
     """`works` are those of `schedule.measure.attend_works`, if they are known already."""
     works = attend_works(schedule) if works is None else works
+    price = AttendPrice(topology, *schedule.attention) if schedule.mask is not None else None
     ranks = range(schedule.problem.ranks)
     clock = [0.0 for _ in ranks]
     wire = [0.0 for _ in ranks]
@@ -40,7 +41,8 @@ def critical_path(schedule: Schedule, topology: Topology, works: dict[int, int] 
     for index, op in enumerate(schedule.ops):
         if isinstance(op, Attend):
             ready = [_ready(arrivals[op.rank], piece) for piece in (op.q, op.kv)]
-            seconds = attend_seconds(topology, *schedule.attention, works[index], op)
+            assert price is not None
+            seconds = price(works[index], op)
             clock[op.rank] = max(clock[op.rank], *ready) + seconds
             compute[op.rank] += seconds
             continue
