@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from weft.cli.main import main
@@ -41,3 +43,12 @@ def test_what_all_ranks_refuse_is_told_once(capsys, monkeypatch):
     monkeypatch.setattr(Pool, "run", run)
     assert call("--ranks", "2") == 2
     assert capsys.readouterr().err.endswith("weft: 6 heads cannot share 4.\nUse 3.\n")
+
+
+def test_programs_that_can_race_are_told_before_they_run(capsys, monkeypatch):
+    """Slots whose messages nothing waits for: their bytes are used again too early."""
+    monkeypatch.setattr(Pool, "_fresh_ranks", lambda _: None)
+    monkeypatch.setattr(Pool, "run", lambda *_: pytest.fail("ran"))
+    monkeypatch.setattr("weft.program.workspace.Wait", ())
+    assert call("--ranks", "2", "--plan", "ring") != 0
+    assert re.match(r"weft: Rank \d, step \d+ \(\w+ of op .*\); Rank \d, step", capsys.readouterr().err)

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.cases import Case, cases
+from tests.cases import Case, cases, machines
 from tests.program.interpreter import ORDERS, run
 from tests.program.mutants import (
     KINDS,
@@ -31,10 +31,12 @@ from tests.program.mutants import (
 from tests.schedule.partitions import random_schedule
 from weft.core.errors import ScheduleError
 from weft.core.layout import Layout
-from weft.core.problem import Switch
+from weft.core.mask import BlockMask
+from weft.core.problem import Problem, Switch
 from weft.core.schedule import Schedule
+from weft.plan.choose import build
 from weft.program.lower import lower_all
-from weft.program.prove import prove
+from weft.program.prove import prove, prove_schedule
 from weft.program.steps import Target
 from weft.schedule.reverse import reverse
 from weft.schedule.switch import switch
@@ -92,6 +94,26 @@ def test_programs_of_any_partition_are_accepted(case: Case, seed: int, near: str
 @given(case=all_cases(400), near=st.sampled_from(NEARS), keep=KEEPS)
 def test_programs_of_many_schedules_are_accepted(case: Case, near: str, keep: str) -> None:
     accepts(case.schedule, near, keep)
+
+
+@pytest.mark.parametrize("name", ["ring", "ulysses"])
+def test_a_schedule_is_proved_in_both_directions_over_every_transport(name: str) -> None:
+    tokens = Layout.even(12, 3)
+    problem = Problem(batch=1, heads=3, kv_heads=3, head_dim=2, q=tokens, kv=tokens)
+    schedule = build(name, problem, BlockMask.dense(3, 12))
+    programs = [Subject(schedule, near).lower(way) for near in ("none", "all", "collective") for way in WAYS]
+    steps = sum(len(program.steps) for each in programs for program in each.ranks)
+    assert prove_schedule(schedule) == steps > 0
+
+
+def test_outputs_that_stay_are_not_sent_before_they_are_done() -> None:
+    """In a torus, a rank sends the outputs of others before it has computed its own."""
+    tokens = Layout.uneven([1, 3])
+    problem = Problem(batch=1, heads=2, kv_heads=2, head_dim=4, q=tokens, kv=tokens, dtype="float64")
+    schedule = build("torus:2x1", problem, BlockMask.dense(2, 4), machines(2))
+    accepts(schedule, "collective", "auto")
+    judge = Judge(Subject(schedule, "collective"))
+    assert not judge.is_wrong("forward", judge.sound["forward"])
 
 
 def compare_with_dense(count: int, seed: int) -> None:

@@ -55,8 +55,12 @@ class ForwardLowering(AttentionLowering):
             return None
         home = self.result.piece
         assert home is not None
-        own = [part for q in self.operands["q"] if (part := Piece("o", q.hull.heads, q.hull.tokens) & home)]
-        return own[0] if len(own) == 1 else None
+        own = [
+            (q, part) for q in self.operands["q"] if (part := Piece("o", q.hull.heads, q.hull.tokens) & home)
+        ]
+        # In a torus, outputs leave before those that stay are done.
+        done = len(own) == 1 and own[0][0].written == own[0][0].readers
+        return own[0][1] if done else None
 
     def sources(self, piece: Piece) -> list[Slot]:
         if piece.tensor != "o":

@@ -40,7 +40,7 @@ def prove(programs: Sequence[Program], workspaces: Sequence[Workspace] | None = 
 
 
 def prove_schedule(schedule: Schedule) -> int:
-    """Prove the programs of a schedule and its backward for every transport; return how many steps they have."""
+    """Prove the programs of a schedule and its backward for every transport; return the number of steps."""
     ranks = schedule.problem.ranks
     ways = [(schedule, frozenset[str]())]
     if not schedule.backward:
