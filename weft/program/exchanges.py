@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from operator import itemgetter
 
 from weft.core.schedule import Piece
-from weft.program.lowering import ALIGN, Lowering, Posted
+from weft.program.lowering import ALIGN, Lowering
 from weft.program.pieces import Message, Messages
 from weft.program.places import cover
 from weft.program.slots import Slot
@@ -73,13 +73,12 @@ class Exchanges(Lowering):
     def settle(self) -> None:
         """Use up what has come and free what has gone, before another exchange needs its buffers."""
         self.consume()
-        for exchange in list(self.posted.values()):
-            receives = exchange.post.receives
-            if not receives:
-                if exchange.number + 1 < self.posts:  # it brought nothing to wait for
-                    self.release(exchange)
-            elif exchange.awaited < len(receives):  # some of it is here: the rest is not worth a buffer more
-                for _, message in receives:
+        for op, post in list(self.posted.items()) if self.posted else ():
+            if not post.receives:
+                if op != self.last:  # it brought nothing to wait for
+                    self.release(post)
+            elif self.awaited[op] < len(post.receives):  # some of it is here: the rest is not worth a buffer
+                for _, message in post.receives:
                     self.wait_for(message)
 
     def post(
@@ -96,8 +95,7 @@ class Exchanges(Lowering):
         coming = tuple([(peer, message) for peer, (message, _) in receives.items()])
         post = Post(index, label, going, coming, True, collective)  # noqa: FBT003 - by far the fastest
         self.steps.append(post)
-        self.posted[index] = Posted(post, self.posts)
-        self.posts += 1
+        self.posted[index], self.awaited[index], self.last = post, len(coming), index
         # Only now: what an exchange brings cannot go on in the same exchange.
         for peer, (message, slots) in receives.items():
             pieces = op.receives[peer]
@@ -119,17 +117,20 @@ class Exchanges(Lowering):
             if slot is None and len(pieces) == 1:
                 slot = self.lying(pieces[0], pieces.numbers[0])
             if slot is not None:
-                self.wait_at(slot)
+                if self.unwaited:
+                    self.wait_at(slot)
                 sends[peer] = slot
         return sends
 
     def receive(
         self, index: int, peer: int, pieces: list[Piece], *, land: bool = True
     ) -> tuple[Slot, list[Slot]]:
-        near = peer in self.target.near
-        if land and len(pieces) == 1 and not near and (slot := self.landing(pieces[0])) is not None:
+        name, near = f"in {index} from {peer}", peer in self.target.near
+        if len(pieces) == 1 and not near:
+            slot = self.landing(pieces[0]) if land else None
+            slot = slot or self.slot(name, self.buffer_memory, pieces[0])
             return slot, [slot]
-        return self.message(f"in {index} from {peer}", "peer" if near else self.buffer_memory, pieces)
+        return self.message(name, "peer" if near else self.buffer_memory, pieces)
 
     def stage(self, index: int, packed: dict[int, Message], *, align: int = 0) -> dict[int, Slot]:
         """Write messages side by side, so that equal parts of a tensor leave it in one copy."""

@@ -16,15 +16,6 @@ ALIGN = 256
 """Bytes: slots begin where any kernel may read them."""
 
 
-class Posted:
-    """An exchange whose buffers are still in use."""
-
-    __slots__ = ("awaited", "number", "post")
-
-    def __init__(self, post: Post, number: int) -> None:
-        self.post, self.number, self.awaited = post, number, len(post.receives)
-
-
 class Lowering(ABC):
     """Writes the program of one rank."""
 
@@ -43,9 +34,12 @@ class Lowering(ABC):
         """Arrived messages by the numbers of their pieces: an equal one is sent as it lies."""
         self.unwaited: dict[Slot, tuple[int, str, int]] = {}
         """Messages that no step has waited for, as (op, label, peer)."""
-        self.posted: dict[int, Posted] = {}
-        """Exchanges whose sends no step has waited for, by operation."""
-        self.posts = 0
+        self.posted: dict[int, Post] = {}
+        """Exchanges whose sends no step has waited for, by operation: their buffers are still in use."""
+        self.awaited: dict[int, int] = {}
+        """How many messages of each of them no step has waited for."""
+        self.last = -1
+        """The last exchange that was posted."""
         self.brought: list[tuple[Piece, str]] = []
         self.labels: dict[int, str] = {}
         """Exchanges after the scatter that brought keys and values: in order, and by a piece's number."""
@@ -60,8 +54,8 @@ class Lowering(ABC):
         self.finish()
         for message in list(self.unwaited):
             self.wait_for(message)
-        for exchange in list(self.posted.values()):
-            self.release(exchange)
+        for post in list(self.posted.values()):
+            self.release(post)
         return self.program
 
     @abstractmethod
@@ -157,10 +151,9 @@ class Lowering(ABC):
         if pending := self.unwaited.pop(message, None):
             op, label, peer = pending
             self.steps.append(Wait(op, label, peer, message))
-            exchange = self.posted[op]
-            exchange.awaited -= 1
-            if not exchange.awaited:  # all that it brought is here: what it sent was read, or soon will be
-                self.release(exchange)
+            self.awaited[op] -= 1
+            if not self.awaited[op]:  # all that it brought is here: what it sent was read, or soon will be
+                self.release(self.posted[op])
 
     def wait_at(self, slot: Slot | None) -> None:
         """Wait for the message that a slot lies in, if it lies in one."""
@@ -171,10 +164,9 @@ class Lowering(ABC):
                 return
             slot = slot.parent
 
-    def release(self, exchange: Posted) -> None:
+    def release(self, post: Post) -> None:
         """Wait until the buffers of an exchange may be written again."""
-        post, near = exchange.post, self.target.near
         for peer, slot in post.sends:
-            if peer not in near:
+            if peer not in self.target.near:
                 self.steps.append(Wait(post.op, post.label, peer, slot, True))  # noqa: FBT003 - by far the fastest
-        del self.posted[post.op]
+        del self.posted[post.op], self.awaited[post.op]
