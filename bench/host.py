@@ -100,10 +100,10 @@ def forward_seconds(name: str, ranks: int, nodes: str, rank: int) -> float:
     return seconds_of(_dry_run(name, ranks, nodes, rank).forward, RUNS)
 
 
-def counts(name: str, ranks: int, nodes: str) -> list[tuple[int, int]]:
-    """By rank, launches and transport calls of one warm forward."""
+def counts(name: str, ranks: int, nodes: str, chosen: list[int]) -> list[tuple[int, int]]:
+    """Launches and transport calls of one warm forward, for each of the chosen ranks."""
     found: list[tuple[int, int]] = []
-    for rank in range(ranks):
+    for rank in chosen:
         run = _dry_run(name, ranks, nodes, rank)
         run.transport.calls = 0
         with Launches() as launches:
@@ -234,22 +234,18 @@ def growth_rows(
 
 def forward_rows(case: Case, here: Worker, there: Worker | None, rounds: int) -> list[Row]:
     plan = (case.name, case.ranks, case.nodes)
-    if there:
-        there.begin("bench.host:counts", *plan)
-    ranks = here.call("bench.host:counts", *plan)
-    others = there.result() if there else None
-    worst = max(range(case.ranks), key=lambda rank: ranks[rank])
+    everyone = list(range(case.ranks))
+    by_rank = here.call("bench.host:counts", *plan, everyone)
+    worst = max(everyone, key=lambda rank: by_rank[rank])
+    # There an executor compiles both directions first, so one rank stands for all: the worst one here.
+    ((launches, calls),) = there.call("bench.host:counts", *plan, [worst]) if there else [(None, None)]
     timed = alternate(here, there, rounds, "forward_seconds", *plan, worst)
-    most, theirs = _most(ranks), _most(others) if others else (None, None)
+    most = [max(column) for column in zip(*by_rank, strict=True)]
     return [
         time_row(f"{case}, forward, CPU time", timed, case.ratio),
-        count_row(f"{case}, forward, launches", "launches", most[0], theirs[0], case.launches),
-        count_row(f"{case}, forward, messages", "calls", most[1], theirs[1], 0),
+        count_row(f"{case}, forward, launches", "launches", most[0], launches, case.launches),
+        count_row(f"{case}, forward, messages", "calls", most[1], calls, 0),
     ]
-
-
-def _most(ranks: list[list[int]]) -> list[int]:
-    return [max(column) for column in zip(*ranks, strict=True)]
 
 
 def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - bench.rows calls it so
