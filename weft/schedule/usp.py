@@ -22,8 +22,8 @@ from weft.core.partition import Partition, Work
 from weft.core.problem import Problem
 from weft.core.schedule import Attend, Exchange, Op, Piece, Schedule, Transfer
 
-MAX_RESENT = 1 / 16
-"""Share of a chunk that its next reader may hold at home already and be sent all the same."""
+MAX_RESENT = 1 / 4
+"""Share of a chunk that its next reader may hold and be sent all the same; two hops of a ring do so."""
 
 
 def usp(
