@@ -80,7 +80,7 @@ def test_slots_that_are_live_together_lie_apart(case, backward, target):
 
 
 ABOVE = {"torus:1x6c2d1+balanced": 1.056, "torus:6x1+balanced": 1.065, "torus:6x1+cuts": 1.065}
-"""Strategies for which no order of first fit that is tried comes within 5 % of the bound, and how near it comes."""
+"""Strategies for which no order of first fit that is tried comes within 5 % of the bound: how near it is."""
 
 
 @pytest.mark.parametrize("name", names(6))
