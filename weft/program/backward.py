@@ -61,6 +61,9 @@ class BackwardLowering(AttentionLowering):
     def sources(self, piece: Piece) -> list[Slot]:
         if not piece.is_sum:
             return super().sources(piece)
+        exact = self.sums.get(self.pieces.number(piece))
+        if exact is not None:  # operands do not overlap: no other has any of it
+            return [exact]
         return [operand.sums[0] for operand in self.operands[piece.tensor[1:]] if operand.sums]
 
     def lying(self, piece: Piece, number: int) -> Slot | None:
