@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from weft.core.schedule import Attend, Piece
 from weft.program.operands import AttentionLowering, Operand
 from weft.program.pieces import Messages, Part
-from weft.program.places import cover, overlap
+from weft.program.places import Finder, cover, overlap
 from weft.program.slots import Slot
 from weft.program.steps import Cast, Copy, Fill, Gradient, Segment, accesses
 
@@ -34,6 +34,7 @@ class BackwardLowering(AttentionLowering):
         self.grads: dict[str, Slot] = {}
         self.sums: dict[int, Slot] = {}
         """Gradients of operands, by the number of their piece."""
+        self.finders = {f"d{name}": Finder([o.hull for o in some]) for name, some in self.operands.items()}
         self.results: dict[str, _Result] = {}
         for tensor in ("dq", "dkv"):
             home = self.home_slot(tensor, "result")
@@ -64,7 +65,8 @@ class BackwardLowering(AttentionLowering):
         exact = self.sums.get(self.pieces.number(piece))
         if exact is not None:  # operands do not overlap: no other has any of it
             return [exact]
-        return [operand.sums[0] for operand in self.operands[piece.tensor[1:]] if operand.sums]
+        operands = self.operands[piece.tensor[1:]]
+        return [operands[i].sums[0] for i in self.finders[piece.tensor].meeting(piece) if operands[i].sums]
 
     def lying(self, piece: Piece, number: int) -> Slot | None:
         if not piece.is_sum:

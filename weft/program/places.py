@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
+from operator import itemgetter
 
 from weft.core.schedule import Piece
 from weft.program.slots import Slot
@@ -35,6 +37,25 @@ def cover(wanted: Piece, places: Iterable[Slot], target: Slot) -> list[Segment]:
         if not missing:
             break
     return segments
+
+
+class Finder:
+    """Finds the pieces that have tokens of another without a look at all of them."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self.runs = sorted(
+            (start, stop, i) for i, piece in enumerate(pieces) for start, stop in piece.tokens.runs
+        )
+        self.longest = max((stop - start for start, stop, _ in self.runs), default=0)
+
+    def meeting(self, piece: Piece) -> list[int]:
+        """Return which pieces share tokens with this one, in their order."""
+        found: set[int] = set()
+        for start, stop in piece.tokens.runs:
+            low = bisect_right(self.runs, start - self.longest, key=itemgetter(0))
+            high = bisect_left(self.runs, stop, key=itemgetter(0))
+            found.update([i for _, end, i in self.runs[low:high] if end > start])
+        return sorted(found)
 
 
 def tile(whole: Piece, parts: Sequence[Piece]) -> bool:
