@@ -76,12 +76,11 @@ def parts_of(schedule: Schedule, ranks: Iterable[int], numbers: Pieces) -> dict[
                 parts[op.rank].append((index, op))
             continue
         mine: dict[int, Messages] = {}
-        messages = op.messages
-        collective = len(messages) == every * (every - 1) > 0 and _is_bulk(op, schedule.problem)
+        collective = len(op.transfers) >= every * (every - 1) > 0 and _is_bulk(op, schedule.problem)
+        if len(parts) < every:  # most transfers are between others
+            op = Exchange(tuple([t for t in op.transfers if t.src in parts or t.dst in parts]), op.label)  # noqa: PLW2901
         tensors = frozenset([transfer.piece.tensor for transfer in op.transfers])
-        for (src, dst), pieces in messages.items():
-            if src not in parts and dst not in parts:  # in most, for one rank of many
-                continue
+        for (src, dst), pieces in op.messages.items():
             message = numbers.message(pieces)
             for rank, peer in ((src, dst), (dst, src)):
                 if rank in parts:
@@ -95,8 +94,9 @@ def parts_of(schedule: Schedule, ranks: Iterable[int], numbers: Pieces) -> dict[
 
 
 def _is_bulk(exchange: Exchange, problem: Problem | Switch) -> bool:
-    """Whether one all_to_all can do an exchange between all ranks."""
+    """Whether one all_to_all can do an exchange: between any two ranks there is a message."""
+    pairs = {(transfer.src, transfer.dst) for transfer in exchange.transfers}
     gathers = isinstance(problem, Switch) and problem.dims[1] is None  # all would send the same to each
     # Parts of one buffer lie without gaps, so they must be of one size of item.
     mixed = len({transfer.piece.is_sum for transfer in exchange.transfers}) > 1
-    return not gathers and not mixed
+    return len(pairs) == problem.ranks * (problem.ranks - 1) and not gathers and not mixed
