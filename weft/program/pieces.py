@@ -98,5 +98,6 @@ def _is_bulk(exchange: Exchange, problem: Problem | Switch) -> bool:
     pairs = {(transfer.src, transfer.dst) for transfer in exchange.transfers}
     gathers = isinstance(problem, Switch) and problem.dims[1] is None  # all would send the same to each
     # Parts of one buffer lie without gaps, so they must be of one size of item.
-    mixed = len({transfer.piece.is_sum for transfer in exchange.transfers}) > 1
+    by_tensor = {transfer.piece.tensor: transfer.piece for transfer in exchange.transfers}
+    mixed = len({piece.is_sum for piece in by_tensor.values()}) > 1
     return len(pairs) == problem.ranks * (problem.ranks - 1) and not gathers and not mixed
