@@ -8,6 +8,7 @@ posted, the gradients that have arrived are added to their sum, and what earlier
 
 from __future__ import annotations
 
+from weft.core.collector import without_collector
 from weft.core.problem import Switch
 from weft.core.schedule import Schedule
 from weft.program.backward import BackwardLowering
@@ -30,8 +31,9 @@ def lower(schedule: Schedule, rank: int, target: Target = INFERENCE) -> Program:
 def lower_all(schedule: Schedule, target: Target = INFERENCE) -> list[Program]:
     """Return the programs of all ranks, in one pass over the schedule."""
     kind, pieces = _kind(schedule), Pieces()
-    parts = parts_of(schedule, range(schedule.problem.ranks), pieces)
-    return [kind(schedule, rank, target, pieces).write(own) for rank, own in parts.items()]
+    with without_collector():
+        parts = parts_of(schedule, range(schedule.problem.ranks), pieces)
+        return [kind(schedule, rank, target, pieces).write(own) for rank, own in parts.items()]
 
 
 def _kind(schedule: Schedule) -> type[Lowering]:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from weft.core.collector import without_collector
 from weft.core.schedule import Schedule
 from weft.program.lower import lower_all
 from weft.program.lowering import ALIGN
@@ -218,4 +219,5 @@ def _scratch(step: Gradient) -> int:
 
 def peak_memory(schedule: Schedule, target: Target | None = None) -> tuple[int, ...]:
     """Bytes that each rank holds while it runs a schedule, kernel scratch apart."""
-    return tuple(memory_of(program).total for program in lower_all(schedule, target or Target()))
+    with without_collector():
+        return tuple([memory_of(program).total for program in lower_all(schedule, target or Target())])

@@ -10,14 +10,13 @@ sends is another, and all lanes are equally fast.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from heapq import heappop, heappush
 from itertools import chain
 from math import inf
 from operator import itemgetter
 
+from weft.core.collector import without_collector
 from weft.core.errors import InputError
 from weft.core.schedule import Exchange, Schedule
 from weft.core.timeline import Span, Timeline
@@ -53,7 +52,7 @@ def simulate(
         )
     if works is None:
         works = {} if seconds else attend_works(schedule)
-    with _without_collector():
+    with without_collector():
         programs = lower_all(schedule)
         run = _Run(schedule, Prices(schedule, topology, works, seconds), programs)
         spans = run.play()
@@ -62,18 +61,6 @@ def simulate(
     return Timeline(
         schedule.name, ranks, spans, topology=topology.name, machines=topology.machines, memory=peaks
     )
-
-
-@contextmanager
-def _without_collector() -> Generator[None]:
-    """A million small values without cycles: looking for cycles among them would take half of the time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 Key = tuple[int, int, int]
