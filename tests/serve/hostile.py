@@ -17,7 +17,7 @@ import httpx
 
 from weft.serve.app import Limits
 
-LIMITS = Limits(body=300_000, body_seconds=0.4, picture=150_000, pixels=1_000_000, decode_seconds=20)
+LIMITS = Limits(body=300_000, body_seconds=2, picture=150_000, pixels=1_000_000, decode_seconds=20)
 QUICK = {"prompt": "a cat", "num_inference_steps": 2}
 VIDEOS, IMAGES = "/v1/videos", "/v1/images/generations"
 

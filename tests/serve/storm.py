@@ -22,6 +22,8 @@ MAX_DESCRIPTORS = 1024
 @dataclass(frozen=True, kw_only=True)
 class Storm:
     requests: int
+    """At least; more until `sure_kills` ranks were killed: fast ones may be done before they are seen."""
+    sure_kills: int = 0
     together: int = 6
     specs: int = 4
     """Of which one in two is a video."""

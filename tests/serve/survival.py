@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -93,6 +94,9 @@ class Run:
         try:
             requests = asyncio.gather(*(one(number) for number in range(self.storm.requests)))
             await self.faults.run_beside(requests)
+            more = itertools.count(self.storm.requests)
+            while self.left.rank_kills < self.storm.sure_kills and not killing.done():
+                await one(next(more))
             if killing.done():  # it never ends by itself
                 killing.result()
         finally:

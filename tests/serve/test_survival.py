@@ -15,7 +15,9 @@ from tests.serve.survival import survive  # noqa: E402
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Left:
-    storm = Storm(requests=20, rank_kills=2, server_kills=1, patience=800.0, faults=SMALL_FAULTS)
+    storm = Storm(
+        requests=20, rank_kills=2, sure_kills=2, server_kills=1, patience=800.0, faults=SMALL_FAULTS
+    )
     return survive(storm, tmp_path_factory.mktemp("small"))
 
 
@@ -34,8 +36,8 @@ def test_a_small_storm_leaves_every_job_as_it_would_have_been(small: Left) -> No
 def test_two_nodes_make_what_one_makes_also_when_a_rank_of_one_is_lost(small: Left, tmp_path: Path) -> None:
     """Every job on ranks of both, which send as ranks of two machines would."""
     storm = Storm(
-        requests=2, specs=2, rank_kills=1, server_kills=0, ranks=1, nodes=2, policy="all", transport="group",
-        patience=800.0,
+        requests=2, specs=2, rank_kills=1, sure_kills=1, server_kills=0, ranks=1, nodes=2, policy="all",
+        transport="group", patience=800.0,
     )  # fmt: skip
     left = survive(storm, tmp_path)
     assert left.expected == {spec: small.expected[spec] for spec in left.expected}

@@ -23,9 +23,9 @@ from tests.serve.fake import Fake, serving
 from weft.serve import uploads
 from weft.serve.disk import Disk
 from weft.serve.errors import Refused
-from weft.serve.limits import Limits
+from weft.serve.limits import Bounds, Limits
 
-LIMITS = Limits(body=200_000, body_seconds=0.7, picture=100_000, pixels=1_000_000, decode_seconds=20)
+LIMITS = Limits(body=200_000, body_seconds=1.0, picture=100_000, pixels=1_000_000, decode_seconds=20)
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +244,7 @@ def test_a_body_that_does_not_come_ends_the_wait(url: str) -> None:
     assert b'"body_timeout"' in answer
     assert b"connection: close" in answer.lower()
     drops = [b"1\r\n{\r\n"] * 10
-    answer = raw(url, HEAD + b"Transfer-Encoding: chunked\r\n\r\n", *drops, pause=0.15)
+    answer = raw(url, HEAD + b"Transfer-Encoding: chunked\r\n\r\n", *drops, pause=0.2)
     assert answer.startswith(b"HTTP/1.1 408")
 
 
@@ -255,3 +255,20 @@ def test_who_hangs_up_in_the_middle_of_a_body_leaves_nothing(url: str, engine: F
         line.sendall(HEAD + b'Content-Length: 100\r\n\r\n{"prompt":')
     assert httpx.get(f"{url}/live", timeout=60).status_code == 200
     assert len(engine.store.active()) <= before
+
+
+def test_a_body_that_came_while_the_server_was_busy_is_read() -> None:
+    limits, sent = replace(LIMITS, body_seconds=0.05), [b"a", b"b"]
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(0)
+        return {"type": "http.request", "body": sent.pop(0), "more_body": bool(sent)}
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:  # noqa: ARG001
+        time.sleep(0.1)  # noqa: ASYNC251 - the whole process is busy
+        assert (await receive())["body"] == b"a"
+        assert (await receive())["body"] == b"b"
+
+    scope = {"type": "http", "query_string": b"", "path": "/", "headers": []}
+    asyncio.run(Bounds(app, limits)(scope, receive, None))
+    assert not sent

@@ -37,6 +37,8 @@ class Limits:
     """Streams of events that are open at a time."""
 
 
+HERE_SECONDS, BUSY_SECONDS = 0.02, 10.0
+"""In which what has come is read, and for how long after its time."""
 DRAIN_SECONDS, DRAIN_BYTES, SILENCE_SECONDS = 5.0, 64 * 2**20, 0.5
 """How much is read of a body that is refused, until nothing comes. Asynchronous clients see only a closed
 connection if the answer comes before they have sent all of it."""
@@ -85,7 +87,7 @@ class Bounds:
             if not more:  # only the end of the connection is waited for
                 return await receive()
             try:
-                message = await asyncio.wait_for(receive(), until - time.monotonic())
+                message = await _within(receive, until)
             except asyncio.TimeoutError:
                 message = f"The body did not come within {self.limits.body_seconds:g} s. Send it faster."
                 raise Refused(408, "body_timeout", message) from None
@@ -102,6 +104,15 @@ class Bounds:
     def _too_large(self) -> Refused:
         most = f"{self.limits.body / 2**20:g} MiB"
         return Refused(413, "input_too_large", f"The body is larger than {most}. Send a smaller picture.")
+
+
+async def _within(receive: Callable[[], Awaitable[Any]], until: float) -> Any:
+    """Wait; time in which this process was busy is not the client's: what has come by then is taken."""
+    if (left := until - time.monotonic()) > 0:
+        with suppress(asyncio.TimeoutError):
+            return await asyncio.wait_for(receive(), left)
+    # Whoever sends a byte at a time is not given this for ever.
+    return await asyncio.wait_for(receive(), HERE_SECONDS if left > -BUSY_SECONDS else 0)
 
 
 async def _drain(receive: Callable[[], Awaitable[Any]]) -> None:
