@@ -23,7 +23,7 @@ from rich.progress import Progress
 from bench.rows import Line, Report, Round, Row, interleave, main, median_ratio, quartiles, take_turns
 from weft.masks.random import random_mask
 from weft.run.kernels.cpu import Cpu
-from weft.run.kernels.sdpa import Sdpa
+from weft.run.kernels.exact import Exact
 from weft.run.kernels.tiles import Tiles
 
 HEADS = 8
@@ -117,7 +117,7 @@ class Stage:
         self.share: dict[tuple[int, float], float] = {}
         self.notes: dict[str, str] = {}
         whole = Tiles(None, grid.tokens, grid.tokens, grid.tokens, grid.tokens)
-        self.contenders: dict[str, Callable[[], object]] = {"dense": self._call(Sdpa(), whole)}
+        self.contenders: dict[str, Callable[[], object]] = {"dense": self._call(Exact(), whole)}
         for block, density in grid.cells:
             self._add(block, density)
 
@@ -129,11 +129,11 @@ class Stage:
         tiles = Tiles(active, block, block, grid.tokens, grid.tokens)
         self.contenders[name("weft", block, density)] = self._call(Cpu(), tiles)
         if density in PEER_DENSITIES and not grid.backward:
-            self.contenders[name("gather + SDPA", block, density)] = self._call(Sdpa(), tiles)
+            self.contenders[name("gather + SDPA", block, density)] = self._call(Exact(), tiles)
             if grid.flex:
                 self._add_flex(block, density, mask.tiles)
 
-    def _call(self, kernel: Cpu | Sdpa, tiles: Tiles) -> Callable[[], object]:
+    def _call(self, kernel: Cpu | Exact, tiles: Tiles) -> Callable[[], object]:
         if not self.grid.backward:
             return lambda: kernel.attend(self.q, self.k, self.v, tiles, self.scale)
         done = kernel.attend(self.q, self.k, self.v, tiles, self.scale)

@@ -32,7 +32,11 @@ DIFFERENCES: dict[str, tuple[Sizes, Sizes, str]] = {
     "batch": ({}, {"batch": 2}, "rank 1 has batch 2, the others 1"),
     "tokens": ({"tokens": 15}, {"tokens": 16}, "rank 1 has tokens 16×16, the others 15×15"),
     "layout": ({"tokens": 15}, {"tokens": SHUFFLED}, "rank 1 has plan"),
-    "impl": ({"impl": "sdpa"}, {"impl": "reference"}, "rank 1 has kernel reference, the others sdpa"),
+    "backend": (
+        {"backend": "exact"},
+        {"backend": "reference"},
+        "rank 1 has kernel reference, the others exact",
+    ),
 }
 
 REFUSALS: dict[str, tuple[Sizes, str]] = {
@@ -42,7 +46,7 @@ REFUSALS: dict[str, tuple[Sizes, str]] = {
     "scale": ({"scale": float("inf")}, "scale=inf"),
     "plan": ({"plan": "ulises"}, "There is no strategy 'ulises'"),
     "usp": ({"plan": "usp:2x2"}, "usp:2x2 needs 4 ranks; there are 3"),
-    "impl": ({"impl": "flash9"}, "impl='flash9' is unknown"),
+    "backend": ({"backend": "flash9"}, "backend='flash9' is unknown"),
     "mask's heads": ({"mask": BlockMask.dense(4, 15)}, "mask is for 4 heads"),
     "prefix": ({"prefix": 16}, "prefix=16 and suffix=0 do not fit"),
 }

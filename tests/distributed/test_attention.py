@@ -152,10 +152,10 @@ def test_a_plan_or_its_schedule_may_be_given(worlds: Worlds) -> None:
         check(truth, worlds(3).run(attend, truth, {"plan": given_plan}), 5e-6)
 
 
-@pytest.mark.parametrize("impl", ["cpu", "sdpa", "reference"])
-def test_every_kernel_serves(worlds: Worlds, impl: str) -> None:
+@pytest.mark.parametrize("backend", ["cpu", "exact", "reference"])
+def test_every_kernel_serves(worlds: Worlds, backend: str) -> None:
     truth = Truth.of(problem(2, 23))
-    check(truth, worlds(2).run(attend, truth, {"impl": impl}), 5e-6)
+    check(truth, worlds(2).run(attend, truth, {"backend": backend}), 5e-6)
 
 
 @settings(max_examples=60)

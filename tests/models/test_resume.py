@@ -137,7 +137,7 @@ def piece(kind: str, jobs: int, alone: bool, data: bytes, stop: bool) -> Any:  #
     pipe = _wan() if kind == "wan" else own()
     mesh = dist.new_group([dist.get_rank()], use_local_synchronization=True) if alone else None
     mask = TOPK if kind == "masked" else None
-    weft.parallelize(pipe, plan="ulysses", impl="sdpa", mesh=mesh, mask=mask)
+    weft.parallelize(pipe, plan="ulysses", backend="exact", mesh=mesh, mask=mask)
     arguments = of_diffusers("wan") if kind == "wan" else given(jobs)
     try:
         start = State.from_bytes(data) if data else None

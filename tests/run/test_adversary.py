@@ -32,7 +32,7 @@ Layer = tuple[Tensor, tuple[Tensor, ...]]
 def train(comm: AdversaryComm, layers: list[tuple[Schedule, Truth]], keep: str) -> list[Layer]:
     """Forwards of all layers in one arena, an inference in between, then all backwards."""
     arena = Arena()
-    executors = [Executor(schedule, comm, choose("sdpa"), keep=keep, arena=arena) for schedule, _ in layers]
+    executors = [Executor(schedule, comm, choose("exact"), keep=keep, arena=arena) for schedule, _ in layers]
     saved: list[tuple[Tensor, list[Tensor]]] = []
     for executor, (_, truth) in zip(executors, layers, strict=True):
         saved.append(executor.forward(*truth.inputs(comm.rank), truth.scale, keep=True))

@@ -18,8 +18,8 @@ from torch import Tensor
 from weft.core.errors import InputError, MissingError
 from weft.run.kernels import choose, cpu
 from weft.run.kernels.cpu import Cpu, isas
+from weft.run.kernels.exact import Exact
 from weft.run.kernels.reference import Reference
-from weft.run.kernels.sdpa import Sdpa
 from weft.run.kernels.tiles import Tiles
 
 ISAS = isas()
@@ -104,7 +104,7 @@ def test_it_is_as_accurate_as_torch(isa, dtype, dim):
     x = operands(3, (1, 4, 512, 700, dim), (128, 128), 1.0, dtype)
     expected = forward(Reference(), x.wide())
     done = expected[0].float(), expected[1].float()
-    pairs = [(forward(k, x)[0], *backward(k, x, done)) for k in (Cpu(isa), Sdpa())]
+    pairs = [(forward(k, x)[0], *backward(k, x, done)) for k in (Cpu(isa), Exact())]
     truth = (expected[0], *backward(Reference(), x.wide(), expected))
     for ours, theirs, right in zip(*pairs, truth, strict=True):
         # The norm, not the largest: one element in a million is chance.
@@ -169,7 +169,7 @@ def test_nan_and_infinity_propagate_as_in_torch(isa, bad):
         broken[0, 0, 3, 2] = bad
         parts = [broken if t is tensor else t for t in (x.q, x.k, x.v)]
         y = Operands(*parts, x.grad, x.tiles, x.scale)
-        ours, theirs = forward(Cpu(isa), y)[0], forward(Sdpa(), y)[0]
+        ours, theirs = forward(Cpu(isa), y)[0], forward(Exact(), y)[0]
         assert torch.equal(ours.isfinite(), theirs.isfinite())
 
 
@@ -208,7 +208,7 @@ def test_it_says_what_it_cannot_do():
     with pytest.raises(InputError, match="does not run sse1.*base"):
         Cpu("sse1")
     assert choose("auto", "float32").name == "cpu"
-    assert choose("auto", "float64").name == "sdpa"
+    assert choose("auto", "float64").name == "exact"
 
 
 @pytest.fixture
@@ -228,7 +228,7 @@ def test_it_is_built_once_into_a_folder_of_the_users_own(fresh_build: Path):
 
 def test_without_a_compiler_it_says_what_to_install(fresh_build, monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda _: None)
-    with pytest.raises(MissingError, match="C compiler.*apt install gcc.*sdpa"):
+    with pytest.raises(MissingError, match="C compiler.*apt install gcc.*exact"):
         cpu.library_path()
 
 

@@ -31,13 +31,13 @@ from weft.schedule.reverse import reverse
 from weft.schedule.verify import verify
 
 KEEPS = st.sampled_from(("all", "none", "auto"))
-IMPLS = st.sampled_from(("sdpa", "reference"))
+BACKENDS = st.sampled_from(("exact", "reference"))
 Saved = tuple[Tensor, list[Tensor]]
 
 
-def on_every_rank(schedule: Schedule, job: Callable[[Executor], Any], keep: str, impl: str) -> list[Any]:
+def on_every_rank(schedule: Schedule, job: Callable[[Executor], Any], keep: str, backend: str) -> list[Any]:
     def make_and_run(comm: ThreadComm) -> Any:
-        return job(Executor(schedule, comm, choose(impl), keep=keep))
+        return job(Executor(schedule, comm, choose(backend), keep=keep))
 
     return run_threads(schedule.problem.ranks, make_and_run)
 
@@ -75,10 +75,10 @@ def assert_right(
 
 
 @settings(max_examples=80)
-@given(case=st.one_of(cases(47), cases()), keep=KEEPS, impl=IMPLS)
-def test_any_schedule_compiled_equals_dense_attention(case: Case, keep: str, impl: str) -> None:
+@given(case=st.one_of(cases(47), cases()), keep=KEEPS, backend=BACKENDS)
+def test_any_schedule_compiled_equals_dense_attention(case: Case, keep: str, backend: str) -> None:
     truth = Truth.of(case.problem, case.mask)
-    results = on_every_rank(case.schedule, lambda executor: both_ways(executor, truth), keep, impl)
+    results = on_every_rank(case.schedule, lambda executor: both_ways(executor, truth), keep, backend)
     assert_right(truth, results)
 
 
@@ -100,13 +100,13 @@ def test_what_is_kept_for_the_backward_does_not_change_the_forward(case: Case, k
         out, _ = forward(executor, truth)
         return nothing == [] and same([bare], [out])
 
-    assert all(on_every_rank(case.schedule, job, keep, "sdpa"))
+    assert all(on_every_rank(case.schedule, job, keep, "exact"))
 
 
 @settings(max_examples=15)
-@given(case=cases(61), keep=KEEPS, impl=IMPLS)
+@given(case=cases(61), keep=KEEPS, backend=BACKENDS)
 def test_a_second_run_is_right_and_leaves_the_first_ones_tensors_alone(
-    case: Case, keep: str, impl: str
+    case: Case, keep: str, backend: str
 ) -> None:
     first, second = (Truth.of(case.problem, case.mask, seed=seed) for seed in (1, 2))
 
@@ -118,15 +118,15 @@ def test_a_second_run_is_right_and_leaves_the_first_ones_tensors_alone(
         again = both_ways(executor, second)
         return (out, grads), again, same([out, *grads], before) and same([bare], [out])
 
-    results = on_every_rank(case.schedule, job, keep, impl)
+    results = on_every_rank(case.schedule, job, keep, backend)
     assert_right(first, [one for one, _, _ in results])
     assert_right(second, [two for _, two, _ in results])
     assert all(untouched for _, _, untouched in results)
 
 
 @settings(max_examples=15)
-@given(case=cases(61), keep=KEEPS, impl=IMPLS)
-def test_two_layers_may_share_an_executor(case: Case, keep: str, impl: str) -> None:
+@given(case=cases(61), keep=KEEPS, backend=BACKENDS)
+def test_two_layers_may_share_an_executor(case: Case, keep: str, backend: str) -> None:
     lower, upper = (Truth.of(case.problem, case.mask, seed=seed) for seed in (1, 2))
 
     def job(executor: Executor) -> tuple[Any, Any]:
@@ -134,7 +134,7 @@ def test_two_layers_may_share_an_executor(case: Case, keep: str, impl: str) -> N
         later = backward(executor, upper, second)
         return (first[0], backward(executor, lower, first)), (second[0], later)
 
-    results = on_every_rank(case.schedule, job, keep, impl)
+    results = on_every_rank(case.schedule, job, keep, backend)
     assert_right(lower, [one for one, _ in results])
     assert_right(upper, [two for _, two in results])
 
@@ -152,7 +152,7 @@ def test_results_share_no_memory_and_have_the_shapes_that_were_promised(case: Ca
         contiguous = all(x.is_contiguous() for x in (out, *saved))
         return contiguous and len(set(owners)) == len(owners) and shapes == executor.saved_shapes()
 
-    assert all(on_every_rank(case.schedule, job, keep, "sdpa"))
+    assert all(on_every_rank(case.schedule, job, keep, "exact"))
 
 
 @pytest.mark.parametrize("name", ["ulysses", "ring", "zigzag", "gather"])
@@ -161,7 +161,7 @@ def test_2047_tokens_on_5_ranks_are_like_any_other(name: str) -> None:
     problem = Problem(batch=1, heads=2, kv_heads=1, head_dim=3, q=tokens, kv=tokens, dtype="float64")
     truth = Truth.of(problem)
     schedule = build(name, problem, truth.mask)
-    assert_right(truth, on_every_rank(schedule, lambda e: both_ways(e, truth), "auto", "sdpa"))
+    assert_right(truth, on_every_rank(schedule, lambda e: both_ways(e, truth), "auto", "exact"))
 
 
 @settings(max_examples=40)
@@ -169,7 +169,7 @@ def test_2047_tokens_on_5_ranks_are_like_any_other(name: str) -> None:
 def test_any_partition_equals_dense_attention(case: Case, seed: int, keep: str) -> None:
     schedule = random_schedule(np.random.default_rng(seed), case)
     truth = Truth.of(case.problem, case.mask)
-    assert_right(truth, on_every_rank(schedule, lambda e: both_ways(e, truth), keep, "sdpa"))
+    assert_right(truth, on_every_rank(schedule, lambda e: both_ways(e, truth), keep, "exact"))
 
 
 @pytest.mark.parametrize("keep", ["all", "none"])
@@ -183,7 +183,7 @@ def test_two_works_of_one_rank_may_need_overlapping_keys(keep: str) -> None:
     schedule = gather(problem, mask, Mesh.of(ring=2), partition)
     truth = Truth.of(problem, mask)
     verify(reverse(schedule, keep=keep))
-    assert_right(truth, on_every_rank(schedule, lambda e: both_ways(e, truth), keep, "sdpa"))
+    assert_right(truth, on_every_rank(schedule, lambda e: both_ways(e, truth), keep, "exact"))
 
 
 def test_an_attend_may_bring_more_key_heads_than_its_queries_read() -> None:
@@ -194,4 +194,4 @@ def test_an_attend_may_bring_more_key_heads_than_its_queries_read() -> None:
     schedule = Schedule("by hand", problem, BlockMask.dense(2, 5), Mesh.of(ring=1), attends)
     verify(schedule)
     truth = Truth.of(problem)
-    assert_right(truth, on_every_rank(schedule, lambda e: both_ways(e, truth), "auto", "sdpa"))
+    assert_right(truth, on_every_rank(schedule, lambda e: both_ways(e, truth), "auto", "exact"))

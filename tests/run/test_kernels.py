@@ -18,10 +18,10 @@ from weft.core.errors import InputError, MissingError
 from weft.core.indices import Indices
 from weft.core.mask import BlockMask
 from weft.core.schedule import Attend, Piece
-from weft.run.kernels import IMPLEMENTATIONS, choose
+from weft.run.kernels import BACKENDS, choose
 from weft.run.kernels.tiles import Tiles
 
-IMPLS = ("sdpa", "reference")
+TESTED = ("exact", "reference")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -50,9 +50,9 @@ def tiles(draw: st.DrawFn, dtype: torch.dtype = torch.float64) -> Tile:
     return Tile(found, (q, k, v), grad, draw(st.sampled_from((0.0, -0.4, 0.3, 2.0))))
 
 
-def both_ways(impl: str, tile: Tile) -> list[Tensor]:
+def both_ways(backend: str, tile: Tile) -> list[Tensor]:
     """out, lse, dq, dk, dv."""
-    kernel = choose(impl)
+    kernel = choose(backend)
     out, lse = kernel.attend(*tile.operands, tile.tiles, tile.scale)
     final = out, lse.masked_fill(lse == -torch.inf, torch.inf)
     grads = kernel.attend_backward(tile.grad, *tile.operands, final, tile.tiles, tile.scale)
@@ -71,16 +71,16 @@ def test_the_reference_equals_dense_attention(tile: Tile) -> None:
 @settings(max_examples=200)
 @given(tile=tiles())
 def test_sdpa_equals_the_reference_forward_and_backward(tile: Tile) -> None:
-    pairs = list(zip(both_ways("sdpa", tile), both_ways("reference", tile), strict=True))
+    pairs = list(zip(both_ways("exact", tile), both_ways("reference", tile), strict=True))
     empty = pairs[0][0].new_full((), -torch.inf)
     assert torch.equal(pairs[1][0] == empty, pairs[1][1] == empty)
     assert max(error(x.clamp(min=-1e9), y.clamp(min=-1e9)) for x, y in pairs) < 1e-11
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("backend", TESTED)
 @given(tile=tiles())
-def test_a_row_with_no_tile_gives_zero_and_no_weight(impl: str, tile: Tile) -> None:
-    out, lse, dq, dk, dv = both_ways(impl, tile)
+def test_a_row_with_no_tile_gives_zero_and_no_weight(backend: str, tile: Tile) -> None:
+    out, lse, dq, dk, dv = both_ways(backend, tile)
     active = tile.tiles.token_mask
     empty = torch.zeros(lse.shape[1:], dtype=torch.bool) if active is None else ~active.any(-1)
     unseen = torch.zeros(dk.shape[1:3], dtype=torch.bool) if active is None else ~active.any(-2)
@@ -89,17 +89,17 @@ def test_a_row_with_no_tile_gives_zero_and_no_weight(impl: str, tile: Tile) -> N
     assert not any(x[:, unseen].any() for x in (dk, dv))
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("backend", TESTED)
 @given(tile=tiles())
-def test_gradients_of_the_parts_of_a_row_add_up(impl: str, tile: Tile) -> None:
-    out, lse, *whole = both_ways(impl, tile)
+def test_gradients_of_the_parts_of_a_row_add_up(backend: str, tile: Tile) -> None:
+    out, lse, *whole = both_ways(backend, tile)
     cut = tile.tiles.block_k  # after the first column of blocks
     if tile.tiles.kv_len <= cut:
         return
     final = out, lse.masked_fill(lse == -torch.inf, torch.inf)
     q, k, v = tile.operands
     left, right = (
-        choose(impl).attend_backward(
+        choose(backend).attend_backward(
             tile.grad, q, k[:, :, part], v[:, :, part], final, columns(tile, part), tile.scale
         )
         for part in (slice(None, cut), slice(cut, None))
@@ -108,16 +108,16 @@ def test_gradients_of_the_parts_of_a_row_add_up(impl: str, tile: Tile) -> None:
     assert max(error(x, y) for x, y in zip(joined, whole, strict=True)) < 1e-11
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("backend", TESTED)
 @given(tile=tiles())
-def test_parts_attended_into_one_another_equal_the_whole(impl: str, tile: Tile) -> None:
+def test_parts_attended_into_one_another_equal_the_whole(backend: str, tile: Tile) -> None:
     q, k, v = tile.operands
     out, lse = torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf)
     for part in (slice(tile.tiles.block_k, None), slice(None, tile.tiles.block_k)):
         if k[:, :, part].shape[2]:
             keys = k[:, :, part], v[:, :, part], columns(tile, part)
-            choose(impl).attend(q, *keys, tile.scale, (out, lse))
-    whole_out, whole_lse = choose(impl).attend(*tile.operands, tile.tiles, tile.scale)
+            choose(backend).attend(q, *keys, tile.scale, (out, lse))
+    whole_out, whole_lse = choose(backend).attend(*tile.operands, tile.tiles, tile.scale)
     assert error(out, whole_out) < 1e-11
     assert error(lse.clamp(min=-1e9), whole_lse.clamp(min=-1e9)) < 1e-11
 
@@ -132,16 +132,16 @@ def columns(tile: Tile, part: slice) -> Tiles:
     return Tiles(active, whole.block_q, whole.block_k, whole.q_len, size)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("backend", TESTED)
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(data=st.data())
 @settings(max_examples=20)
 def test_results_are_float32_or_better_and_as_good(
-    impl: str, dtype: torch.dtype, data: st.DataObject
+    backend: str, dtype: torch.dtype, data: st.DataObject
 ) -> None:
     tile = data.draw(tiles(dtype))
     exact = Tile(tile.tiles, tuple(x.double() for x in tile.operands), tile.grad.double(), tile.scale)
-    found, expected = both_ways(impl, tile), both_ways("reference", exact)
+    found, expected = both_ways(backend, tile), both_ways("reference", exact)
     assert {x.dtype for x in found} == {torch.float64 if dtype == torch.float64 else torch.float32}
     assert all(torch.equal(x.isfinite(), y.isfinite()) for x, y in zip(found, expected, strict=True))
     pairs = [
@@ -156,16 +156,16 @@ def test_results_are_float32_or_better_and_as_good(
     assert max(error(x, y) / max(1.0, y.abs().max().item()) for x, y in pairs) < 6 * unit
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("backend", TESTED)
 @given(tile=tiles())
 @settings(max_examples=40)
-def test_operands_may_have_any_strides(impl: str, tile: Tile) -> None:
+def test_operands_may_have_any_strides(backend: str, tile: Tile) -> None:
     def strided(x: Tensor) -> Tensor:  # [B, S, H, D] in memory, and every other number of a row
         return x.transpose(1, 2).repeat_interleave(2, -1).transpose(1, 2)[..., ::2]
 
     q, k, v = (strided(x) for x in tile.operands)
     odd = Tile(tile.tiles, (q, k, v), strided(tile.grad), tile.scale)
-    pairs = zip(both_ways(impl, odd), both_ways(impl, tile), strict=True)
+    pairs = zip(both_ways(backend, odd), both_ways(backend, tile), strict=True)
     assert max(error(x.clamp(min=-1e9), y.clamp(min=-1e9)) for x, y in pairs) < 1e-12
 
 
@@ -173,7 +173,7 @@ def test_operands_may_have_any_strides(impl: str, tile: Tile) -> None:
 def test_a_nan_value_reaches_the_rows_that_read_it_and_no_other(tile: Tile) -> None:
     q, k, v = (x.clone() for x in tile.operands)
     v[:, :, 0] = torch.nan
-    out, _ = choose("sdpa").attend(q, k, v, tile.tiles, tile.scale)
+    out, _ = choose("exact").attend(q, k, v, tile.tiles, tile.scale)
     active = tile.tiles.token_mask
     reads = torch.ones(out.shape[1:3], dtype=torch.bool) if active is None else active[:, :, 0]
     assert (out.isnan().any(-1) == reads).all()
@@ -199,7 +199,7 @@ def test_tiles_that_are_all_active_need_no_mask() -> None:
 
 
 def test_an_unknown_kernel_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(InputError, match=f"flush.*{', '.join(IMPLEMENTATIONS)}"):
+    with pytest.raises(InputError, match=f"flush.*{', '.join(BACKENDS)}"):
         choose("flush")
 
 

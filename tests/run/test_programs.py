@@ -39,7 +39,7 @@ def test_inference_lowers_no_backward() -> None:
     ring = schedule("ring")
 
     def job(comm: ThreadComm) -> tuple[set[str], set[str]]:
-        executor = Executor(ring, comm, choose("sdpa"))
+        executor = Executor(ring, comm, choose("exact"))
         tensors = inputs(ring, comm.rank)
         executor.forward(*tensors, 0.3, keep=False)
         inference = {kind for kind, *_ in executor._programs}
@@ -56,7 +56,7 @@ def test_no_float32_output_is_saved_for_a_16_bit_result(name: str) -> None:
     plan = schedule(name)
 
     def job(comm: ThreadComm) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        executor = Executor(plan, comm, choose("sdpa"))
+        executor = Executor(plan, comm, choose("exact"))
         _, saved = executor.forward(*inputs(plan, comm.rank), 0.3, keep=True)
         shapes = [(tuple(x.shape), x.dtype) for x in saved]
         assert shapes == executor.saved_shapes()
@@ -73,7 +73,7 @@ def test_layers_of_one_world_share_one_block_as_large_as_the_largest() -> None:
 
     def job(comm: ThreadComm) -> tuple[int, int]:
         arena, needs = Arena(), []
-        executors = [Executor(plan, comm, choose("sdpa"), arena=arena) for plan in plans]
+        executors = [Executor(plan, comm, choose("exact"), arena=arena) for plan in plans]
         for _ in range(2):
             for executor in executors:
                 executor.forward(*inputs(executor.schedule, comm.rank), 0.3, keep=False)
@@ -87,7 +87,7 @@ def test_an_executor_that_is_gone_holds_no_memory() -> None:
     plan = schedule("ring", ranks=1)
 
     def job(comm: ThreadComm) -> Any:
-        executor = Executor(plan, comm, choose("sdpa"), arena=Arena())
+        executor = Executor(plan, comm, choose("exact"), arena=Arena())
         executor.forward(*inputs(plan, 0), 0.3, keep=True)
         return ref(executor), ref(executor.arena)
 

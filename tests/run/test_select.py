@@ -247,7 +247,7 @@ def test_what_cannot_be_chosen_from_is_refused() -> None:
         (lambda: Keep(kv=((2, 1),)), "no range"),
         (lambda: Keep(own=(0, 1)), "no sizes"),
         (lambda: top_k(scores[0], 1), "cannot be selected from"),
-        (lambda: top_k(scores, 1, impl="cuda"), "unknown"),
+        (lambda: top_k(scores, 1, backend="cuda"), "unknown"),
         (lambda: Proxies(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 5)), "do not fit"),
         (lambda: pool(torch.zeros(3, 4), 2, length=5), "cannot be pooled"),
     ]
@@ -290,8 +290,8 @@ def compare_in_the_interpreter() -> None:
         k = torch.from_numpy(rng.integers(0, cols + 2, (1, rows)))
         p = torch.from_numpy(rng.choice((0.0, 0.1, 0.5, 0.9, 0.99, 1.0), (1, rows)))
         for ours, theirs in (
-            (top_k(scores, k, keep=keep, impl="triton"), top_k(scores, k, keep=keep, impl="torch")),
-            (top_p(scores, p, keep=keep, impl="triton"), top_p(scores, p, keep=keep, impl="torch")),
+            (top_k(scores, k, keep=keep, backend="triton"), top_k(scores, k, keep=keep, backend="torch")),
+            (top_p(scores, p, keep=keep, backend="triton"), top_p(scores, p, keep=keep, backend="torch")),
         ):
             assert lists(ours) == lists(theirs), (scores, k, p)
 

@@ -69,7 +69,7 @@ def test_any_schedule_in_shared_memory_equals_dense_attention(case: Case, keep: 
     truths = [Truth.of(case.problem, case.mask, seed=seed) for seed in range(3)]
 
     def job(comm: OneSidedComm) -> list[Any]:
-        executor = Executor(case.schedule, comm, choose("sdpa"), keep=keep)
+        executor = Executor(case.schedule, comm, choose("exact"), keep=keep)
         return [both_ways(executor, truth) for truth in truths]
 
     by_rank = run(case.problem.ranks, job, sync=sync)
@@ -95,7 +95,7 @@ def test_ranks_of_two_machines_share_memory_where_they_can(
     def job(base: ThreadComm) -> Any:
         here.machine = 1 + base.rank // 2
         comm = OneSidedComm(base, shm.meet, 10.0)
-        executor = Executor(schedule, comm, choose("sdpa"))
+        executor = Executor(schedule, comm, choose("exact"))
         results = [both_ways(executor, truth) for _ in range(3)]
         assert comm.window is not None
         return results, comm.window.near, comm.bytes_sent - base.bytes_sent, comm.reason
@@ -114,7 +114,7 @@ def test_a_ring_passes_on_where_a_message_lies_and_not_the_message() -> None:
     schedule = build("ring", truth.problem, truth.mask)
 
     def job(comm: OneSidedComm) -> list[tuple[int, int]]:
-        executor, told = Executor(schedule, comm, choose("sdpa")), []
+        executor, told = Executor(schedule, comm, choose("exact")), []
         executor.forward(*truth.inputs(comm.rank), truth.scale, keep=False)
         window = comm.window
         assert isinstance(window, ShmWindow)
@@ -398,7 +398,7 @@ def test_a_rank_without_shared_memory_makes_all_use_the_group(monkeypatch: pytes
     def job(base: ThreadComm) -> Any:
         this.rank = base.rank
         comm = OneSidedComm(base, shm.meet, 10.0)
-        return both_ways(Executor(schedule, comm, choose("sdpa")), truth), comm.window, comm.reason
+        return both_ways(Executor(schedule, comm, choose("exact")), truth), comm.window, comm.reason
 
     results, windows, reasons = zip(*run_threads(2, job), strict=True)
     assert windows == (None, None)

@@ -65,7 +65,7 @@ def run(truth: Truth, schedule: Schedule, times: int = 1) -> list[list[Tensor]]:
     """By rank, the outputs and gradients of so many runs forward and backward."""
 
     def job(comm: ThreadComm) -> list[Tensor]:
-        executor, inputs = Executor(schedule, comm, choose("sdpa")), truth.inputs(comm.rank)
+        executor, inputs = Executor(schedule, comm, choose("exact")), truth.inputs(comm.rank)
         found: list[Tensor] = []
         for _ in range(times):
             out, saved = executor.forward(*inputs, truth.scale, keep=True)
@@ -173,7 +173,7 @@ class BrokenError(Exception):
 
 
 def broken_after(calls: int) -> Any:
-    kernel = choose("sdpa")
+    kernel = choose("exact")
     attend, left = kernel.attend, iter(range(calls))
 
     def sometimes(*given: Any, **options: Any) -> Any:

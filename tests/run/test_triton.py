@@ -351,7 +351,7 @@ Gpu().attend(q, q, q, Tiles(None, 64, 64, 64, 64), 1.0)
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
     )
-    assert "InputError: impl='triton' was given tensors on the CPU" in done.stderr
+    assert "InputError: backend='triton' was given tensors on the CPU" in done.stderr
 
 
 def test_importing_the_kernel_does_not_import_triton() -> None:

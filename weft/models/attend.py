@@ -88,7 +88,7 @@ class Site:
             )
         if self.ragged or attn_mask is not None or self.region.watched:
             return self._with_care((query, key, value), attn_mask, scale)
-        tokens, how = shards.runs(self.streams), {"plan": self.region.plan, "impl": self.region.impl}
+        tokens, how = shards.runs(self.streams), {"plan": self.region.plan, "backend": self.region.backend}
         return attention(
             query, key, value, mesh=shards.mesh, scale=scale, tokens=tokens, kv_tokens=tokens, **how
         )
@@ -123,7 +123,7 @@ class Site:
         layout = Layout(*shards.runs(self.streams, text))
         if region.sparsity is not None:
             return region.sparsity.attend(region.where(self, qkv[0], scale, layout), *qkv)
-        how = {"plan": region.plan, "impl": region.impl, "mesh": shards.mesh, "scale": scale}
+        how = {"plan": region.plan, "backend": region.backend, "mesh": shards.mesh, "scale": scale}
         out = attention(*qkv, tokens=layout, kv_tokens=layout, **how)
         if region.proof is not None:
             region.proof.check(self.name, qkv, out, scale, None, layout, shards.world)

@@ -40,7 +40,7 @@ def parallelize(  # noqa: PLR0913 - the one call users make; each option is a wo
     cfg: str = "auto",
     mesh: Any = None,
     check: str = "none",
-    impl: str = "auto",
+    backend: str = "auto",
     adapter: Adapter | None = None,
 ) -> Any:
     """Split the tokens of a pipeline's transformers, or of one transformer, over the ranks; return it.
@@ -51,7 +51,7 @@ def parallelize(  # noqa: PLR0913 - the one call users make; each option is a wo
     cfg       auto, on, off: the two branches of guidance each on half of the ranks.
     mesh      a process group or DeviceMesh; all ranks by default.
     check     first: in the first forward, sampled rows of each attention are computed again and compared.
-    impl      of attention without masks; sdpa is torch's own: by whole heads, the same bits as on one rank.
+    backend   the attention kernel; exact is float32: its result does not depend on the number of ranks.
     adapter   for a model that weft does not know: see `weft.models.adapter`.
 
     In training, gradients are those of DDP: the mean over the ranks is the gradient.
@@ -71,7 +71,7 @@ def parallelize(  # noqa: PLR0913 - the one call users make; each option is a wo
                 how = {
                     "plan": plan if mask is None else _plan(plan, mesh),
                     "sparsity": sparsity,
-                    "impl": impl,
+                    "backend": backend,
                     "clock": woven.clock,
                     "tells": world.comm.rank == 0,
                 }

@@ -41,12 +41,12 @@ class Region:
         plan: Any = "auto",
         sparsity: Method | None = None,
         clock: Clock | None = None,
-        impl: str = "auto",
+        backend: str = "auto",
         check: bool = False,
         tells: bool = False,
     ) -> None:
         self.model, self.adapter, self.plan = model, adapter.for_model(model), plan
-        self.impl = impl
+        self.backend = backend
         self.sparsity, self.clock = sparsity, clock or Clock()
         self.extent, self.layers = (1, 1, 1), 0
         self.orders: set[tuple[str, ...]] = set()

@@ -40,7 +40,7 @@ def attention(  # noqa: PLR0913 - the one call users make; each option is a word
     kv_tokens: Tokens = None,
     prefix: int = 0,
     suffix: int = 0,
-    impl: str = "auto",
+    backend: str = "auto",
     timeout: float = 60.0,
     topology: Topology | None = None,
 ) -> Tensor:
@@ -57,7 +57,7 @@ def attention(  # noqa: PLR0913 - the one call users make; each option is a word
     timeout             seconds that a rank waits for another before it raises.
     topology            links and speeds for plan="auto"; by default the TOML that $WEFT_TOPOLOGY names.
     """
-    options = (mask, plan, tokens, kv_tokens, prefix, suffix, impl, topology)
+    options = (mask, plan, tokens, kv_tokens, prefix, suffix, backend, topology)
     if torch.compiler.is_compiling():
         # Sizes and scale may be symbols: index() and hex() make them constants again.
         shapes = [tuple(index(size) for size in x.shape) for x in (q, k, v)]
@@ -111,7 +111,7 @@ def _new_executor(call: Call, world: World, counts: Counts | None, axes: str | N
         tensors.check()
         options = call.options.checked()
         schedule = schedule_for(tensors, options, rank=comm.rank, ranks=comm.size, counts=counts, axes=axes)
-        kernel = choose_kernel(options.impl, tensors.dtype, str(tensors.devices[0]))
+        kernel = choose_kernel(options.backend, tensors.dtype, str(tensors.devices[0]))
     except WeftError as error:
         refuse(comm, error)
         raise

@@ -17,7 +17,7 @@ from weft.core.problem import ITEM_BYTES, Problem
 from weft.core.schedule import Schedule
 from weft.core.topology import Link, Topology
 from weft.plan.choose import Plan, build
-from weft.run.kernels import IMPLEMENTATIONS
+from weft.run.kernels import BACKENDS
 from weft.run.world import machines, place
 from weft.schedule.verify import verify
 
@@ -37,7 +37,7 @@ class Options:
     kv_tokens: int | Layout | None
     prefix: int
     suffix: int
-    impl: str
+    backend: str
     topology: Topology | None
     scale: float | None
 
@@ -57,9 +57,9 @@ class Options:
             raise InputError(
                 f"scale={self.scale!r} is not a finite number.", hint="Leave it out for 1/√head_dim."
             )
-        if self.impl not in IMPLEMENTATIONS:
+        if self.backend not in BACKENDS:
             raise InputError(
-                f"impl={self.impl!r} is unknown.", hint=f"Use one of {', '.join(IMPLEMENTATIONS)}."
+                f"backend={self.backend!r} is unknown.", hint=f"Use one of {', '.join(BACKENDS)}."
             )
         if self.mask is not None and not isinstance(self.mask, BlockMask):
             raise InputError(
@@ -143,7 +143,7 @@ class Call(NamedTuple):
     kv_tokens: Any
     prefix: int
     suffix: int
-    impl: str
+    backend: str
     topology: Topology | None
     scale: float | None
 

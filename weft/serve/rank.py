@@ -236,7 +236,7 @@ class Worker:
         is_exact = (
             self.model.is_own and not torch.cuda.is_available() and len(ranks) <= self.model.facts["heads"]
         )
-        return {**how, "plan": "ulysses", "impl": "sdpa"} if how["plan"] == "auto" and is_exact else how
+        return {**how, "plan": "ulysses", "backend": "exact"} if how["plan"] == "auto" and is_exact else how
 
 
 def _join() -> tuple[int, dict[tuple[int, ...], Any]]:

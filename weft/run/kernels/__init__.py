@@ -60,44 +60,46 @@ def packed(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-IMPLEMENTATIONS = ("auto", "cpu", "triton", "sdpa", "reference")
+BACKENDS = ("auto", "cpu", "triton", "exact", "reference")
 
 
-def choose(impl: str, dtype: str = "float32", device: str = "cpu") -> Kernel:
+def choose(backend: str, dtype: str = "float32", device: str = "cpu") -> Kernel:
     """The kernel by its name; auto is the fastest that serves this dtype on this device."""
-    if impl not in IMPLEMENTATIONS:
-        raise InputError(f"impl={impl!r} is unknown.", hint=f"Use one of {', '.join(IMPLEMENTATIONS)}.")
-    if impl == "auto":
-        impl = next(name for name in ("cpu", "sdpa") if not cannot(name, dtype, device))
-    if why := cannot(impl, dtype, device):
-        raise InputError(f"impl={impl!r} cannot serve: {why}", hint="impl='auto' takes one that can.")
-    if impl == "cpu":
+    if backend not in BACKENDS:
+        raise InputError(f"backend={backend!r} is unknown.", hint=f"Use one of {', '.join(BACKENDS)}.")
+    if backend == "auto":
+        backend = next(name for name in ("cpu", "exact") if not cannot(name, dtype, device))
+    if why := cannot(backend, dtype, device):
+        raise InputError(
+            f"backend={backend!r} cannot serve: {why}", hint="backend='auto' takes one that can."
+        )
+    if backend == "cpu":
         from weft.run.kernels.cpu import Cpu
 
         return Cpu()
-    if impl == "triton":
+    if backend == "triton":
         from weft.run.kernels.gpu import Gpu
 
         return Gpu()
-    if impl == "sdpa":
-        from weft.run.kernels.sdpa import Sdpa
+    if backend == "exact":
+        from weft.run.kernels.exact import Exact
 
-        return Sdpa()
+        return Exact()
     from weft.run.kernels.reference import Reference
 
     return Reference()
 
 
-def cannot(impl: str, dtype: str, device: str) -> str:
+def cannot(backend: str, dtype: str, device: str) -> str:
     """Why an implementation does not serve a dtype on a device here; empty if it does."""
     kind = device.partition(":")[0]
-    if impl == "cpu":
+    if backend == "cpu":
         if kind != "cpu" or dtype == "float64":
             return f"it computes float32, bfloat16 and float16 on the CPU, not {dtype} on {kind}."
         from weft.run.kernels.cpu import missing
 
         return missing()
-    if impl == "triton":
+    if backend == "triton":
         if kind != "cuda" or dtype not in ("bfloat16", "float16"):
             return f"it computes bfloat16 and float16 on a GPU, not {dtype} on {kind}."
         try:

@@ -21,7 +21,7 @@ def attend(  # noqa: PLR0913 - the sizes that a list of blocks does not tell
     scale: float,
     block_q: int,
     block_k: int,
-    impl: str = "auto",
+    backend: str = "auto",
 ) -> Sums:
     """(out, lse) of q [B, H, S, D] over the active blocks of k, v [B, H, T, D]; None is all of them.
 
@@ -34,7 +34,7 @@ def attend(  # noqa: PLR0913 - the sizes that a list of blocks does not tell
         given = (blocks.heads, blocks.q_blocks, blocks.kv_blocks)
         raise InputError(f"blocks are for (heads, q blocks, kv blocks) {given}, the tensors need {expected}.")
     tiles = Tiles(None if blocks is None else blocks.active.numpy(), block_q, block_k, q_len, kv_len)
-    kernel = choose(impl, str(q.dtype).removeprefix("torch."), str(q.device))
+    kernel = choose(backend, str(q.dtype).removeprefix("torch."), str(q.device))
     out, lse = _Attend.apply(q, k, v, tiles, scale, kernel)
     return out, lse
 

@@ -146,7 +146,7 @@ def library_path() -> Path:
     for isa, flags in isas.items():
         for name in ("forward", "backward"):
             units.append((f"{name}.c", (*FLAGS, *flags, f"-DISA={isa}")))
-    what, instead = "The compiled CPU kernel", "impl='sdpa'"
+    what, instead = "The compiled CPU kernel", "backend='exact'"
     return Library("attend", SOURCES, tuple(units), what, instead).path()
 
 

@@ -39,7 +39,9 @@ class Gpu:
             self._forward = import_module("weft.run.kernels.triton_forward")
             self._backward = import_module("weft.run.kernels.triton_backward")
         except ImportError as error:
-            raise MissingError(f"impl='triton' needs triton: {error}.", hint="pip install triton") from error
+            raise MissingError(
+                f"backend='triton' needs triton: {error}.", hint="pip install triton"
+            ) from error
         self._interpreted = _is_interpreted()
         self._tune = tune and not self._interpreted
         self._lists: WeakKeyDictionary[Tiles, dict[torch.device, Blocks]] = WeakKeyDictionary()
@@ -148,8 +150,8 @@ class Gpu:
         sizes = (_DENSE_BLOCK, _DENSE_BLOCK) if dense else (tiles.block_q, tiles.block_k)
         if any(size % min(BLOCKS) for size in sizes):
             raise InputError(
-                f"impl='triton' was given blocks of {sizes[0]} by {sizes[1]} tokens.",
-                hint=f"Its blocks are multiples of {min(BLOCKS)}; impl='sdpa' takes any.",
+                f"backend='triton' was given blocks of {sizes[0]} by {sizes[1]} tokens.",
+                hint=f"Its blocks are multiples of {min(BLOCKS)}; backend='exact' takes any.",
             )
         if (q.shape[2], k.shape[2]) != (tiles.q_len, tiles.kv_len):
             raise InputError(
@@ -161,17 +163,17 @@ class Gpu:
     def _check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         if q.device.type == "cpu" and not self._interpreted:
             raise InputError(
-                "impl='triton' was given tensors on the CPU.",
-                hint="Set TRITON_INTERPRET=1 before triton is imported to test it there, or use impl='sdpa'.",
+                "backend='triton' was given tensors on the CPU.",
+                hint="Set TRITON_INTERPRET=1 before triton is imported to test it there, or backend='exact'.",
             )
         if q.shape[-1] not in HEAD_DIMS:
-            raise InputError(f"impl='triton' has head dims {HEAD_DIMS}, not {q.shape[-1]}.")
+            raise InputError(f"backend='triton' has head dims {HEAD_DIMS}, not {q.shape[-1]}.")
         # The interpreter multiplies the bits of bfloat16 as if they were integers.
         served = (torch.float32, torch.float16) if self._interpreted else (torch.bfloat16, torch.float16)
         if q.dtype not in served or not q.dtype == k.dtype == v.dtype:
             raise InputError(
-                f"impl='triton' was given {q.dtype}, {k.dtype} and {v.dtype}.",
-                hint=f"Here q, k and v are all {served[0]} or all {served[1]}; impl='sdpa' takes any.",
+                f"backend='triton' was given {q.dtype}, {k.dtype} and {v.dtype}.",
+                hint=f"Here q, k and v are all {served[0]} or all {served[1]}; backend='exact' takes any.",
             )
 
 
@@ -185,7 +187,7 @@ def target_of(device: torch.device) -> str:
     number = 80 if major in (8, 12) else 10 * major + minor
     below = [name for name in TARGETS if name.startswith("sm_") and int(name[3:]) <= number]
     if not below:
-        raise InputError(f"impl='triton' needs compute capability 8.0 or newer, not {major}.{minor}.")
+        raise InputError(f"backend='triton' needs compute capability 8.0 or newer, not {major}.{minor}.")
     return below[-1]
 
 
@@ -222,5 +224,5 @@ def _strides(*tensors: Tensor) -> tuple[tuple[int, int, int], ...]:
 def _check_sums(out: Tensor, lse: Tensor) -> None:
     if out.dtype != torch.float32 or lse.dtype != torch.float32 or out.stride(-1) != 1:
         raise InputError(
-            f"A running sum of impl='triton' is float32 with rows in one piece, not {out.dtype}, {lse.dtype}."
+            f"A sum of backend='triton' is float32 with rows in one piece, not {out.dtype}, {lse.dtype}."
         )

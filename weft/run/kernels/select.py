@@ -24,13 +24,13 @@ from weft.run.kernels.budget import Budget, Keep
 from weft.run.kernels.proxies import Proxies, Source, at_a_time, source_of
 from weft.run.kernels.tiles import Blocks
 
-IMPLEMENTATIONS = ("auto", "torch", "triton")
+BACKENDS = ("auto", "torch", "triton")
 UNIT = 2.0**40  # of a mass of 1; sums of 2^22 blocks fit into 63 bits
 EVERYTHING = 1 << 62
 
 
 def top_k(
-    source: Proxies | Tensor, k: int | float | Tensor, *, keep: Keep | None = None, impl: str = "auto"
+    source: Proxies | Tensor, k: int | float | Tensor, *, keep: Keep | None = None, backend: str = "auto"
 ) -> Blocks:
     """The k best kv blocks of every (head, q block), of proxies or of scores [B or none, H, q, kv].
 
@@ -41,7 +41,7 @@ def top_k(
     """
     found = source_of(source)
     counts = Budget.blocks(k, *found.shape[1:])
-    return _select(found, counts, keep or Keep(), impl)
+    return _select(found, counts, keep or Keep(), backend)
 
 
 def top_p(
@@ -50,7 +50,7 @@ def top_p(
     *,
     keep: Keep | None = None,
     last: float = 1.0,
-    impl: str = "auto",
+    backend: str = "auto",
 ) -> Blocks:
     """The fewest kv blocks of every (head, q block) that have a share p of its softmax over blocks.
 
@@ -62,23 +62,25 @@ def top_p(
         raise InputError(f"last={last} is no part of a block.", hint="Give tokens / block size.")
     found = source_of(source)
     shares = Budget.shares(p, *found.shape[1:])
-    return _select(found, shares, keep or Keep(), impl, last)
+    return _select(found, shares, keep or Keep(), backend, last)
 
 
-def _choose(impl: str, device: torch.device) -> str:
-    if impl not in IMPLEMENTATIONS:
-        raise InputError(f"impl={impl!r} is unknown.", hint=f"Use one of {', '.join(IMPLEMENTATIONS)}.")
+def _choose(backend: str, device: torch.device) -> str:
+    if backend not in BACKENDS:
+        raise InputError(f"backend={backend!r} is unknown.", hint=f"Use one of {', '.join(BACKENDS)}.")
     there = find_spec("triton") is not None
-    if impl == "triton" and not there:
-        raise MissingError("impl='triton' needs Triton.", hint="pip install triton, or use impl='torch'.")
-    if impl == "auto":
+    if backend == "triton" and not there:
+        raise MissingError(
+            "backend='triton' needs Triton.", hint="pip install triton, or use backend='torch'."
+        )
+    if backend == "auto":
         return "triton" if there and device.type == "cuda" else "torch"
-    return impl
+    return backend
 
 
 @torch.no_grad()
-def _select(source: Source, budget: Budget, keep: Keep, impl: str, last: float = 1.0) -> Blocks:
-    if _choose(impl, source.device) == "triton":
+def _select(source: Source, budget: Budget, keep: Keep, backend: str, last: float = 1.0) -> Blocks:
+    if _choose(backend, source.device) == "triton":
         from weft.run.kernels.triton_select import pick
     else:
         pick = pick_rows

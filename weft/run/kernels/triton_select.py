@@ -111,8 +111,8 @@ def pick(rows: Rows, allowed: Tensor) -> tuple[Tensor, Tensor]:
     count, size = rows.scores.shape
     if size > MOST:
         raise InputError(
-            f"impl='triton' selects from at most {MOST} kv blocks, not {size}.",
-            hint="Take larger blocks or impl='torch'.",
+            f"backend='triton' selects from at most {MOST} kv blocks, not {size}.",
+            hint="Take larger blocks or backend='torch'.",
         )
     scores = rows.scores.contiguous()
     mass = rows.mass() if allowed.is_floating_point() else None

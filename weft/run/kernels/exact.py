@@ -13,14 +13,14 @@ from weft.run.merge import merged
 _aten = torch.ops.aten
 
 
-class Sdpa:
+class Exact:
     """Flash attention of torch with its log-sum-exp, on CPU, and memory-efficient attention on GPUs.
 
     16-bit inputs are widened first: partial outputs are merged over ranks, and rounding each of them
     to 16 bits would make the result depend on the number of ranks.
     """
 
-    name = "sdpa"
+    name = "exact"
 
     def attend(
         self,
