@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import weft
+from tests.run.dense import Truth
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem
@@ -66,6 +67,25 @@ def test_no_float32_output_is_saved_for_a_16_bit_result(name: str) -> None:
         wide = [shape for shape, dtype in shapes if dtype == torch.float32]
         assert all(shape[-1] == 1 for shape in wide), "only log-sum-exps are float32"
         assert len(wide) >= 1
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "exact", "reference"])
+@pytest.mark.parametrize(("name", "merges"), [("ulysses", False), ("usp:3x1", False), ("ring", True)])
+def test_only_outputs_that_are_merged_are_float32(name: str, merges: bool, kernel: str) -> None:  # noqa: FBT001
+    plan = schedule(name)
+    problem, mask = plan.attention
+    truth = Truth.of(problem, mask)
+
+    def job(comm: ThreadComm) -> tuple[torch.Tensor, set[str]]:
+        executor = Executor(plan, comm, choose(kernel))
+        out, _ = executor.forward(*truth.inputs(comm.rank), truth.scale, keep=False)
+        program = executor.program(FORWARD, collective=comm.collective(out.device))
+        assert out.dtype == torch.bfloat16
+        return out, {root.dtype for root in program.roots if root.piece and root.name.startswith("out of")}
+
+    outs, dtypes = zip(*run_threads(3, job), strict=True)
+    assert set().union(*dtypes) == {"float32" if merges else "bfloat16"}
+    assert truth.output_error(outs) < 0.02
 
 
 def test_layers_of_one_world_share_one_block_as_large_as_the_largest() -> None:

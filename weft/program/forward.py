@@ -14,7 +14,7 @@ from weft.program.steps import Attention, Cast, Fill
 
 
 class ForwardLowering(AttentionLowering):
-    """Outputs are merged in float32 or better and leave in the caller's dtype."""
+    """Outputs are merged in float32 or better, if they are, and leave in the caller's dtype."""
 
     def begin(self, attends: list[Attend], parts: Sequence[Part]) -> None:
         super().begin(attends, parts)
@@ -83,8 +83,10 @@ class ForwardLowering(AttentionLowering):
     def _sums(self, q: Operand) -> tuple[Slot, Slot]:
         keeps = bool(self.target.save)
         memory = "saved" if keeps else "workspace"
-        out = self.slot(f"out of {q.name}", "workspace", Piece("o", q.hull.heads, q.hull.tokens), self.wide)
-        if self.narrow == self.wide:
+        # One attention is all of it: nothing is merged, so nothing has to be kept in float32.
+        dtype = self.narrow if q.readers == 1 and not q.partial else self.wide
+        out = self.slot(f"out of {q.name}", "workspace", Piece("o", q.hull.heads, q.hull.tokens), dtype)
+        if dtype == self.narrow:
             out.memory = "result" if self.is_home(q.hull) else memory
         lse = self.lse(q, memory)
         if keeps:
@@ -97,7 +99,7 @@ class ForwardLowering(AttentionLowering):
             self._save(operands)
         if len(operands) == 1 and self.is_home(operands[0].hull):
             out = operands[0].sums[0]
-            if self.narrow == self.wide:
+            if out.dtype == self.narrow:
                 self.program.slots["home o"] = out
             else:
                 self.steps.append(Cast(-1, out, self.home_slot("o", "result")))
@@ -112,7 +114,7 @@ class ForwardLowering(AttentionLowering):
             if self.is_home(q.hull):
                 continue
             out = kept = q.sums[0]
-            if self.narrow != self.wide:
+            if out.dtype != self.narrow:
                 assert out.piece is not None
                 kept = self.slot(out.name, "saved", out.piece, self.narrow)
                 self.steps.append(Cast(-1, out, kept))

@@ -39,7 +39,7 @@ class Kernel(Protocol):
     ) -> Sums:
         """Attention over the tiles; with `into`, merged in place with what it holds of other keys.
 
-        With `fresh`, `into` holds nothing yet and is overwritten.
+        With `fresh`, `into` holds nothing yet and is overwritten; then its output may be in the dtype of q.
         """
         ...
 

@@ -15,6 +15,7 @@ from weft.core.errors import InputError, MissingError
 from weft.run.build import Library
 from weft.run.kernels import Sums, packed
 from weft.run.kernels.tiles import Tiles
+from weft.run.merge import merged
 
 SOURCES = Path(__file__).parent / "csrc"
 # Strict IEEE order except for contraction: -ffast-math would undo the rounding trick of 2^x.
@@ -75,6 +76,8 @@ class Cpu:
             lse = torch.empty(q.shape[:-1], dtype=torch.float32)
         else:
             out, lse = into
+        if out.dtype != torch.float32:  # a fresh one in 16 bits
+            return merged(self.attend(q, k, v, tiles, scale), into, fresh=fresh)
         tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse.unsqueeze(-1)}
         self._call(tensors, tiles, scale, backward=False, accumulate=into is not None and not fresh)
         return out, lse

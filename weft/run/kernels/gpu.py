@@ -65,7 +65,7 @@ class Gpu:
             lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
         else:
             out, lse = into
-            _check_sums(out, lse)
+            _check_sums(out, lse, q.dtype if fresh else torch.float32)
         merges = into is not None and not fresh
         if not k.shape[2]:
             return (out, lse) if merges else (out.zero_(), lse.fill_(-torch.inf))
@@ -221,8 +221,8 @@ def _strides(*tensors: Tensor) -> tuple[tuple[int, int, int], ...]:
     return tuple((x.stride(0), x.stride(1), x.stride(2)) for x in tensors)
 
 
-def _check_sums(out: Tensor, lse: Tensor) -> None:
-    if out.dtype != torch.float32 or lse.dtype != torch.float32 or out.stride(-1) != 1:
+def _check_sums(out: Tensor, lse: Tensor, also: torch.dtype) -> None:
+    if out.dtype not in (torch.float32, also) or lse.dtype != torch.float32 or out.stride(-1) != 1:
         raise InputError(
             f"A sum of backend='triton' is float32 with rows in one piece, not {out.dtype}, {lse.dtype}."
         )
