@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from weft.models.parallelize import parallelize, restore
     from weft.models.stages import stages
     from weft.run.attention import attention
+    from weft.run.devices import device
     from weft.run.switch import gather, keep, split, switch
     from weft.run.trace import trace
 
@@ -36,6 +37,7 @@ __all__ = [
     "Topology",
     "WeftError",
     "attention",
+    "device",
     "gather",
     "keep",
     "parallelize",
@@ -57,6 +59,7 @@ _HOMES = {
     "Topology": "weft.core.topology",
     "WeftError": "weft.core.errors",
     "attention": "weft.run.attention",
+    "device": "weft.run.devices",
     "gather": "weft.run.switch",
     "keep": "weft.run.switch",
     "parallelize": "weft.models.parallelize",

@@ -21,8 +21,9 @@ from weft.models.parallelize import parallelize, restore
 from weft.models.progress import Progress, terminal
 from weft.models.request import Request, arguments
 from weft.run import trace
+from weft.run.devices import device
 from weft.run.meter import Meter
-from weft.run.world import device, world_of
+from weft.run.world import world_of
 
 
 def prepare(request: Request) -> None:

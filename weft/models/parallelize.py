@@ -1,6 +1,6 @@
 """`weft.parallelize`: a Diffusers pipeline or transformer runs with its tokens split over the ranks.
 
-    pipe = weft.parallelize(pipe)             # under torchrun, or: weft run script.py --ranks 4
+    pipe = weft.parallelize(pipe.to(weft.device()))   # under torchrun, or: weft run script.py --ranks 4
     weft.restore(pipe)
 
 The pipeline is called as before, with the same arguments on every rank, and returns the same on all.
@@ -9,13 +9,16 @@ The pipeline is called as before, with the same arguments on every rank, and ret
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from functools import partial, wraps
 from inspect import signature
 from typing import Any
 
+import torch
 from torch import nn
 
+from weft.core.backends import check_backend
 from weft.core.errors import InputError
 from weft.models.adapter import Adapter, put, unwrapped
 from weft.models.adapters import adapter_of, knows
@@ -27,6 +30,7 @@ from weft.models.producers import Geometric
 from weft.models.randomness import share_numbers
 from weft.models.region import Region
 from weft.models.sparsity import Sparsity, method_of
+from weft.run.devices import check_devices
 from weft.run.world import World, axes_of, is_launched, world_of
 
 CHECKS = ("first", "none")
@@ -51,18 +55,23 @@ def parallelize(  # noqa: PLR0913 - the one call users make; each option is a wo
     cfg       auto, on, off: the two branches of guidance each on half of the ranks.
     mesh      a process group or DeviceMesh; all ranks by default.
     check     first: in the first forward, sampled rows of each attention are computed again and compared.
-    backend   the attention kernel; exact is float32: its result does not depend on the number of ranks.
+    backend   the attention kernel, with and without masks: see `weft.run.kernels`. exact computes in float32,
+              so that its result does not depend on the number of ranks.
     adapter   for a model that weft does not know: see `weft.models.adapter`.
 
+    Models must be on the device of their rank, `weft.device()`; two ranks on one GPU are refused.
     In training, gradients are those of DDP: the mean over the ranks is the gradient.
     """
     if check not in CHECKS:
         raise InputError(f"check={check!r} is none of {', '.join(CHECKS)}.")
+    check_backend(backend)
     _refuse_others(target)
     world, woven = _world(mesh), Woven()
     try:
         for name, model in _transformers(target).items():
             _refuse_others(model)
+            if world.comm.size > 1:
+                _check_device(name, model, world)
             said, guidance = adapter or adapter_of(model), Guidance.of(model, mesh, cfg)
             if world.comm.size > 1 or mask is not None:  # else there is nothing to do
                 sparsity = None if mask is None else method_of(mask, plan=_plan(plan, mesh))
@@ -173,6 +182,20 @@ def _world(mesh: Any) -> World:
             hint="Leave init_process_group to weft, or give it the world size that the launcher set.",
         )
     return world
+
+
+def _check_device(name: str, model: nn.Module, world: World) -> None:
+    """Refuse ranks that share a GPU, before anything is put on the model."""
+    device = next((weight.device for weight in model.parameters()), torch.device("cpu"))
+    # Offloaded models lie on the CPU too; their hooks move them when they are called.
+    is_offloaded = hasattr(model, "_hf_hook") or hasattr(model, "_diffusers_hook")
+    if device.type == "cpu" and torch.cuda.is_available() and not is_offloaded and world.comm.rank == 0:
+        warnings.warn(
+            f"{name} is on the CPU and will run there, though this machine has GPUs. To use them, call "
+            "pipe.to(weft.device()) before weft.parallelize(pipe).",
+            stacklevel=3,
+        )
+    check_devices(world.comm, device)
 
 
 def _plan(plan: Any, mesh: Any) -> Any:

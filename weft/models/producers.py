@@ -49,7 +49,7 @@ class Where:
     layout          which of them each rank has.
     branch          which call of the step this is, where guidance takes several.
     scale           of the scores, if it is not 1/√head_dim.
-    plan            how the user wants attention to be split.
+    plan, backend   how the user wants attention to be split, and which kernel is to compute it.
     run             which forward of the model; blocks that are computed again have the number of theirs.
     module, hidden  the attention module, and its first tensor argument: this rank's tokens.
     name, proof     of the module; who checks its attention, if somebody does.
@@ -66,6 +66,7 @@ class Where:
     branch: int = 0
     scale: float | None = None
     plan: Any = "auto"
+    backend: str = "auto"
     run: int = 0
     module: nn.Module | None = field(default=None, compare=False, repr=False)
     hidden: Tensor | None = field(default=None, compare=False, repr=False)
@@ -83,7 +84,8 @@ class Where:
         tokens: Layout | None = None,
     ) -> Tensor:
         """`weft.attention` here; a mask may be over the tokens in another order than `layout`'s: `tokens`."""
-        layout, how = tokens or self.layout, {"mesh": self.world, "scale": self.scale}
+        layout = tokens or self.layout
+        how = {"mesh": self.world, "scale": self.scale, "backend": self.backend}
         out = attention(q, k, v, mask=mask, plan=plan, tokens=layout, kv_tokens=layout, **how)
         if self.proof is not None:
             self.proof.check(self.name, (q, k, v), out, self.scale, mask, layout, self.world)

@@ -146,7 +146,8 @@ class Region:
         return Where(
             layer=site.layer, layers=self.layers, step=step, steps=self.clock.steps, branch=branch, grid=grid,
             heads=q.shape[1], layout=layout, world=self.shards.world, scale=scale, plan=self.plan,
-            run=self.run_now, module=site.module, hidden=site.hidden, name=site.name, proof=self.proof,
+            backend=self.backend, run=self.run_now, module=site.module, hidden=site.hidden, name=site.name,
+            proof=self.proof,
         )  # fmt: skip
 
     def remove(self) -> None:

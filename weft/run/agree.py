@@ -22,7 +22,7 @@ def count_rows(comm: Comm, q_rows: int, kv_rows: int) -> tuple[tuple[int, int], 
 def agree(comm: Comm, facts: dict[str, str], what: str = "attentions") -> None:
     """Compare facts over all ranks; a difference raises on every rank and names who differs in what."""
     facts = facts | {"transport": comm.transport}
-    everyone = [json.loads(text) for text in _gather_text(comm, json.dumps(facts))]
+    everyone = [json.loads(text) for text in gather_text(comm, json.dumps(facts))]
     for rank, theirs in enumerate(everyone):
         if "error" in theirs:
             raise AgreementError(f"Rank {rank} cannot take part: {theirs['error']}")
@@ -43,10 +43,11 @@ def agree(comm: Comm, facts: dict[str, str], what: str = "attentions") -> None:
 def refuse(comm: Comm, error: WeftError) -> None:
     """Tell the others, who may be waiting to agree, that this rank cannot; it raises its own error next."""
     with suppress(CommError, AgreementError):
-        _gather_text(comm, json.dumps({"error": str(error)}))
+        gather_text(comm, json.dumps({"error": str(error)}))
 
 
-def _gather_text(comm: Comm, text: str) -> list[str]:
+def gather_text(comm: Comm, text: str) -> list[str]:
+    """Return the texts of all ranks, in the order of their ranks."""
     data = list(text.encode())
     lengths = [row[1] for row in _meet(comm, AGREE, len(data), 0)]
     rows = comm.gather_numbers(data + [0] * (max(lengths) - len(data)))

@@ -18,6 +18,7 @@ from weft.core.topology import Topology
 from weft.plan.choose import Plan
 from weft.run.agree import agree, count_rows, refuse
 from weft.run.call import Call, Counts, facts, schedule_for
+from weft.run.devices import check_devices
 from weft.run.execute import Executor
 from weft.run.kernels import choose as choose_kernel
 from weft.run.op import attention_op, forget, is_plain, register
@@ -117,6 +118,8 @@ def _new_executor(call: Call, world: World, counts: Counts | None, axes: str | N
         raise
     agreed = facts(schedule, tensors, options, kernel.name)
     agree(comm, agreed)
+    if tensors.devices[0].type == "cuda":
+        check_devices(comm, tensors.devices[0])
     comm.warm_up(tensors.devices[0])
     executor = Executor(schedule, comm, kernel, name=str(agreed), arena=world.arena)
     register(executor)

@@ -18,11 +18,11 @@ from weft.core.codec import from_plain, to_plain
 from weft.core.topology import LOOPBACK, Link, Topology
 from weft.masks.random import random_mask
 from weft.run.attention import attention
+from weft.run.devices import device as here
 from weft.run.exchange import broadcast_json
 from weft.run.kernels import choose
 from weft.run.kernels.tiles import Tiles
 from weft.run.launch import usable_cores
-from weft.run.world import device as here
 from weft.run.world import world_of
 
 SMALL, LARGE = 64, 8 << 20  # bytes

@@ -116,17 +116,6 @@ def _group_of(mesh: Any) -> dist.ProcessGroup | None:
     return group
 
 
-def device() -> torch.device:
-    """Where this rank's tensors are: its GPU, from now on the current one, or else the CPU.
-
-    What follows from a GPU is written for it, and has not yet run on one.
-    """
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("cuda", torch.cuda.current_device())
-
-
 def is_launched() -> bool:
     """Whether torchrun, or something that sets what it sets, started this process as one of several."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1

@@ -29,10 +29,11 @@ from weft.models.guidance import Halves
 from weft.models.parallelize import parallelize, restore
 from weft.models.resume import remember_prompts
 from weft.run.channel import Channel
+from weft.run.devices import device
 from weft.run.listener import Tunnel, listen
 from weft.run.secure import Address, connect
 from weft.run.stores import file_store, open_store, serve_store
-from weft.run.world import device, init_world, machines, place, world_of
+from weft.run.world import init_world, machines, place, world_of
 from weft.serve.errors import words
 from weft.serve.facts import facts_of
 from weft.serve.segment import Segment

@@ -18,7 +18,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from weft.core.errors import InputError
-from weft.run.world import device, world_of
+from weft.run.devices import device
+from weft.run.world import world_of
 
 
 @dataclass(frozen=True, eq=False)

@@ -32,7 +32,7 @@ from weft.models import checkpoint, flow
 from weft.models.dit import DiTConfig, VideoDiT
 from weft.models.parallelize import parallelize
 from weft.models.video import VideoPipeline
-from weft.run.world import device
+from weft.run.devices import device
 from weft.train import results
 from weft.train.checkpoints import Checkpoints
 from weft.train.data import Captions, Clips, generator, source_of
