@@ -66,7 +66,7 @@ class Bound:
         for memory, spaces in ((block, self.workspace), (lent, self.window)):
             for root, (number, offset) in spaces.places.items():
                 if number == 0 and memory is not None:
-                    self._carve(root, memory[offset : offset + root.num_bytes], self.fixed, self.flats)
+                    self._carve(root, memory.narrow(0, offset, root.num_bytes), self.fixed, self.flats)
         self.copier = Copier(self.axes, self.device, self.fixed)
         self._borrowed = [(slot, place) for slot, place in self.workspace.places.items() if place[0]]
         results = [root for root in self.program.roots if root.memory == "result"]
@@ -90,7 +90,7 @@ class Bound:
     def _carve(self, root: Slot, flat: Tensor, slots: Slots, flats: Flats) -> None:
         """Views of all slots that lie in one stretch of memory."""
         for slot, offset in self._slots[root]:
-            part = flat[offset : offset + slot.num_bytes]
+            part = flat.narrow(0, offset, slot.num_bytes)
             flats[slot] = part
             if slot.shape:
                 slots[slot] = part.view(_dtype(slot)).view(slot.shape).unbind(0)
@@ -113,7 +113,7 @@ class Bound:
                 frame.flats[root] = _flat(slots[root])
         for slot, (number, offset) in self._borrowed:
             result, plane = self.workspace.results[number - 1]
-            flat = _flat((slots[result][plane],))[offset : offset + slot.num_bytes]
+            flat = _flat((slots[result][plane],)).narrow(0, offset, slot.num_bytes)
             self._carve(slot, flat, slots, frame.flats)
 
     def run(self, frame: Frame) -> None:
@@ -128,7 +128,7 @@ class Bound:
         if flat is None:  # a stretch of a tensor of the caller
             assert slot.parent is not None, f"{slot} has no memory"
             whole = _flat(frame.slots[slot.parent])
-            flat = whole[slot.offset : slot.offset + slot.num_bytes]
+            flat = whole.narrow(0, slot.offset, slot.num_bytes)
         return flat
 
     def _call(self, step: Step) -> Call:

@@ -1,0 +1,173 @@
+"""A GPU that is none: FakeTensor on `cuda`, with everything that torch is asked to do on it recorded.
+
+    with fake_cuda() as seen:
+        ...                         # warm up
+        seen.clear()
+        ...                         # the hot path
+    assert not seen.faults
+
+Works with every build of torch. The CPU build refuses some calls on CUDA tensors before they are dispatched
+(`copy_`, indexing, copies from the host); those are routed around here. Never differentiate in it: autograd on
+fake CUDA tensors ends the process in some builds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+NARROW, WIDE = (torch.bfloat16, torch.float16), (torch.float32, torch.float64)
+SYNCHRONIZE = ("aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::is_nonzero", "aten::equal")
+aten = torch.ops.aten
+
+
+class Seen(TorchDispatchMode):
+    """What reached the dispatcher: operations by name, and those that an asynchronous GPU must not see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+        self.mixed: list[str] = []
+        """Operations with tensors of both devices."""
+        self.copies: list[str] = []
+        """Copies between host and device."""
+        self.reads: list[str] = []
+        """Reads of values, which wait for the device."""
+        self.widened: list[str] = []
+        """16-bit tensors that were made float32."""
+
+    def clear(self) -> None:
+        self.names.clear()
+        for each in (self.mixed, self.copies, self.reads, self.widened):
+            each.clear()
+
+    @property
+    def faults(self) -> dict[str, list[str]]:
+        kinds = {"mixed": self.mixed, "copies": self.copies, "reads": self.reads, "widened": self.widened}
+        return {kind: found for kind, found in kinds.items() if found}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name
+        self.names[name] += 1
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if name in SYNCHRONIZE and any(x.device.type == "cuda" for x in tensors):
+            self.reads.append(_told(name, tensors))
+        if name == "aten::_to_copy":
+            return self._converted(func, args[0], args, kwargs)
+        on_host = [x for x in tensors if x.device.type == "cpu" and x.ndim]
+        on_device = [x for x in tensors if x.device.type == "cuda"]
+        if on_host and on_device:
+            (self.copies if name == "aten::copy_" else self.mixed).append(_told(name, tensors))
+            if name == "aten::copy_":
+                return args[0]
+        if name == "aten::copy_":
+            self._widens(args[1], args[0].dtype, name)
+        return func(*args, **kwargs)
+
+    def _converted(self, func: Any, source: Tensor, args: Any, kwargs: Any) -> Any:
+        device, dtype = kwargs.get("device"), kwargs.get("dtype") or source.dtype
+        if device is not None and torch.device(device).type != source.device.type:
+            self.copies.append(_told("to", [source]))
+            return torch.empty(source.shape, dtype=dtype, device=device)
+        self._widens(source, dtype, "to")
+        return func(*args, **kwargs)
+
+    def _widens(self, source: Tensor, dtype: torch.dtype, name: str) -> None:
+        if source.device.type == "cuda" and source.dtype in NARROW and dtype in WIDE:
+            self.widened.append(_told(name, [source]))
+
+
+class _Around(TorchFunctionMode):
+    """Calls that a build without CUDA refuses in their Python bindings."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        around = _ROUTES.get(func)
+        if around is not None and isinstance(args[0], Tensor) and args[0].device.type == "cuda":
+            return around(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _copy(into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:  # noqa: FBT001, FBT002
+    return aten.copy_.default(into, source, non_blocking)
+
+
+def _getitem(x: Tensor, index: Any) -> Tensor:
+    """Basic indexing by views; a tensor among the indices is aten.index."""
+    indices = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(each, Tensor | list) for each in indices):
+        dim, gathered = 0, []
+        for each in indices:
+            if isinstance(each, slice):
+                x = _sliced(x, dim, each)
+                gathered.append(None)
+            else:
+                gathered.append(torch.as_tensor(each))
+            dim += 1
+        return aten.index.Tensor(x, gathered)
+    dim = 0
+    for at, each in enumerate(indices):
+        if each is Ellipsis:
+            dim = x.ndim - (len(indices) - at - 1 - sum(i is None for i in indices[at + 1 :]))
+        elif each is None:
+            x, dim = x.unsqueeze(dim), dim + 1
+        elif isinstance(each, slice):
+            x, dim = _sliced(x, dim, each), dim + 1
+        else:
+            x = x.select(dim, each)
+    return x
+
+
+def _sliced(x: Tensor, dim: int, at: slice) -> Tensor:
+    return x if at == slice(None) else aten.slice.Tensor(x, dim, at.start, at.stop, at.step or 1)
+
+
+def _setitem(x: Tensor, index: Any, value: Any) -> None:
+    indices = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(each, Tensor | list) for each in indices):
+        gathered = [None if isinstance(each, slice) else torch.as_tensor(each) for each in indices]
+        for dim, each in enumerate(indices):
+            if isinstance(each, slice):
+                x = _sliced(x, dim, each)
+        aten.index_put_.default(x, gathered, value)
+        return
+    part = _getitem(x, index)
+    part.fill_(value) if not isinstance(value, Tensor) else _copy(part, value.expand_as(part))
+
+
+_ROUTES: dict[Any, Callable[..., Any]] = {
+    Tensor.copy_: _copy,
+    Tensor.__getitem__: _getitem,
+    Tensor.__setitem__: _setitem,
+}
+
+
+@contextmanager
+def fake_cuda(capability: tuple[int, int] = (9, 0), name: str = "NVIDIA H100 80GB HBM3") -> Iterator[Seen]:
+    """Tensors on `cuda` have no data; what is done with them is recorded."""
+    facts: dict[str, Any] = {
+        "is_available": True, "device_count": 1, "current_device": 0, "get_device_capability": capability,
+        "get_device_name": name, "is_current_stream_capturing": False,
+    }  # fmt: skip
+    with ExitStack() as stack:
+        for function, value in facts.items():
+            stack.enter_context(patch.object(torch.cuda, function, lambda *_, value=value, **__: value))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        seen = stack.enter_context(Seen())
+        stack.enter_context(_Around())
+        yield seen
+
+
+def _told(name: str, tensors: list[Tensor]) -> str:
+    shapes = ", ".join(f"{str(x.dtype)[6:]}{list(x.shape)} on {x.device.type}" for x in tensors)
+    return f"{name}({shapes})"
