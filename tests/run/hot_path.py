@@ -7,8 +7,8 @@
     assert not seen.faults
 
 Works with every build of torch. The CPU build refuses some calls on CUDA tensors before they are dispatched
-(`copy_`, indexing, copies from the host); those are routed around here. Never differentiate in it: autograd on
-fake CUDA tensors ends the process in some builds.
+(`copy_`, indexing, copies from the host); those are routed around here. Never differentiate in it: autograd
+on fake CUDA tensors ends the process in some builds.
 """
 
 from __future__ import annotations
@@ -106,14 +106,13 @@ def _getitem(x: Tensor, index: Any) -> Tensor:
     """Basic indexing by views; a tensor among the indices is aten.index."""
     indices = index if isinstance(index, tuple) else (index,)
     if any(isinstance(each, Tensor | list) for each in indices):
-        dim, gathered = 0, []
-        for each in indices:
+        gathered: list[Tensor | None] = []
+        for dim, each in enumerate(indices):
             if isinstance(each, slice):
                 x = _sliced(x, dim, each)
                 gathered.append(None)
             else:
                 gathered.append(torch.as_tensor(each))
-            dim += 1
         return aten.index.Tensor(x, gathered)
     dim = 0
     for at, each in enumerate(indices):
