@@ -75,6 +75,12 @@ class Seen(TorchDispatchMode):
             self._widens(args[1], args[0].dtype, name)
         return func(*args, **kwargs)
 
+    def moved(self, source: Tensor, options: list[Any]) -> Tensor:
+        """Copy from the host to the device."""
+        self.copies.append(_told("to", [source]))
+        dtype = next((each for each in options if isinstance(each, torch.dtype)), source.dtype)
+        return torch.empty(source.shape, dtype=dtype, device="cuda")
+
     def _converted(self, func: Any, source: Tensor, args: Any, kwargs: Any) -> Any:
         device, dtype = kwargs.get("device"), kwargs.get("dtype") or source.dtype
         if device is not None and torch.device(device).type != source.device.type:
@@ -91,11 +97,25 @@ class Seen(TorchDispatchMode):
 class _Around(TorchFunctionMode):
     """Calls that a build without CUDA refuses in their Python bindings."""
 
+    def __init__(self, seen: Seen) -> None:
+        super().__init__()
+        self.seen = seen
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.to and args[0].device.type == "cpu" and _goes_to_device(args[1:], kwargs or {}):
+            return self.seen.moved(args[0], [*args[1:], *(kwargs or {}).values()])
         around = _ROUTES.get(func)
         if around is not None and isinstance(args[0], Tensor) and args[0].device.type == "cuda":
             return around(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def _goes_to_device(args: Any, kwargs: Any) -> bool:
+    return any(
+        str(each).startswith("cuda") or (isinstance(each, Tensor) and each.device.type == "cuda")
+        for each in (*args, *kwargs.values())
+        if isinstance(each, str | torch.device | Tensor)
+    )
 
 
 def _copy(into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:  # noqa: FBT001, FBT002
@@ -163,7 +183,7 @@ def fake_cuda(capability: tuple[int, int] = (9, 0), name: str = "NVIDIA H100 80G
             stack.enter_context(patch.object(torch.cuda, function, lambda *_, value=value, **__: value))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         seen = stack.enter_context(Seen())
-        stack.enter_context(_Around())
+        stack.enter_context(_Around(seen))
         yield seen
 
 
