@@ -22,12 +22,22 @@ def count_rows(comm: Comm, q_rows: int, kv_rows: int) -> tuple[tuple[int, int], 
 def agree(comm: Comm, facts: dict[str, str], what: str = "attentions") -> None:
     """Compare facts over all ranks; a difference raises on every rank and names who differs in what."""
     facts = facts | {"transport": comm.transport}
+    check_same(gather_facts(comm, facts), tuple(facts), what)
+
+
+def gather_facts(comm: Comm, facts: dict[str, str]) -> list[dict[str, str]]:
+    """Return the facts of all ranks by rank; if a rank cannot take part, raise on every rank."""
     everyone = [json.loads(text) for text in gather_text(comm, json.dumps(facts))]
     for rank, theirs in enumerate(everyone):
         if "error" in theirs:
             raise AgreementError(f"Rank {rank} cannot take part: {theirs['error']}")
+    return everyone
+
+
+def check_same(everyone: list[dict[str, str]], names: tuple[str, ...], what: str) -> None:
+    """Raise if ranks differ in one of the named facts."""
     found: list[str] = []
-    for name in facts:
+    for name in names:
         said = [str(theirs.get(name)) for theirs in everyone]
         if len(set(said)) > 1:
             usual = Counter(said).most_common(1)[0][0]

@@ -1,0 +1,94 @@
+"""cudnn.block_sparse_attention, of nvidia-cudnn-frontend: block-sparse attention, forward and backward.
+
+It never ran on a GPU for weft: `make test-cuda` compiles what is called here, `parity` tests it at first use.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from weft.run.kernels import Sums, aligned
+from weft.run.kernels.lists import block_sizes, padded_lists
+from weft.run.kernels.machine import arch_of
+from weft.run.kernels.package_rules import cudnn_sparse
+from weft.run.kernels.packages import check, load
+from weft.run.kernels.tiles import Tiles
+from weft.run.merge import merged
+
+SM90_ALIGNMENT = 128
+"""Bytes that its forward on sm_90 for blocks of 64 takes for granted of pointers."""
+
+
+class CudnnSparse:
+    """16-bit operands and results, float32 log-sum-exp. Gradients are added in any order."""
+
+    name = "cudnn_sparse"
+    grouped = True
+
+    def __init__(self, package: Any = None, arch: str = "") -> None:
+        """Tests give a stand-in of the package's module and the architecture that it stands for."""
+        self._package = package or load(self.name, "cudnn.block_sparse_attention", "cudnn")
+        self._arch = arch
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tiles: Tiles,
+        scale: float,
+        into: Sums | None = None,
+        *,
+        fresh: bool = False,
+    ) -> Sums:
+        arch = self._arch or arch_of(q.device)
+        check(cudnn_sparse, arch, q, k, tiles, scale, backward=False)
+        rows = q.shape[2]
+        if arch == "sm_90" and tiles.block_q == 64:
+            q = pad(q, (0, 0, 0, -rows % 64)) if rows % 64 else q
+            q, k, v = (_far_aligned(x) for x in (q, k, v))
+        else:
+            q, k, v = (aligned(x) for x in (q, k, v))
+        lists, options = self._options(tiles, q, scale)
+        # Packed heads would need lists that all heads of a group share.
+        result = self._package.block_sparse_attention_forward(
+            q, k, v, lists.index, pack_gqa=False, allow_empty_block_nums=lists.has_empty, **options
+        )
+        out, lse = result["o_tensor"][:, :, :rows], result["lse_tensor"][:, :, :rows]
+        return merged((out, lse), into, fresh=fresh)
+
+    def attend_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, done: Sums, tiles: Tiles, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        check(cudnn_sparse, self._arch or arch_of(q.device), q, k, tiles, scale, backward=True)
+        out, lse = done
+        operands = (aligned(x.to(q.dtype)) for x in (grad, q, k, v, out))
+        lists, options = self._options(tiles, q, scale)
+        result = self._package.block_sparse_attention_backward(
+            *operands, lse.contiguous(), lists.index, **options
+        )
+        return result["dq_tensor"], result["dk_tensor"], result["dv_tensor"]
+
+    def _options(self, tiles: Tiles, q: Tensor, scale: float) -> tuple[Any, dict[str, Any]]:
+        """The lists of kv blocks, and what both directions are told besides them.
+
+        Counts are passed always: a fixed count would have to be even on sm_100.
+        """
+        lists = padded_lists(tiles, q.device, batch=q.shape[0])
+        return lists, {
+            "q2k_block_nums": lists.counts,
+            "block_sizes": block_sizes(tiles, q.device),
+            "sparse_block_size": tiles.block_q,
+            "softmax_scale": scale,
+            "layout": "bhsd",
+        }
+
+
+def _far_aligned(x: Tensor) -> Tensor:
+    x = aligned(x)
+    is_aligned = x.storage_offset() * x.element_size() % SM90_ALIGNMENT == 0
+    return x if is_aligned else x.clone(memory_format=torch.contiguous_format)
