@@ -18,7 +18,8 @@ from weft.program.steps import Cast, Copy, Fill, Gradient, Post, Program, Step, 
 from weft.program.workspace import assign, window
 from weft.run.calculate import Calculation
 from weft.run.comm import Comm, Lender, Transit
-from weft.run.copies import ATTENTION, Axes, Copier, Planes, Slots, in_turn, on_device, pick
+from weft.run.copies import ATTENTION, Axes, Planes, Slots, in_turn, on_device, pick
+from weft.run.fused import copier_of
 from weft.run.kernels import Kernel
 
 Flats = dict[Slot, Tensor]
@@ -67,7 +68,7 @@ class Bound:
             for root, (number, offset) in spaces.places.items():
                 if number == 0 and memory is not None:
                     self._carve(root, memory.narrow(0, offset, root.num_bytes), self.fixed, self.flats)
-        self.copier = Copier(self.axes, self.device, self.fixed)
+        self.copier = copier_of(self.axes, self.device, self.fixed)
         self._borrowed = [(slot, place) for slot, place in self.workspace.places.items() if place[0]]
         results = [root for root in self.program.roots if root.memory == "result"]
         self._fresh = [(root, _dtype(root)) for root in (*results, *self.program.saved.values())]
@@ -139,9 +140,10 @@ class Bound:
         if isinstance(step, Copy):
             return self._copy(step)
         if isinstance(step, Fill):
-            return lambda frame, slot=step.slot, value=step.value: _fill(frame.slots[slot], value)
+            return self._fill(step)
         if isinstance(step, Cast):
-            return lambda frame, a=step.source, b=step.target: _cast(frame.slots[a], frame.slots[b])
+            cast = self.copier.cast(step.source, step.target)
+            return lambda frame: cast(frame.slots)
         if isinstance(step, View):
             return self._view(step)
         calculation = Calculation(step, self.schedule, self.device, self.fixed)
@@ -204,6 +206,17 @@ class Bound:
         launch = launches[0] if len(launches) == 1 else in_turn(launches)
         return lambda frame: launch(frame.slots)
 
+    def _fill(self, step: Fill) -> Call:
+        slot, value, known = step.slot, step.value, None
+        if slot in self.fixed:  # keys and values lie side by side
+            known = (self.flats[slot].view(_dtype(slot)),)
+
+        def fill(frame: Frame) -> None:
+            for plane in known or frame.slots[slot]:
+                plane.fill_(value)
+
+        return fill
+
     def _view(self, step: View) -> Call:
         source, target = step.source, step.target
         assert target.piece is not None
@@ -246,16 +259,6 @@ def _flat(planes: Planes) -> Tensor:
     first = planes[0]
     whole = first.as_strided((len(planes) * first.numel(),), (1,))
     return whole.view(torch.uint8)
-
-
-def _fill(planes: Planes, value: float) -> None:
-    for plane in planes:
-        plane.fill_(value)
-
-
-def _cast(sources: Planes, targets: Planes) -> None:
-    for x, into in zip(sources, targets, strict=True):
-        into.copy_(x)
 
 
 def _freeing(call: Call, slots: list[Slot]) -> Call:

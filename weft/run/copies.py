@@ -113,6 +113,12 @@ class Copier:
                 left = [segment for segment in left if id(segment) not in taken]
         return launches + [self._single(segment, add=False) for segment in left]
 
+    def cast(self, source: Slot, target: Slot) -> Launch:
+        """Convert a whole slot to the dtype of another."""
+        return self._copies(
+            (source, lambda slots: list(slots[source])), (target, lambda slots: list(slots[target]))
+        )
+
     def _single(self, segment: Segment, *, add: bool) -> Launch:
         source, target, piece = segment
         if not add and (parts := _few_stretches(segment)):
@@ -156,7 +162,7 @@ class Copier:
             exact = part.piece is not None and _same(part.piece, segment.piece)
             if exact and part in self.fixed and isinstance(heads, slice) and isinstance(rows, slice):
                 key = whole, part.root, part.shape
-                groups.setdefault(key, []).append(_Part(segment, heads, rows, _offset(part)))
+                groups.setdefault(key, []).append(_Part(segment, heads, rows, offset_of(part)))
         runs: list[list[_Part]] = []
         for parts in groups.values():
             run: list[_Part] = []
@@ -268,6 +274,6 @@ def _same(a: Piece, b: Piece) -> bool:
     return (a.heads, a.tokens) == (b.heads, b.tokens)
 
 
-def _offset(slot: Slot) -> int:
+def offset_of(slot: Slot) -> int:
     """Bytes from the beginning of the buffer that a slot lies in."""
-    return slot.offset + (_offset(slot.parent) if slot.parent is not None else 0)
+    return slot.offset + (offset_of(slot.parent) if slot.parent is not None else 0)

@@ -1,0 +1,254 @@
+"""Fused copies in Triton's interpreter, bit for bit those of torch: every Copy and Cast of random programs.
+
+The interpreter must be chosen before triton is imported, so one process runs every check of this file and
+reports what failed; each check is a test here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.cases import random_case
+from weft.core.layout import Layout
+from weft.core.mask import BlockMask
+from weft.core.problem import Problem, Switch
+from weft.core.schedule import Schedule
+from weft.plan.choose import build
+from weft.program.lower import lower
+from weft.program.steps import Cast, Copy, Program, Target, View, accesses
+from weft.run import bind, fused
+from weft.run.bind import Bound, Frame
+from weft.run.copies import Copier, Slots
+from weft.run.fused import FusedCopier
+from weft.schedule.reverse import reverse
+from weft.schedule.switch import switch
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+STRATEGIES = [("ulysses", 3, 72), ("usp:2x2", 4, 64), ("ring+balanced", 3, 128), ("ulysses+balanced", 3, 24)]
+SAVES = (frozenset[str](), frozenset({"q", "kv"}))
+
+
+def numbers(size: int, rng: np.random.Generator) -> Tensor:
+    """Bytes that are finite numbers in every dtype."""
+    data = rng.integers(0, 256, size + size % 2, dtype=np.uint8)
+    data[1::2] = 0x3F
+    return torch.from_numpy(data)[:size]
+
+
+def tensor(shape: tuple[int, ...], dtype: torch.dtype, rng: np.random.Generator, how: int = 0) -> Tensor:
+    """Random numbers: contiguous, tokens before heads, at an odd address, or with columns far apart."""
+    spread = {1: (0, 2, 1, 3), 3: (0, 1, 3, 2)}.get(how, tuple(range(len(shape))))
+    memory = tuple(shape[dim] for dim in spread)
+    count = int(np.prod(memory))
+    flat = numbers((count + 1) * dtype.itemsize, rng).view(dtype)
+    x = (flat[1:] if how == 2 else flat[:count]).view(memory)
+    return x.permute(tuple(np.argsort(spread)))
+
+
+class Twin:
+    """A program bound twice to memory with equal bytes: by torch's copies and by fused ones."""
+
+    def __init__(
+        self, program: Program, schedule: Schedule, rng: np.random.Generator, hows: list[int]
+    ) -> None:
+        self.program = program
+        block: Tensor | None = None
+        lives: list[tuple[Bound, Frame, list[Tensor]]] = []
+        seed = int(rng.integers(1 << 30))
+        for copier in (Copier, FusedCopier):
+            fresh = np.random.default_rng(seed)
+            bound = Bound(program, schedule, 0, CPU)
+            block, lent = (numbers(size, fresh) for size in (bound.num_bytes, bound.window.num_bytes))
+            with patch.object(bind, "copier_of", copier):
+                bound.bind(block, lent)
+            frame = Frame(None, None, 1.0, CPU)  # type: ignore[arg-type]
+            given = self._given(fresh, hows)
+            bound.begin(frame, given)
+            for root in program.roots:
+                if root.memory == "peer":
+                    bound._carve(root, numbers(root.num_bytes, fresh), frame.slots, {})
+            for planes in frame.slots.values():
+                for x in planes:
+                    if x.is_contiguous() and not any(x is y for some in given.values() for y in some):
+                        x.copy_(tensor(tuple(x.shape), x.dtype, fresh))
+            lives.append((bound, frame, [block, lent]))
+        self.lives = lives
+
+    def _given(self, rng: np.random.Generator, hows: list[int]) -> Slots:
+        """Tensors of the caller and of kernels, in any strides."""
+        given: Slots = {}
+        for slot in self.program.roots:
+            if slot.memory in ("input", "saved", "kernel") and slot.shape:
+                planes, *shape = slot.shape
+                how = hows if len(shape) == 4 else [0]
+                given[slot] = tuple(
+                    tensor(tuple(shape), getattr(torch, slot.dtype), rng, how[plane % len(how)])
+                    for plane in range(planes)
+                )
+        return given
+
+    def check(self) -> int:
+        """Run every copy both ways; return how many there were."""
+        count = 0
+        (one, a, old), (two, b, new) = self.lives
+        for step, plain, fast in zip(self.program.steps, one.calls, two.calls, strict=True):
+            if isinstance(step, Copy | Cast | View):
+                plain(a)
+                fast(b)
+            if isinstance(step, Copy | Cast):
+                count += 1
+                for x, y in [*zip(old, new, strict=True), *_written(step, a.slots, b.slots)]:
+                    assert torch.equal(_bits(x), _bits(y)), step
+        return count
+
+
+def _written(step: Copy | Cast, a: Slots, b: Slots) -> Iterator[tuple[Tensor, Tensor]]:
+    for slot in accesses(step)[1]:
+        yield from zip(a[slot], b[slot], strict=True)
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8) if x.numel() else x
+
+
+def check_both(schedule: Schedule, rng: np.random.Generator, hows: list[int]) -> int:
+    """Check a rank's programs of both directions, over a random kind of transport."""
+    count, ranks = 0, schedule.problem.ranks
+    rank = int(rng.integers(ranks))
+    near = frozenset(range(ranks)) - {rank} if rng.integers(4) == 0 else frozenset[int]()
+    collective = not near and bool(rng.integers(2))
+    for direction, save in ((schedule, SAVES[int(rng.integers(2))]), (reverse(schedule), SAVES[0])):
+        program = lower(direction, rank, Target(near=near, collective=collective, save=save))
+        count += Twin(program, direction, rng, hows).check()
+    return count
+
+
+def random_programs(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    dtype = ("bfloat16", "float16", "float32", "float64")[seed % 4]
+    count = 0
+    while count < 12:
+        case = random_case(rng, 60, max_ranks=6, dtype=dtype)
+        count += check_both(case.schedule, rng, [int(rng.integers(4)) for _ in range(3)])
+
+
+def strategy(name: str, ranks: int, head_dim: int) -> None:
+    """Real head dims, 16-bit, grouped keys; blocks that a balanced plan scatters."""
+    rng = np.random.default_rng(head_dim)
+    tokens = Layout.even(8 * 16 + 5, ranks)
+    problem = Problem(batch=2, heads=6, kv_heads=3, head_dim=head_dim, q=tokens, kv=tokens, dtype="bfloat16")
+    tiles = rng.random((6, 9, 9)) < 0.4
+    schedule = build(
+        name, problem, BlockMask.from_tiles(tiles, q_len=tokens.size, kv_len=tokens.size, block_q=16)
+    )
+    assert check_both(schedule, rng, [1, 0, 2]) > 0
+
+
+def switches() -> None:
+    rng = np.random.default_rng(0)
+    for dims in ((1, 2), (2, 1), (0, 3), (3, 0), (2, None), (1, 3)):
+        shape = tuple(int(n) for n in rng.integers(2, 9, 4))
+        ranks = 3
+        before = Layout.even(shape[dims[0]], ranks, dim="a")
+        if dims[1] is None:
+            after = Layout.replicated(1, ranks, dim="whole")
+        else:
+            after = Layout.even(shape[dims[1]], ranks, dim="b")
+        for dtype in ("bfloat16", "float32"):
+            problem = Switch(before=before, after=after, shape=shape, dims=dims, dtype=dtype)
+            check_both(switch(problem), rng, [0])
+
+
+def rows_that_add_to_the_same_place_add_in_order() -> None:
+    rng = np.random.default_rng(5)
+    tokens = Layout.even(24, 3, prefix=6)  # every rank has the prefix, so its gradients meet
+    problem = Problem(batch=1, heads=3, kv_heads=3, head_dim=8, q=tokens, kv=tokens, dtype="bfloat16")
+    schedule = reverse(build("ulysses", problem, BlockMask.dense(3, 24)))
+    adds = 0
+    for rank in range(3):
+        program = lower(schedule, rank)
+        adds += sum(isinstance(step, Copy) and step.add and len(step.segments) > 1 for step in program.steps)
+        Twin(program, schedule, rng, [0]).check()
+    assert adds > 0, "no sum of several parts was tried"
+
+
+def the_sample_is_right_on_this_device() -> None:
+    assert fused._is_right(CPU)
+
+
+def checks() -> dict[str, Callable[[], None]]:
+    plain = [switches, rows_that_add_to_the_same_place_add_in_order, the_sample_is_right_on_this_device]
+    found: dict[str, Callable[[], None]] = {check.__name__: check for check in plain}
+    for name, ranks, head_dim in STRATEGIES:
+        found[f"{name} on {ranks}, head dim {head_dim}"] = lambda a=name, b=ranks, c=head_dim: strategy(
+            a, b, c
+        )
+    for seed in range(8):
+        found[f"random programs {seed}"] = lambda seed=seed: random_programs(seed)
+    return found
+
+
+def _round_to_bfloat16() -> None:
+    """Make the interpreter round where it truncates: GPUs round."""
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+
+    def rounded(x: Any, source: Any, target: Any, mode: Any) -> Any:
+        if (source.name, target.name) == ("fp32", "bf16"):
+            return torch.from_numpy(x).to(torch.bfloat16).view(torch.int16).numpy()
+        return convert(x, source, target, mode)
+
+    interpreter._convert_float = rounded
+
+
+def main() -> None:
+    """Every check, in the interpreter: the traceback of each that failed, as JSON."""
+    _round_to_bfloat16()
+    failed: dict[str, str] = {}
+    for name, check in checks().items():
+        try:
+            check()
+        except Exception:
+            failed[name] = traceback.format_exc()
+    sys.stdout.write(json.dumps(failed))
+
+
+@pytest.fixture(scope="module")
+def failed() -> dict[str, str]:
+    if find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.run.test_fused"],
+        cwd=ROOT,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", checks())
+def test_in_the_interpreter(failed: dict[str, str], name: str) -> None:
+    assert name not in failed, failed[name]
+
+
+if __name__ == "__main__":
+    main()

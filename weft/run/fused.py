@@ -1,0 +1,218 @@
+"""Fused copies: each Copy of a program is one kernel launch on a GPU.
+
+The table of its boxes is copied to the device at the first run of its kind; after that a launch is given only
+the addresses of tensors that change from call to call.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from math import gcd, prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from weft.core.schedule import Piece
+from weft.program.places import overlap
+from weft.program.slots import Positions, Slot
+from weft.program.steps import Segment
+from weft.run.boxes import WIDEST, End, Part, plan, runs_of
+from weft.run.copies import ATTENTION, Axes, Copier, Launch, Slots, offset_of
+
+NUM_WARPS = 4
+MAX_TABLES = 16
+"""Of one Copy, for tensors of different strides, dtypes or alignments."""
+_FLAT = ("workspace", "window", "peer")
+"""Memory in which all slots of one root lie in one stretch."""
+
+_log = logging.getLogger(__name__)
+
+
+class Table(NamedTuple):
+    """The arguments of a launch that stay the same."""
+
+    boxes: Tensor
+    tiles: Tensor
+    constants: dict[str, Any]
+
+
+class Place(NamedTuple):
+    """Where one tensor of a slot lies: in fixed memory, or at a distance from a tensor of the frame."""
+
+    slot: Slot
+    plane: int
+    base: int
+    """Number of the base, from 1 on; 0 in fixed memory."""
+    distance: int | None
+    """Bytes from that base; None where the base is the tensor itself."""
+
+
+class FusedCopier:
+    """Turns the segments of a Copy into one launch, as `copies.Copier` turns them into several."""
+
+    def __init__(self, axes: Axes, device: torch.device, fixed: Slots) -> None:
+        self.axes, self.device, self.fixed = axes, device, fixed
+
+    def launches(self, segments: Sequence[Segment], *, add: bool) -> list[Launch]:
+        groups = [list(segments)]
+        if add and _overlap(segments):  # sums have an order
+            groups = [[segment] for segment in segments]
+        return [
+            FusedCopy(self, [(s.source, s.target, *_positions(s)) for s in group], add=add)
+            for group in groups
+        ]
+
+    def cast(self, source: Slot, target: Slot) -> Launch:
+        whole = slice(0, source.shape[1 + self.axes.rows])
+        heads = slice(0, source.shape[1 + self.axes.heads]) if self.axes.heads is not None else slice(0, 0)
+        return FusedCopy(self, [(source, target, (heads, whole), (heads, whole))], add=False)
+
+
+class FusedCopy:
+    """One launch that copies, or adds, all parts of a Copy."""
+
+    def __init__(
+        self, copier: FusedCopier, parts: list[tuple[Slot, Slot, Positions, Positions]], *, add: bool
+    ) -> None:
+        self.copier, self.add = copier, add
+        self._bases: dict[tuple[Slot, int], int] = {}
+        self._roots: dict[Slot, Slot] = {}
+        """A slot of each root of which all slots lie in one stretch."""
+        self._parts = [
+            (self._place(source, plane), self._place(target, plane), at, to)
+            for source, target, at, to in parts
+            for plane in range(source.shape[0])
+        ]
+        self._tables: dict[tuple[object, ...], Table] = {}
+
+    def _place(self, slot: Slot, plane: int) -> Place:
+        if slot in self.copier.fixed:
+            return Place(slot, plane, 0, None)
+        if slot.memory not in _FLAT:
+            return Place(slot, plane, self._base(slot, plane), None)
+        first = self._roots.setdefault(slot.root, slot)
+        distance = offset_of(slot) - offset_of(first) + plane * (slot.num_bytes // slot.shape[0])
+        return Place(slot, plane, self._base(first, 0), distance)
+
+    def _base(self, slot: Slot, plane: int) -> int:
+        return self._bases.setdefault((slot, plane), len(self._bases) + 1)
+
+    def __call__(self, slots: Slots) -> None:
+        bases = [slots[slot][plane] for slot, plane in self._bases]
+        addresses = tuple([_address(x) for x in bases])
+        key = (*[(x.dtype, x.stride(), at % WIDEST) for x, at in zip(bases, addresses, strict=True)],)
+        table = self._tables.get(key)
+        if table is None:
+            if len(self._tables) >= MAX_TABLES:
+                self._tables.clear()
+            table = self._tables[key] = self._table(bases, addresses)
+        launch(table, addresses)
+
+    def _table(self, bases: list[Tensor], addresses: tuple[int, ...]) -> Table:
+        kinds: dict[tuple[torch.dtype, torch.dtype], int] = {}
+        parts: list[Part] = []
+        for source, target, at, to in self._parts:
+            (shape, *read), (_, *write) = (self._end(place, bases, addresses) for place in (source, target))
+            pair = read[0], write[0]
+            axes = self.copier.axes
+            runs = {dim: runs_of(a, b) for dim, a, b in zip(axes, at, to, strict=True) if dim is not None}
+            parts.append(Part(kinds.setdefault(pair, len(kinds)), read[1], write[1], shape, runs))
+        made = plan(parts, add=self.add)
+        pairs = tuple([_triton_pair(*pair, add=self.add) for pair in kinds])
+        constants = {"PAIRS": pairs, "VEC": made.vector, "ROWS": made.rows, "COLS": made.columns}
+        boxes, tiles = (torch.from_numpy(x).to(self.copier.device) for x in (made.table, made.tiles))
+        return Table(boxes, tiles, constants | {"ADD": self.add, "num_warps": NUM_WARPS})
+
+    def _end(
+        self, place: Place, bases: list[Tensor], addresses: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], torch.dtype, End]:
+        slot, plane, base, distance = place
+        if distance is not None:
+            dtype = getattr(torch, slot.dtype)
+            strides = torch.empty(slot.shape[1:], device="meta").stride()
+            offset, align = distance // dtype.itemsize, addresses[base - 1]
+            return slot.shape[1:], dtype, End(base, offset, strides, dtype.itemsize, _alignment(align))
+        x = bases[base - 1] if base else self.copier.fixed[slot][plane]
+        item = x.dtype.itemsize
+        at = 0 if base else _address(x) // item
+        alignment = _alignment(addresses[base - 1]) if base else WIDEST
+        return tuple(x.shape), x.dtype, End(base, at, x.stride(), item, alignment)
+
+
+def copier_of(axes: Axes, device: torch.device, fixed: Slots) -> Copier | FusedCopier:
+    """Fused copies where Triton runs on the device, else those of torch."""
+    return (FusedCopier if device.type == "cuda" and _works(device) else Copier)(axes, device, fixed)
+
+
+def launch(table: Table, addresses: tuple[int, ...]) -> None:
+    boxes, tiles, constants = table
+    if isinstance(boxes, FakeTensor) or not tiles.numel():
+        return
+    kernel = import_module("weft.run.kernels.triton_copy").copy_boxes
+    with torch.cuda.device(boxes.device) if boxes.is_cuda else nullcontext():
+        kernel[(tiles.numel(),)](boxes, tiles, addresses, **constants)
+
+
+_SAMPLE = 1, 2, 3, 24
+"""Shape of what is copied to see whether the kernel works."""
+
+
+def _works(device: torch.device) -> bool:
+    return find_spec("triton") is not None and (_is_fake(device) or _is_right(device))
+
+
+def _is_fake(device: torch.device) -> bool:
+    return isinstance(torch.empty(0, device=device), FakeTensor)
+
+
+@cache
+def _is_right(device: torch.device) -> bool:
+    """Whether a small cast compiles, runs and is right; Triton needs a C compiler, which images may lack."""
+    source, target = (Slot(name, "input", 0, shape=(1, *_SAMPLE)) for name in ("source", "target"))
+    x = torch.arange(prod(_SAMPLE), dtype=torch.float32, device=device).view(_SAMPLE)
+    y = torch.zeros_like(x, dtype=torch.bfloat16)
+    try:
+        FusedCopier(ATTENTION, device, {}).cast(source, target)({source: (x,), target: (y,)})
+        right = torch.equal(y.float(), x)
+        reason = "its result is wrong"
+    except Exception as error:
+        right, reason = False, str(error)
+    if not right:
+        _log.warning("Copies are not fused on %s, which costs launches: %s", device, reason)
+    return right
+
+
+def _positions(segment: Segment) -> tuple[Positions, Positions]:
+    return segment.source.positions(segment.piece), segment.target.positions(segment.piece)
+
+
+def _overlap(segments: Sequence[Segment]) -> bool:
+    """Whether any two segments write to the same part of a slot."""
+    by_target: dict[Slot, list[Piece]] = {}
+    for segment in segments:
+        by_target.setdefault(segment.target, []).append(segment.piece)
+    return any(overlap(pieces) for pieces in by_target.values())
+
+
+def _address(x: Tensor) -> int:
+    return 0 if isinstance(x, FakeTensor) else x.data_ptr()
+
+
+def _alignment(address: int) -> int:
+    return gcd(address, WIDEST)
+
+
+def _triton_pair(source: torch.dtype, target: torch.dtype, *, add: bool) -> tuple[Any, Any]:
+    """What the kernel reads and writes: bits where nothing is computed."""
+    tl = import_module("triton.language")
+    if source == target and not add:
+        bits = getattr(tl, f"int{8 * source.itemsize}")
+        return bits, bits
+    return getattr(tl, str(source)[6:]), getattr(tl, str(target)[6:])
