@@ -83,7 +83,7 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "plan's type": ({"plan": None}, r"plan=None.*strategy's name, a Plan or a Schedule"),
     "usp": ({"plan": "usp:2x3"}, r"usp:2x3 needs 6 ranks; there are 1.*Legal here: usp:1x1"),
     "usp of nothing": ({"plan": "usp:0x0"}, r"usp:0x0.*Legal here: usp:1x1"),
-    "backend": ({"backend": "flash9"}, r"backend='flash9'.*auto, cpu, triton, exact, reference"),
+    "backend": ({"backend": "flash9"}, r"backend='flash9'.*auto, exact, flash, cudnn, fa4, .*reference"),
     "tokens": ({"tokens": 7}, r"Rank 0's q have 5 tokens; tokens 7 over 1 ranks.*expects 7.*Layout"),
     "kv_tokens": ({"tokens": 5, "kv_tokens": 7}, r"k and v have 5 tokens.*expects 7"),
     "tokens 0": ({"tokens": 0}, r"tokens=0.*whole sequence's length, or its Layout"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from weft.core.errors import InputError, MissingError
 from weft.core.indices import Indices
 from weft.core.mask import BlockMask
 from weft.core.schedule import Attend, Piece
-from weft.run.kernels import BACKENDS, choose
+from weft.run.kernels import BACKENDS, choose, make
 from weft.run.kernels.tiles import Tiles
 
 TESTED = ("exact", "reference")
@@ -203,17 +202,15 @@ def test_an_unknown_kernel_is_refused_with_the_known_ones() -> None:
         choose("flush")
 
 
-def test_a_kernel_that_cannot_serve_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InputError, match="bfloat16 and float16 on a GPU, not float32 on cuda"):
-        choose("triton", "float32", "cuda:1")
+def test_a_kernel_that_cannot_serve_says_why() -> None:
     with pytest.raises(InputError, match="on the CPU, not float64 on cpu"):
         choose("cpu", "float64")
-    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(InputError, match="'flash' cannot serve: it computes on a GPU, not on cpu"):
+        choose("flash", "bfloat16")
+
+
+def test_a_kernel_without_its_package_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("triton", "weft.run.kernels.triton_forward"):
+        monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingError, match="needs triton"):
-        choose("triton", "bfloat16", "cuda")
-
-
-def test_the_gpu_kernel_is_chosen_where_triton_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
-    monkeypatch.setattr("weft.run.kernels.gpu.Gpu", lambda: "compiled when it is made")
-    assert choose("triton", "bfloat16", "cuda:0") == "compiled when it is made"
+        make("triton")

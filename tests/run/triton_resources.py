@@ -49,6 +49,7 @@ class Case:
     dense: bool = False
     even: bool = False
     add: bool = True
+    group: int = 1
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ def _source(case: Case) -> Any:
     room = "forward" if case.kernel == "forward" else "backward"
     kernel = getattr(import_module(f"weft.run.kernels.triton_{room}"), case.kernel)
     constants: dict[Any, int] = {
-        "D": case.head_dim, "BLOCK_Q": case.block, "BLOCK_K": case.block, "DENSE": case.dense,
+        "D": case.head_dim, "BLOCK_Q": case.block, "BLOCK_K": case.block, "DENSE": case.dense, "GROUP": case.group,
         "EVEN": case.even, "ADD": case.add, "BQ": case.config.bq, "BK": case.config.bk,
         "ROWS": 32, "NARROW": True,
     }  # fmt: skip

@@ -17,7 +17,7 @@ from weft.core.schedule import Schedule
 from weft.core.topology import Topology
 from weft.plan.choose import Plan
 from weft.run.agree import agree, count_rows, refuse
-from weft.run.call import Call, Counts, facts, schedule_for
+from weft.run.call import Call, Counts, facts, schedule_for, work_of
 from weft.run.devices import check_devices
 from weft.run.execute import Executor
 from weft.run.kernels import choose as choose_kernel
@@ -112,7 +112,7 @@ def _new_executor(call: Call, world: World, counts: Counts | None, axes: str | N
         tensors.check()
         options = call.options.checked()
         schedule = schedule_for(tensors, options, rank=comm.rank, ranks=comm.size, counts=counts, axes=axes)
-        kernel = choose_kernel(options.backend, tensors.dtype, str(tensors.devices[0]))
+        kernel = choose_kernel(options.backend, tensors.dtype, str(tensors.devices[0]), work_of(schedule))
     except WeftError as error:
         refuse(comm, error)
         raise

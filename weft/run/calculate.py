@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from weft.core.indices import IntArray
 from weft.core.schedule import Attend, Schedule
 from weft.program.slots import Slot
 from weft.program.steps import Attention, Gradient
@@ -41,12 +42,16 @@ class Calculation:
             self.dkv_at = on_device(step.dkv.positions(step.kv_piece), device)
         share = problem.heads // problem.kv_heads
         kv_of = np.searchsorted(op.kv.heads.array, op.q.heads.array // share)
-        same = share == 1 and np.array_equal(kv_of, np.arange(op.kv.heads.size))
+        group = -(-op.q.heads.size // op.kv.heads.size)
+        self.aligned = np.array_equal(kv_of, np.arange(op.kv.heads.size).repeat(group))
+        same = self.aligned and group == 1
         self.kv_of = None if same else torch.from_numpy(kv_of).to(device)
+        self.members = () if same else tuple(torch.from_numpy(x).to(device) for x in _members(kv_of))
 
-    def operands(self, slots: Slots) -> tuple[Tensor, Tensor, Tensor]:
+    def operands(self, slots: Slots, kernel: Kernel) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v; heads that share keys get copies of them unless the kernel finds them itself."""
         k, v = self.kv(slots)
-        if self.kv_of is not None:
+        if self.kv_of is not None and not (self.aligned and kernel.grouped):
             k, v = k.index_select(1, self.kv_of), v.index_select(1, self.kv_of)
         return self.q(slots)[0], k, v
 
@@ -54,7 +59,9 @@ class Calculation:
         step = self.step
         assert isinstance(step, Attention)
         (out,), (lse,) = self.out(slots), self.lse(slots)
-        kernel.attend(*self.operands(slots), self.tiles, scale, (out, lse.squeeze(-1)), fresh=step.first)
+        kernel.attend(
+            *self.operands(slots, kernel), self.tiles, scale, (out, lse.squeeze(-1)), fresh=step.first
+        )
         if not is_slice(self.sum_at):
             put(slots[step.out][0], self.sum_at, out, add=False)
             put(slots[step.lse][0], self.sum_at, lse, add=False)
@@ -64,17 +71,30 @@ class Calculation:
         assert isinstance(step, Gradient)
         (grad,), (out,), (lse,) = self.grad(slots), self.out(slots), self.lse(slots)
         done = out, guarded(lse.squeeze(-1))
-        dq, dk, dv = kernel.attend_backward(grad, *self.operands(slots), done, self.tiles, scale)
-        if self.kv_of is not None:
-            heads = step.kv_piece.heads.size
+        dq, dk, dv = kernel.attend_backward(grad, *self.operands(slots, kernel), done, self.tiles, scale)
+        heads = step.kv_piece.heads.size
+        if dk.shape[1] != heads or not self.aligned:
             dk, dv = (self._by_kv_head(x, heads) for x in (dk, dv))
         _add(slots, step.dq, self.sum_at, (dq,), first=step.first[0])
         _add(slots, step.dkv, self.dkv_at, (dk, dv), first=step.first[1])
 
     def _by_kv_head(self, x: Tensor, heads: int) -> Tensor:
-        """Add the gradients of query heads that share a key/value head."""
-        assert self.kv_of is not None
-        return x.new_zeros(x.shape[0], heads, *x.shape[2:]).index_add_(1, self.kv_of, x)
+        """Add the gradients of query heads that share a key/value head, always in the same order."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        sums = torch.zeros(x.shape[0], heads, *x.shape[2:], dtype=wide, device=x.device)
+        for targets, sources in zip(self.members[::2], self.members[1::2], strict=True):
+            sums.index_add_(1, targets, x.index_select(1, sources).to(wide))
+        return sums
+
+
+def _members(kv_of: IntArray) -> list[IntArray]:
+    """(kv heads, query heads) of the first query head of each kv head, of the second, and so on.
+
+    No kv head is twice in one of them: sums of them need no atomic additions.
+    """
+    number = np.arange(len(kv_of)) - np.searchsorted(kv_of, kv_of)
+    rounds = [np.flatnonzero(number == n) for n in range(number.max(initial=-1) + 1)]
+    return [each for heads in rounds for each in (kv_of[heads], heads)]
 
 
 def _view(slot: Slot, index: Index, fixed: Slots) -> Callable[[Slots], Planes]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from weft.core.backends import check_backend
 from weft.core.errors import InputError
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
@@ -17,7 +18,7 @@ from weft.core.problem import ITEM_BYTES, Problem
 from weft.core.schedule import Schedule
 from weft.core.topology import Link, Topology
 from weft.plan.choose import Plan, build
-from weft.run.kernels import BACKENDS
+from weft.run.kernels.rules import Work
 from weft.run.world import machines, place
 from weft.schedule.verify import verify
 
@@ -57,10 +58,7 @@ class Options:
             raise InputError(
                 f"scale={self.scale!r} is not a finite number.", hint="Leave it out for 1/√head_dim."
             )
-        if self.backend not in BACKENDS:
-            raise InputError(
-                f"backend={self.backend!r} is unknown.", hint=f"Use one of {', '.join(BACKENDS)}."
-            )
+        check_backend(self.backend)
         if self.mask is not None and not isinstance(self.mask, BlockMask):
             raise InputError(
                 f"mask is a {type(self.mask).__name__}.",
@@ -199,6 +197,20 @@ def topology_for(given: Topology | None, ranks: int) -> Topology:
     whole = ranks == place()[1] and ranks % machines() == 0
     several = machines() if whole else 1
     return replace(SOMEWHERE, machines=several, devices=ranks // several)
+
+
+def work_of(schedule: Schedule) -> Work:
+    """Return what the backend of a call has to compute; the same on all ranks."""
+    problem, mask = schedule.attention
+    return Work(
+        sparse=not mask.is_dense,
+        backward=False,
+        head_dim=problem.head_dim,
+        dtype=problem.dtype,
+        block_q=mask.block_q,
+        block_k=mask.block_k,
+        group=problem.heads // problem.kv_heads,
+    )
 
 
 def facts(schedule: Schedule, tensors: Tensors, options: Options, kernel: str) -> dict[str, str]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor
 
@@ -20,11 +23,24 @@ def merge_(into: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor]) -> tuple[Ten
 def merged(
     new: tuple[Tensor, Tensor], into: tuple[Tensor, Tensor] | None, *, fresh: bool
 ) -> tuple[Tensor, Tensor]:
-    """A partial attention as it is, written over `into` where that is fresh, or merged with it."""
+    """A partial attention as it is, written over `into` where that is fresh, or merged with it.
+
+    On a GPU either is one launch.
+    """
     if into is None:
         return new
+    # A tensor without data (meta, FakeTensor) is of another type.
+    if type(into[0]) is Tensor and into[0].is_cuda and _has_triton():
+        from weft.run.kernels.triton_merge import merge_on_device
+
+        return merge_on_device(into, new, fresh=fresh)
     if not fresh:
         return merge_(into, new)
     for target, part in zip(into, new, strict=True):
         target.copy_(part)
     return into
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None

@@ -5,26 +5,48 @@ One signature, several implementations; `choose` gives the one asked for or says
 
 from __future__ import annotations
 
+from importlib import import_module
 from math import inf
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from weft.core.errors import InputError, MissingError
+from weft.core.backends import BACKENDS, check_backend
+from weft.core.errors import InputError
+from weft.run.kernels.choice import Judge
+from weft.run.kernels.rules import Work
 from weft.run.kernels.tiles import Tiles
 
+__all__ = ["BACKENDS", "Kernel", "Sums", "aligned", "choose", "guarded", "make", "packed"]
+
+_CLASSES = {
+    "cpu": ("cpu", "Cpu"),
+    "cudnn": ("fused", "Cudnn"),
+    "cudnn_sparse": ("cudnn_sparse", "CudnnSparse"),
+    "exact": ("exact", "Exact"),
+    "fa4": ("fa4", "Fa4"),
+    "flash": ("fused", "Flash"),
+    "gather": ("fused", "Gather"),
+    "reference": ("reference", "Reference"),
+    "triton": ("gpu", "Gpu"),
+}
+"""Module and class of every backend, imported when it is first made."""
+
 Sums = tuple[Tensor, Tensor]
-"""(out [B, H, S, D], natural-log lse [B, H, S]), float32 or better."""
+"""(out [B, H, S, D], natural-log lse [B, H, S]); lse is float32 or better."""
 
 
 class Kernel(Protocol):
     """B batch · H heads · S query rows · T key rows · D head dim.
 
-    Outputs are float32 or better, whatever the inputs are, so that partial results merge without
-    loss. Rows with no active tile give 0 and lse = -inf.
+    Rows with no active tile give 0 and lse = -inf. Backends for 16 bits return 16 bits; sums of what they
+    return are made in float32.
     """
 
     name: str
+    grouped: bool
+    """Whether k and v may have fewer heads than q: query head h then reads head h // (H_q / H_kv) of them."""
 
     def attend(
         self,
@@ -46,7 +68,10 @@ class Kernel(Protocol):
     def attend_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, done: Sums, tiles: Tiles, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(dq, dk, dv) of these tiles; `done` is the final result over *all* tiles of the rows."""
+        """(dq, dk, dv) of these tiles; `done` is the final result over *all* tiles of the rows.
+
+        Its lse is +inf where a row has no tile at all, so that each of the row's weights is exactly 0.
+        """
         ...
 
 
@@ -60,50 +85,56 @@ def packed(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-BACKENDS = ("auto", "cpu", "triton", "exact", "reference")
+def aligned(x: Tensor) -> Tensor:
+    """Rows in one piece that begin at multiples of 16 bytes, as GPU kernels load them."""
+    unit = 16 // x.element_size()
+    strides = (stride for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1)
+    if x.stride(-1) == 1 and not any(n % unit for n in (x.storage_offset(), *strides)):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
-def choose(backend: str, dtype: str = "float32", device: str = "cpu") -> Kernel:
-    """The kernel by its name; auto is the fastest that serves this dtype on this device."""
-    if backend not in BACKENDS:
-        raise InputError(f"backend={backend!r} is unknown.", hint=f"Use one of {', '.join(BACKENDS)}.")
+def make(backend: str) -> Kernel:
+    """Return a new kernel of one backend, whether or not it serves here."""
+    module, name = _CLASSES[backend]
+    return getattr(import_module(f"{__name__}.{module}"), name)()
+
+
+def choose(
+    backend: str,
+    dtype: str = "float32",
+    device: str = "cpu",
+    work: Work | None = None,
+    judge: Judge | None = None,
+) -> Kernel:
+    """Return the kernel of a backend by its name; auto is the fastest that serves.
+
+    On a GPU `work` says what a call computes (its direction is ignored: both are chosen), and `judge` may
+    refuse a backend that would serve.
+    """
+    check_backend(backend)
+    if backend in ("exact", "reference"):
+        return make(backend)
+    if device.partition(":")[0] == "cuda" and backend != "cpu":
+        from weft.run.kernels.composite import compose
+
+        default = Work(sparse=False, backward=False, head_dim=128, dtype=dtype)
+        return compose(backend, work or default, torch.device(device), judge)
     if backend == "auto":
-        backend = next(name for name in ("cpu", "exact") if not cannot(name, dtype, device))
-    if why := cannot(backend, dtype, device):
+        return make("exact" if _cannot_on_host("cpu", dtype, device) else "cpu")
+    if why := _cannot_on_host(backend, dtype, device):
         raise InputError(
             f"backend={backend!r} cannot serve: {why}", hint="backend='auto' takes one that can."
         )
-    if backend == "cpu":
-        from weft.run.kernels.cpu import Cpu
-
-        return Cpu()
-    if backend == "triton":
-        from weft.run.kernels.gpu import Gpu
-
-        return Gpu()
-    if backend == "exact":
-        from weft.run.kernels.exact import Exact
-
-        return Exact()
-    from weft.run.kernels.reference import Reference
-
-    return Reference()
+    return make(backend)
 
 
-def cannot(backend: str, dtype: str, device: str) -> str:
-    """Why an implementation does not serve a dtype on a device here; empty if it does."""
+def _cannot_on_host(backend: str, dtype: str, device: str) -> str:
     kind = device.partition(":")[0]
-    if backend == "cpu":
-        if kind != "cpu" or dtype == "float64":
-            return f"it computes float32, bfloat16 and float16 on the CPU, not {dtype} on {kind}."
-        from weft.run.kernels.cpu import missing
+    if backend != "cpu":
+        return f"it computes on a GPU, not on {kind}."
+    if kind != "cpu" or dtype == "float64":
+        return f"it computes float32, bfloat16 and float16 on the CPU, not {dtype} on {kind}."
+    from weft.run.kernels.cpu import missing
 
-        return missing()
-    if backend == "triton":
-        if kind != "cuda" or dtype not in ("bfloat16", "float16"):
-            return f"it computes bfloat16 and float16 on a GPU, not {dtype} on {kind}."
-        try:
-            import triton  # noqa: F401  # pyright: ignore[reportUnusedImport]
-        except ImportError as error:
-            raise MissingError("It needs triton.", hint="Add it with: pip install triton==3.7.1") from error
-    return ""
+    return missing()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from weft.core.errors import InputError
 from weft.run.kernels import Kernel, Sums, choose, guarded
+from weft.run.kernels.rules import Work
 from weft.run.kernels.tiles import Blocks, Tiles
 
 
@@ -33,8 +34,13 @@ def attend(  # noqa: PLR0913 - the sizes that a list of blocks does not tell
     if blocks is not None and (blocks.heads, blocks.q_blocks, blocks.kv_blocks) != expected:
         given = (blocks.heads, blocks.q_blocks, blocks.kv_blocks)
         raise InputError(f"blocks are for (heads, q blocks, kv blocks) {given}, the tensors need {expected}.")
-    tiles = Tiles(None if blocks is None else blocks.active.numpy(), block_q, block_k, q_len, kv_len)
-    kernel = choose(backend, str(q.dtype).removeprefix("torch."), str(q.device))
+    # Lists stay where they are: reading those of a GPU would wait for it.
+    tiles = Tiles(None, block_q, block_k, q_len, kv_len, listed=blocks)
+    dtype = str(q.dtype).removeprefix("torch.")
+    work = Work(
+        blocks is not None, backward=False, head_dim=q.shape[3], dtype=dtype, block_q=block_q, block_k=block_k
+    )
+    kernel = choose(backend, dtype, str(q.device), work)
     out, lse = _Attend.apply(q, k, v, tiles, scale, kernel)
     return out, lse
 

@@ -23,12 +23,16 @@ RULES: dict[str, Callable[[Work, str], str]] = {
     "exact": rules.exact,
 }
 
-PACKAGES = {
+DISTRIBUTIONS = {
     "fa4": ("flash-attn-4",),
     "cudnn_sparse": ("nvidia-cudnn-frontend", "nvidia-cutlass-dsl"),
     "triton": ("triton",),
 }
-"""Distributions that a backend needs besides torch; one of each other name is needed never."""
+"""Python packages that a backend needs besides torch."""
+
+NEEDS = {name: " and ".join(names) for name, names in DISTRIBUTIONS.items()} | {
+    "cudnn": "cuDNN newer than 9.15.0, which attends wrongly to lengths that 128 does not divide",
+}
 
 # Torch's own flash attention is FlashAttention-2: mma.sync, without the wgmma of sm_90 and the tcgen05 of
 # sm_100, which cuDNN's has. Torch itself prefers cuDNN's there.
@@ -49,7 +53,7 @@ WHY = {
 
 @dataclass(frozen=True)
 class Machine:
-    """A GPU architecture (sm_90, gfx942) and the backends whose packages are installed."""
+    """A GPU architecture (sm_90, gfx942) and the backends whose packages or libraries are installed."""
 
     arch: str
     installed: frozenset[str] = frozenset()
@@ -83,8 +87,8 @@ def cannot(backend: str, work: Work, machine: Machine) -> str:
     """Return why a backend cannot do this work on this machine; "" if it can."""
     if why := RULES[backend](work, machine.arch):
         return why
-    if backend in PACKAGES and backend not in machine.installed:
-        return f"it needs {' and '.join(PACKAGES[backend])}, which is not installed."
+    if backend in NEEDS and backend not in machine.installed:
+        return f"it needs {NEEDS[backend]}; that is not installed."
     return ""
 
 
@@ -103,8 +107,8 @@ def decide(work: Work, machine: Machine, judge: Judge | None = None) -> Choice:
 
 @cache
 def installed() -> frozenset[str]:
-    """Backends whose packages are here; nothing is imported."""
-    return frozenset(name for name, needs in PACKAGES.items() if all(map(_is_installed, needs)))
+    """Return the backends whose Python packages are here; nothing is imported."""
+    return frozenset(name for name, needs in DISTRIBUTIONS.items() if all(map(_is_installed, needs)))
 
 
 def _is_installed(distribution: str) -> bool:

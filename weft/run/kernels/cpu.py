@@ -53,6 +53,7 @@ class Cpu:
     """float32 and bfloat16 on the CPU; float16 is widened, float64 is for the other kernels."""
 
     name = "cpu"
+    grouped = False
 
     def __init__(self, isa: str | None = None) -> None:
         self.isa = isa or isas()[0]
@@ -111,8 +112,9 @@ class Cpu:
             setattr(args, name, _Tensor(x))
         args.batch, args.heads, args.q_len, args.dim = q.shape
         args.kv_len, args.block_q, args.block_k = k.shape[2], tiles.block_q, tiles.block_k
-        if tiles.active is not None:
-            args.starts, args.kv = tiles.blocks.starts.data_ptr(), tiles.blocks.kv.data_ptr()
+        if tiles.sparse:
+            lists = tiles.lists(q.device)
+            args.starts, args.kv = lists.starts.data_ptr(), lists.kv.data_ptr()
         threads = torch.get_num_threads()
         if _library().weft_attend(ctypes.byref(args), backward, self.isa.encode(), threads):
             raise MemoryError("The CPU kernel could not get its working memory.")

@@ -1,16 +1,21 @@
-"""torch's own fused attention: one call where tiles are dense, one per distinct row of blocks where not."""
+"""torch's own fused attention in float32 or float64, whose result does not depend on the number of ranks."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from weft.run.kernels import Sums, packed
 from weft.run.kernels.reference import widen
+from weft.run.kernels.rows import Grads, attend_rows, backward_rows
 from weft.run.kernels.tiles import Tiles
 from weft.run.merge import merged
 
-_aten = torch.ops.aten
+_aten: Any = torch.ops.aten
+LSE_ROWS = 32
+"""Rows that memory-efficient attention's backward reads at a time: past the last they must weigh nothing."""
 
 
 class Exact:
@@ -21,6 +26,11 @@ class Exact:
     """
 
     name = "exact"
+    grouped = False
+
+    def __init__(self, ops: Any = None) -> None:
+        """`ops` has torch's operators for GPUs; tests give stand-ins that check what CUDA checks."""
+        self._ops = ops
 
     def attend(
         self,
@@ -34,34 +44,46 @@ class Exact:
         fresh: bool = False,
     ) -> Sums:
         q, k, v = (_ready(x) for x in (q, k, v))
-        done = _forward(q, k, v, scale) if tiles.active is None else self._by_rows(q, k, v, tiles, scale)
-        return merged(done, into, fresh=fresh)
 
-    def _by_rows(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Sums:
-        out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-        lse = q.new_full(q.shape[:-1], -torch.inf)
-        for heads, rows, keys in tiles.rows_of_work:
-            columns = (slice(None), heads[:, None], keys)
-            part = _forward(q[:, heads, rows], k[columns], v[columns], scale)
-            out[:, heads, rows], lse[:, heads, rows] = part
-        return out, lse
+        def forward(q: Tensor, k: Tensor, v: Tensor) -> Sums:
+            return self._forward(q, k, v, scale)
+
+        done = attend_rows(forward, q, k, v, tiles) if tiles.sparse else forward(q, k, v)
+        return merged(done, into, fresh=fresh)
 
     def attend_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, done: Sums, tiles: Tiles, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> Grads:
         grad, q, k, v = (_ready(x) for x in (grad, q, k, v))
         out, lse = _ready(done[0]), done[1]
-        if tiles.active is None:
-            return _backward(grad, q, k, v, out, lse, scale)
-        dq, dk, dv = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-        for heads, rows, keys in tiles.rows_of_work:
-            columns = (slice(None), heads[:, None], keys)
-            row_grad, row_q, row_out, row_lse = (x[:, heads, rows] for x in (grad, q, out, lse))
-            parts = _backward(row_grad, row_q, k[columns], v[columns], row_out, row_lse, scale)
-            dq[:, heads, rows] = parts[0]
-            # Keys of one row are distinct, so this adds and never overwrites.
-            dk[columns] += parts[1]
-            dv[columns] += parts[2]
+
+        def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Grads:
+            return self._backward(grad, q, k, v, out, lse, scale)
+
+        if not tiles.sparse:
+            return backward(grad, q, k, v, out, lse)
+        return backward_rows(backward, grad, q, k, v, (out, lse), tiles)
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Sums:
+        if self._ops is None and q.device.type == "cpu":
+            return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, scale=scale)
+        ops = self._ops or _aten
+        out, lse, *_ = ops._scaled_dot_product_efficient_attention(q, k, v, None, True, scale=scale)
+        return out, lse[..., : q.shape[2]]
+
+    def _backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+    ) -> Grads:
+        if self._ops is None and q.device.type == "cpu":
+            return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad, q, k, v, out, lse, 0.0, False, scale=scale
+            )
+        ops = self._ops or _aten
+        nothing = q.new_zeros((), dtype=torch.int64)
+        wants = [True, True, True, False]
+        dq, dk, dv, _ = ops._scaled_dot_product_efficient_attention_backward(
+            grad, q, k, v, None, out, _in_whole_reads(lse), nothing, nothing, 0.0, wants, False, scale=scale
+        )
         return dq, dk, dv
 
 
@@ -70,24 +92,9 @@ def _ready(x: Tensor) -> Tensor:
     return packed(widen(x))
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    if q.device.type == "cpu":
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, scale=scale)
-        return out, lse
-    out, lse, *_ = _aten._scaled_dot_product_efficient_attention(q, k, v, None, True, scale=scale)
-    return out, lse[..., : q.shape[2]]
-
-
-def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    if q.device.type == "cpu":
-        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, False, scale=scale
-        )
-    nothing = q.new_zeros((), dtype=torch.int64, device="cpu")
-    wants = [True, True, True, False]
-    dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
-        grad, q, k, v, None, out, lse, nothing, nothing, 0.0, wants, False, scale=scale
-    )
-    return dq, dk, dv
+def _in_whole_reads(lse: Tensor) -> Tensor:
+    """An lse whose rows past the end, which are read as well, weigh nothing."""
+    rows = -(-lse.shape[2] // LSE_ROWS) * LSE_ROWS
+    padded = lse.new_full((*lse.shape[:2], rows), torch.inf)
+    padded[..., : lse.shape[2]].copy_(lse)
+    return padded

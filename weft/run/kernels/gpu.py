@@ -10,15 +10,15 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import import_module
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from weft.core.errors import InputError, MissingError
 from weft.run.kernels import Sums, packed
+from weft.run.kernels.machine import arch_of
 from weft.run.kernels.tiles import Blocks, Tiles
-from weft.run.kernels.triton_configs import BLOCKS, HEAD_DIMS, TARGETS, Config, configs
+from weft.run.kernels.triton_configs import BLOCKS, HEAD_DIMS, TARGET_OF, Config, configs
 
 # What prepares the gradient only streams; one shape serves all.
 _ROWS = 32
@@ -33,6 +33,7 @@ class Gpu:
     """
 
     name = "triton"
+    grouped = True
 
     def __init__(self, *, tune: bool = True) -> None:
         try:
@@ -44,7 +45,6 @@ class Gpu:
             ) from error
         self._interpreted = _is_interpreted()
         self._tune = tune and not self._interpreted
-        self._lists: WeakKeyDictionary[Tiles, dict[torch.device, Blocks]] = WeakKeyDictionary()
 
     def attend(
         self,
@@ -96,7 +96,7 @@ class Gpu:
         constants = {**shape, "EVEN": k.shape[2] % shape["BLOCK_K"] == 0}
         arguments = (*given, dq, blocks.starts, blocks.kv, *strides, *_strides(dq), *sizes)
         self._launch(self._backward.grad_queries, arguments, constants, q, over="q")
-        turned = blocks.inverted if tiles.active is not None else blocks
+        turned = blocks.inverted if tiles.sparse else blocks
         constants = {**shape, "EVEN": q.shape[2] % shape["BLOCK_Q"] == 0}
         arguments = (*given, dk, dv, turned.starts, turned.kv, *strides, *_strides(dk, dv), *sizes)
         self._launch(self._backward.grad_keys, arguments, constants, k, over="k")
@@ -112,7 +112,7 @@ class Gpu:
         batch, heads, rows, head_dim = q.shape
         arguments = (grad, out, lse, delta, peak, narrow, *_strides(grad, out, lse, narrow), heads, rows)
         grid = -(-rows // _ROWS), batch * heads
-        with _on(q.device):
+        with on_device(q.device):
             self._backward.prepare[grid](*arguments, D=head_dim, NARROW=not same, ROWS=_ROWS)
         return narrow, delta, peak
 
@@ -130,23 +130,23 @@ class Gpu:
 
         target = "sm_80" if self._interpreted else target_of(x.device)
         options = configs(target, kernel.__name__, constants["D"], constants["BLOCK_Q"], constants["BLOCK_K"])
-        with _on(x.device):
+        with on_device(x.device):
             if self._tune and len(options) > 1:
-                _tuned(kernel, options)[grid](*arguments, **constants)
+                _tuned(kernel, options, rows.bit_length())[grid](*arguments, **constants)
             else:
                 kernel[grid](*arguments, **constants, **_keywords(next(iter(options))))
 
     def _blocks(self, tiles: Tiles, device: torch.device) -> Blocks:
-        """The list on the device; it is made once, a schedule runs many times."""
-        places = self._lists.setdefault(tiles, {})
-        if device not in places:
-            nothing = torch.zeros(1, dtype=torch.int32)
-            found = Blocks(0, 0, 0, nothing, nothing) if tiles.active is None else tiles.blocks
-            places[device] = found.to(device)
-        return places[device]
+        if tiles.sparse:
+            return tiles.lists(device)
+
+        def nothing() -> Blocks:
+            return Blocks(0, 0, 0, *torch.zeros(2, 1, dtype=torch.int32, device=device))
+
+        return tiles.cached(("no list", device), nothing)
 
     def _shape(self, q: Tensor, k: Tensor, tiles: Tiles) -> dict[str, int]:
-        dense = tiles.active is None
+        dense = not tiles.sparse
         sizes = (_DENSE_BLOCK, _DENSE_BLOCK) if dense else (tiles.block_q, tiles.block_k)
         if any(size % min(BLOCKS) for size in sizes):
             raise InputError(
@@ -158,7 +158,8 @@ class Gpu:
                 f"{q.shape[2]} queries and {k.shape[2]} keys do not fit "
                 f"tiles of {tiles.q_len} by {tiles.kv_len}."
             )
-        return {"D": q.shape[3], "BLOCK_Q": sizes[0], "BLOCK_K": sizes[1], "DENSE": dense}
+        group = q.shape[1] // k.shape[1]
+        return {"D": q.shape[3], "BLOCK_Q": sizes[0], "BLOCK_K": sizes[1], "DENSE": dense, "GROUP": group}
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         if q.device.type == "cpu" and not self._interpreted:
@@ -179,16 +180,11 @@ class Gpu:
 
 @cache
 def target_of(device: torch.device) -> str:
-    """The entry of the table of configurations that fits a device; one not in it takes the nearest below."""
-    if torch.version.hip:
-        return "gfx942"
-    major, minor = torch.cuda.get_device_capability(device)
-    # 12.x (consumer Blackwell) has the instructions and the shared memory of 8.x.
-    number = 80 if major in (8, 12) else 10 * major + minor
-    below = [name for name in TARGETS if name.startswith("sm_") and int(name[3:]) <= number]
-    if not below:
-        raise InputError(f"backend='triton' needs compute capability 8.0 or newer, not {major}.{minor}.")
-    return below[-1]
+    """The entry of the table of configurations that fits a device."""
+    arch = arch_of(device)
+    if arch not in TARGET_OF:
+        raise InputError(f"backend='triton' serves {', '.join(TARGET_OF)}, not {arch}.")
+    return TARGET_OF[arch]
 
 
 def _is_interpreted() -> bool:
@@ -197,7 +193,7 @@ def _is_interpreted() -> bool:
     return knobs.runtime.interpret
 
 
-def _on(device: torch.device) -> AbstractContextManager[Any]:
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Triton launches on the current device, whatever the tensors say."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
@@ -207,8 +203,9 @@ def _keywords(config: Config) -> dict[str, int]:
 
 
 @cache
-def _tuned(kernel: Any, options: tuple[Config, ...]) -> Any:
-    """One tuner for each list, so that a choice for one target or block is not taken for another."""
+def _tuned(kernel: Any, options: tuple[Config, ...], size: int) -> Any:
+    """One tuner for each list and size: a choice for one target, block or length is not another's."""
+    del size
     import triton
 
     found = [triton.Config({"BQ": c.bq, "BK": c.bk}, c.warps, c.stages) for c in options]

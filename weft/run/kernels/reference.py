@@ -14,6 +14,7 @@ class Reference:
     """Softmax attention written out, in float32 or better."""
 
     name = "reference"
+    grouped = False
 
     def attend(
         self,

@@ -1,5 +1,6 @@
-"""Rules: what each GPU backend can compute, as functions of plain values. Nothing here imports torch or a package.
+"""Rules: what each GPU backend can compute, as functions of plain values.
 
+Nothing here imports torch or a package.
 Every rule answers with the reason for a refusal, and with "" where the backend serves. Rules of the two
 packages were read from their sources and compared with what they compile (tests/cuda).
 """
@@ -50,8 +51,7 @@ def cudnn(work: Work, arch: str) -> str:
         return "it computes dense tiles."
     if arch not in NVIDIA:
         return f"it needs an NVIDIA GPU, not {arch}."
-    limit = FLASH_DIMS if arch == "sm_90" else CUDNN_DIMS
-    return _half(work, arch) or _at_most(work, limit) or _in_eights(work)
+    return _half(work, arch) or _at_most(work, CUDNN_DIMS) or _in_eights(work)
 
 
 def gather(work: Work, arch: str) -> str:

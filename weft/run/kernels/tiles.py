@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,12 +14,15 @@ from torch import Tensor
 from weft.core.mask import BlockMask, BoolArray
 from weft.core.schedule import Attend
 
+_HOST = torch.device("cpu")
+
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
     """The compact list of active kv blocks of every (head, q block), ascending, as int32 tensors.
 
-    Row (head, i) has kv[starts[head · q_blocks + i] : starts[head · q_blocks + i + 1]].
+    Row (head, i) has kv[starts[head · q_blocks + i] : starts[head · q_blocks + i + 1]]. What `kv` has behind
+    its last row means nothing: a list that is made on a device has room for all that it might have to hold.
     """
 
     heads: int
@@ -27,28 +32,45 @@ class Blocks:
     kv: Tensor
 
     @staticmethod
-    def of(active: BoolArray | Tensor) -> Blocks:
-        """From booleans [heads, q blocks, kv blocks]."""
+    def of(active: BoolArray | Tensor, room: int | None = None) -> Blocks:
+        """From booleans [heads, q blocks, kv blocks], on their device and without a look at their values.
+
+        `room` is for how many tiles `kv` is made; by default for as many as there are on the host, and for
+        all that there could be on a device.
+        """
         tiles = torch.as_tensor(active)
         heads, q_blocks, kv_blocks = tiles.shape
+        if room is None:
+            room = int(tiles.sum()) if tiles.device == _HOST else tiles.numel()
         starts = torch.zeros(heads * q_blocks + 1, dtype=torch.int32, device=tiles.device)
-        starts[1:] = tiles.sum(-1).flatten().cumsum(0)
-        return Blocks(heads, q_blocks, kv_blocks, starts, tiles.nonzero()[:, 2].int().contiguous())
+        torch.cumsum(tiles.sum(-1).flatten(), 0, dtype=torch.int32, out=starts[1:])
+        flat = tiles.flatten()
+        # Every active tile has its place; all others share one behind the end.
+        places = torch.where(flat, flat.cumsum(0) - 1, room)
+        columns = torch.arange(kv_blocks, dtype=torch.int32, device=tiles.device)
+        kv = torch.zeros(room + 1, dtype=torch.int32, device=tiles.device)
+        kv.scatter_(0, places, columns.expand(heads, q_blocks, -1).reshape(-1))
+        return Blocks(heads, q_blocks, kv_blocks, starts, kv[:room])
 
     @cached_property
     def active(self) -> Tensor:
-        """The same as booleans [heads, q blocks, kv blocks]."""
-        rows = torch.repeat_interleave(torch.arange(self.heads * self.q_blocks), self.starts.diff().cpu())
-        tiles = torch.zeros(self.heads * self.q_blocks, self.kv_blocks, dtype=torch.bool)
-        tiles[rows, self.kv.long().cpu()] = True
-        return tiles.view(self.heads, self.q_blocks, self.kv_blocks)
+        """The same as booleans [heads, q blocks, kv blocks], on the device of the list."""
+        rows, nowhere = self.heads * self.q_blocks, self.heads * self.q_blocks * self.kv_blocks
+        at = torch.arange(self.kv.shape[0], dtype=torch.int32, device=self.kv.device)
+        row = torch.searchsorted(self.starts[1:], at, right=True)
+        places = torch.where(row < rows, row * self.kv_blocks + self.kv, nowhere)
+        tiles = torch.zeros(nowhere + 1, dtype=torch.bool, device=self.kv.device)
+        tiles.scatter_(0, places, torch.ones_like(places, dtype=torch.bool))
+        return tiles[:nowhere].view(self.heads, self.q_blocks, self.kv_blocks)
 
     @cached_property
     def inverted(self) -> Blocks:
         """By kv block: the q blocks that read it. Gradients of keys need no atomic additions with it."""
-        return Blocks.of(self.active.mT.contiguous()).to(self.starts.device)
+        return Blocks.of(self.active.mT, room=self.kv.shape[0])
 
     def to(self, device: torch.device) -> Blocks:
+        if self.starts.device == device:
+            return self
         return Blocks(self.heads, self.q_blocks, self.kv_blocks, self.starts.to(device), self.kv.to(device))
 
 
@@ -56,7 +78,7 @@ class Blocks:
 class Tiles:
     """Active [heads, q blocks, kv blocks] of operands made of whole blocks; only the last may be ragged.
 
-    `active` is None where every tile is active and the operands are one dense rectangle.
+    Where every tile is active and the operands are one dense rectangle, `active` and `listed` are None.
     """
 
     active: BoolArray | None
@@ -64,6 +86,9 @@ class Tiles:
     block_k: int
     q_len: int
     kv_len: int
+    listed: Blocks | None = None
+    """In place of `active`: tiles that were chosen on a device and are known there only."""
+    _made: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def of(mask: BlockMask, op: Attend) -> Tiles:
@@ -75,32 +100,43 @@ class Tiles:
         found = None if active.all() else active
         return Tiles(found, mask.block_q, mask.block_k, q_len, kv_len)
 
-    @cached_property
-    def blocks(self) -> Blocks:
-        assert self.active is not None, "a dense rectangle has no list of blocks"
-        return Blocks.of(self.active)
+    @property
+    def sparse(self) -> bool:
+        return self.active is not None or self.listed is not None
+
+    def cached(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What was made of these tiles under a key, such as lists on a device: a schedule runs many times."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+    def lists(self, device: torch.device) -> Blocks:
+        """The lists of blocks on a device."""
+        assert self.sparse, "a dense rectangle has no list of blocks"
+        return self.cached(("lists", device), lambda: self._lists(device))
+
+    def _lists(self, device: torch.device) -> Blocks:
+        if self.listed is not None:
+            return self.listed.to(device)
+        assert self.active is not None
+        return Blocks.of(self.active).to(device)
+
+    def mask(self, device: torch.device) -> Tensor:
+        """The active tiles as booleans on a device."""
+        return self.cached(("mask", device), lambda: self.lists(device).active)
 
     @cached_property
-    def rows_of_work(self) -> tuple[tuple[Tensor, slice, Tensor], ...]:
-        """(heads, query rows, key rows) such that those heads need exactly those keys for those rows."""
-        assert self.active is not None
-        found: list[tuple[Tensor, slice, Tensor]] = []
-        for row in range(self.active.shape[1]):
-            alike: dict[bytes, list[int]] = {}
-            for head, columns in enumerate(self.active[:, row]):
-                if columns.any():
-                    alike.setdefault(columns.tobytes(), []).append(head)
-            rows = slice(row * self.block_q, min((row + 1) * self.block_q, self.q_len))
-            for heads in alike.values():
-                columns = np.repeat(self.active[heads[0], row], self.block_k)[: self.kv_len]
-                keys = torch.from_numpy(np.flatnonzero(columns))
-                found.append((torch.tensor(heads), rows, keys))
-        return tuple(found)
+    def host(self) -> BoolArray:
+        """The active tiles in host memory. Tiles that were chosen on a device are waited for and copied."""
+        if self.active is not None:
+            return self.active
+        assert self.listed is not None, "a dense rectangle has no tiles"
+        return self.listed.active.cpu().numpy()
 
     @cached_property
     def token_mask(self) -> Tensor | None:
         """[heads, query rows, key rows]; only for the reference, it is as large as the scores."""
-        if self.active is None:
+        if not self.sparse:
             return None
-        full = self.active.repeat(self.block_q, axis=1).repeat(self.block_k, axis=2)
-        return torch.from_numpy(full[:, : self.q_len, : self.kv_len])
+        full = self.host.repeat(self.block_q, axis=1).repeat(self.block_k, axis=2)
+        return torch.from_numpy(np.ascontiguousarray(full[:, : self.q_len, : self.kv_len]))

@@ -8,6 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+TARGET_OF = {
+    **{target: target for target in TARGETS},
+    "sm_86": "sm_86", "sm_89": "sm_86", "sm_120": "sm_86", "gfx950": "gfx942",
+}  # fmt: skip
+"""The entry of the table that an architecture takes. sm_86 has sm_80's entries that fit its shared memory."""
 KERNELS = ("forward", "grad_queries", "grad_keys")
 HEAD_DIMS = (64, 128)
 BLOCKS = (64, 128)
@@ -25,7 +30,9 @@ class Config:
 
 def configs(target: str, kernel: str, head_dim: int, block_q: int, block_k: int) -> tuple[Config, ...]:
     """Those whose tiles divide the blocks of the mask."""
-    found = _TABLE[target, kernel, head_dim]
+    found = _TABLE["sm_80" if target == "sm_86" else target, kernel, head_dim]
+    if target == "sm_86":
+        found = tuple(c for c in found if (kernel, head_dim, c) not in _ABOVE_99_KIB)
     return tuple(c for c in found if block_q % c.bq == 0 and block_k % c.bk == 0)
 
 
@@ -61,3 +68,6 @@ _TABLE = {
     ("gfx942", "grad_keys", 64): _of((32, 64, 4, 2), (32, 64, 4, 1)),
     ("gfx942", "grad_keys", 128): _of((32, 64, 4, 2), (32, 64, 4, 1)),
 }
+
+_ABOVE_99_KIB = {("grad_keys", 128, Config(64, 64, 8, 3))}
+"""Entries of sm_80 that need more shared memory than sm_86, sm_89 and sm_120 have."""

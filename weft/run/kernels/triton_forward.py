@@ -63,10 +63,13 @@ def forward(
     q_strides, k_strides, v_strides, out_strides, lse_strides,
     scale, heads, q_len, k_len,
     D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    DENSE: tl.constexpr, EVEN: tl.constexpr, ADD: tl.constexpr,
+    DENSE: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, ADD: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of these tiles; ADD continues from the (out, lse) that is there, which is a merge."""
+    """out and lse of these tiles; ADD continues from the (out, lse) that is there, which is a merge.
+
+    GROUP query heads read each head of k and v.
+    """
     top = tl.program_id(0) * BQ
     batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     q_blocks, k_blocks = tl.cdiv(q_len, BLOCK_Q), tl.cdiv(k_len, BLOCK_K)
@@ -98,7 +101,7 @@ def forward(
     left = tile_of(blocks, first, tl.full([], 0, tl.int32), steps, BLOCK_K, BK, DENSE)
     for step in range(steps):
         known = left + columns < k_len
-        keys = fetch(corner(k, k_strides, batch, head, left) + k_spots, known[None, :], 0.0, EVEN)
+        keys = fetch(corner(k, k_strides, batch, head // GROUP, left) + k_spots, known[None, :], 0.0, EVEN)
         scores = tl.dot(queries, keys) * scale
         if not EVEN:
             scores = tl.where(known[None, :], scores, -INFINITY)
@@ -107,7 +110,7 @@ def forward(
         weights = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(peak - higher)
         total = total * shrink + tl.sum(weights, 1)
-        values = fetch(corner(v, v_strides, batch, head, left) + v_spots, known[:, None], 0.0, EVEN)
+        values = fetch(corner(v, v_strides, batch, head // GROUP, left) + v_spots, known[:, None], 0.0, EVEN)
         sums = tl.dot(weights.to(values.dtype), values, sums * shrink[:, None])
         peak = higher
         left = tile_of(blocks, first, step + 1, steps, BLOCK_K, BK, DENSE)

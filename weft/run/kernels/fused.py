@@ -1,0 +1,179 @@
+"""Fused attention of torch on GPUs, in 16 bits with its log-sum-exp: flash attention's and cuDNN's.
+
+Both compute dense tiles. Sums of partial results are kept in float32 by `weft.run.merge`. To activate
+FlashAttention-3 or -4 in torch, for the whole process, is up to the user: `flash` calls what is active.
+"""
+# ruff: noqa: FBT003 - torch's operators take their flags by position
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.core.errors import InputError
+from weft.run.kernels import Sums, aligned
+from weft.run.kernels.rows import Grads, attend_rows, backward_rows
+from weft.run.kernels.rules import FLASH_DIMS
+from weft.run.kernels.tiles import Tiles
+from weft.run.merge import merged
+
+_aten: Any = torch.ops.aten
+LAST_TRAINED_DIM = 192
+"""Torch's flash attention has no backward for head dims from 193 to 224 on sm_86, sm_89 and sm_120."""
+
+
+class Flash:
+    """torch.ops.aten._scaled_dot_product_flash_attention and its backward."""
+
+    name = "flash"
+    grouped = True
+
+    def __init__(self, ops: Any = None) -> None:
+        """`ops` has torch's operators; tests give stand-ins that check what CUDA checks."""
+        self._ops = ops or _aten
+        self._seeds: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tiles: Tiles,
+        scale: float,
+        into: Sums | None = None,
+        *,
+        fresh: bool = False,
+    ) -> Sums:
+        self._check(tiles)
+        return merged(self.forward(q, k, v, scale), into, fresh=fresh)
+
+    def attend_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, done: Sums, tiles: Tiles, scale: float
+    ) -> Grads:
+        self._check(tiles)
+        return self.backward(grad, q, k, v, *done, scale)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Sums:
+        """(out in 16 bits, lse) of dense tiles."""
+        width = q.shape[-1]
+        q, k, v = (_ready(x) for x in (q, k, v))
+        out, lse, *_ = self._ops._scaled_dot_product_flash_attention(q, k, v, 0.0, False, False, scale=scale)
+        return out[..., :width], lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+    ) -> Grads:
+        """(dq, dk, dv) of dense tiles, in 16 bits."""
+        width = q.shape[-1]
+        grad, out = grad.to(q.dtype), out.to(q.dtype)
+        grad, q, k, v, out = (_ready(x) for x in (grad, q, k, v, out))
+        seed, offset = self.seeds(q.device)
+        lengths = (None, None, q.shape[2], k.shape[2])
+        grads = self._ops._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse.contiguous(), *lengths, 0.0, False, seed, offset, scale=scale
+        )
+        dq, dk, dv = (x[..., :width] for x in grads)
+        return dq, dk, dv
+
+    def seeds(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """A state of the random generator: without dropout it is taken and not read."""
+        if device not in self._seeds:
+            kind, count = (torch.int64, ()) if torch.version.hip else (torch.uint64, (2,))
+            self._seeds[device] = (
+                torch.zeros(count, dtype=kind, device=device),
+                torch.zeros((), dtype=kind, device=device),
+            )
+        return self._seeds[device]
+
+    def _check(self, tiles: Tiles) -> None:
+        if tiles.sparse:
+            raise InputError(
+                f"backend={self.name!r} was given sparse tiles.", hint="It computes dense ones; use 'auto'."
+            )
+
+
+class Cudnn(Flash):
+    """torch.ops.aten._scaled_dot_product_cudnn_attention and its backward.
+
+    It does not take a single key; torch's flash attention computes those.
+    """
+
+    name = "cudnn"
+
+    def __init__(self, ops: Any = None) -> None:
+        super().__init__(ops)
+        probe = torch.empty(1, 1, 8, 8, dtype=torch.bfloat16, device="meta")
+        _, lse, *_ = _aten._scaled_dot_product_cudnn_attention(probe, probe, probe, None, True)
+        self._lse_dims = lse.ndim  # it differs between versions of torch
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Sums:
+        if k.shape[2] == 1:
+            return super().forward(q, k, v, scale)
+        q, k, v = (aligned(x) for x in (q, k, v))
+        out, lse, *_ = self._ops._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, False, False, scale=scale
+        )
+        return out, lse.squeeze(-1) if lse.ndim == 4 else lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+    ) -> Grads:
+        if k.shape[2] == 1:
+            return super().backward(grad, q, k, v, out, lse, scale)
+        grad, out = grad.to(q.dtype), out.to(q.dtype)
+        grad, q, k, v, out = (aligned(x) for x in (grad, q, k, v, out))
+        lse = lse.contiguous()
+        lse = lse.unsqueeze(-1) if self._lse_dims == 4 else lse
+        lengths = (None, None, q.shape[2], k.shape[2])
+        seeds = self.seeds(q.device)
+        return self._ops._scaled_dot_product_cudnn_attention_backward(
+            grad, q, k, v, out, lse, *seeds, None, *lengths, 0.0, False, scale=scale
+        )
+
+    def seeds(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if device not in self._seeds:
+            zero = torch.zeros(1, dtype=torch.int64, device=device)
+            self._seeds[device] = zero, zero
+        return self._seeds[device]
+
+
+class Gather(Flash):
+    """Sparse tiles by torch's flash attention: the keys of each distinct row of blocks are gathered."""
+
+    name = "gather"
+    grouped = False
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tiles: Tiles,
+        scale: float,
+        into: Sums | None = None,
+        *,
+        fresh: bool = False,
+    ) -> Sums:
+        def forward(q: Tensor, k: Tensor, v: Tensor) -> Sums:
+            return self.forward(q, k, v, scale)
+
+        return merged(attend_rows(forward, q, k, v, tiles), into, fresh=fresh)
+
+    def attend_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, done: Sums, tiles: Tiles, scale: float
+    ) -> Grads:
+        def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Grads:
+            return self.backward(grad, q, k, v, out, lse, scale)
+
+        grad, out = grad.to(q.dtype), done[0].to(q.dtype)
+        return backward_rows(backward, grad, q, k, v, (out, done[1]), tiles)
+
+
+def _ready(x: Tensor) -> Tensor:
+    """What torch's flash attention takes: head dims in eights, and one that has a backward everywhere."""
+    width = x.shape[-1]
+    padded = FLASH_DIMS if width > LAST_TRAINED_DIM else -(-width // 8) * 8
+    return aligned(x) if padded == width else F.pad(x, (0, padded - width))
