@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -28,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 NARROW, WIDE = (torch.bfloat16, torch.float16), (torch.float32, torch.float64)
 SYNCHRONIZE = ("aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::is_nonzero", "aten::equal")
+RANDOM = ("aten::uniform_", "aten::normal_")
 aten = torch.ops.aten
 
 
@@ -63,6 +65,10 @@ class Seen(TorchDispatchMode):
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if name in SYNCHRONIZE and any(x.device.type == "cuda" for x in tensors):
             self.reads.append(_told(name, tensors))
+            if name == "aten::_local_scalar_dense":
+                return args[0].dtype.is_floating_point and 1.0 or 1
+        if name in RANDOM:  # their decompositions ask for a real device
+            return args[0]
         if name == "aten::_to_copy":
             return self._converted(func, args[0], args, kwargs)
         on_host = [x for x in tensors if x.device.type == "cpu" and x.ndim]
@@ -104,6 +110,8 @@ class _Around(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.to and args[0].device.type == "cpu" and _goes_to_device(args[1:], kwargs or {}):
             return self.seen.moved(args[0], [*args[1:], *(kwargs or {}).values()])
+        if func in (torch.tensor, torch.as_tensor) and _goes_to_device((), kwargs or {}):
+            return self.seen.moved(func(args[0], dtype=(kwargs or {}).get("dtype")), [])
         around = _ROUTES.get(func)
         if around is not None and isinstance(args[0], Tensor) and args[0].device.type == "cuda":
             return around(*args, **(kwargs or {}))
@@ -120,6 +128,12 @@ def _goes_to_device(args: Any, kwargs: Any) -> bool:
 
 def _copy(into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:  # noqa: FBT001, FBT002
     return aten.copy_.default(into, source, non_blocking)
+
+
+def _contiguous(x: Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
+    if x.is_contiguous(memory_format=memory_format):
+        return x
+    return aten.clone.default(x, memory_format=memory_format)
 
 
 def _getitem(x: Tensor, index: Any) -> Tensor:
@@ -166,6 +180,7 @@ def _setitem(x: Tensor, index: Any, value: Any) -> None:
 
 _ROUTES: dict[Any, Callable[..., Any]] = {
     Tensor.copy_: _copy,
+    Tensor.contiguous: _contiguous,
     Tensor.__getitem__: _getitem,
     Tensor.__setitem__: _setitem,
 }
@@ -176,7 +191,12 @@ def fake_cuda(capability: tuple[int, int] = (9, 0), name: str = "NVIDIA H100 80G
     """Tensors on `cuda` have no data; what is done with them is recorded."""
     facts: dict[str, Any] = {
         "is_available": True, "device_count": 1, "current_device": 0, "get_device_capability": capability,
-        "get_device_name": name, "is_current_stream_capturing": False,
+        "get_device_name": name, "is_current_stream_capturing": False, "set_device": None,
+        "get_device_properties": SimpleNamespace(
+            name=name, uuid="one", total_memory=80 * 2**30, major=capability[0], minor=capability[1],
+            multi_processor_count=132,
+        ),
+        "current_stream": SimpleNamespace(cuda_stream=0), "device": nullcontext(),
     }  # fmt: skip
     with ExitStack() as stack:
         for function, value in facts.items():

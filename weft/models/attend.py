@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from weft.core.errors import InputError
 from weft.core.layout import Layout
 from weft.models.adapter import put
+from weft.models.padding import Padding, padding_of
 from weft.models.shards import Counts
 from weft.run.attention import attention
 
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
 QKV = tuple[Tensor, Tensor, Tensor]
 Forward = Callable[..., Any]
-NEVER = -9e3
-"""Added to a score, this or less leaves a weight of 0. Models add -10000, which in bfloat16 is -9984."""
 
 
 class Site:
@@ -39,6 +38,8 @@ class Site:
         self.region, self.name, self.module, self.layer = region, name, module, layer
         self.hidden: Tensor | None = None
         """What the module was given, while it runs."""
+        self.padding: Padding | None = None
+        """What the last attention mask said."""
         self.ragged = streams.endswith("?")
         self.streams = tuple(streams.rstrip("?").split())
         self.video = [stream for stream in self.streams if stream == "video"]
@@ -130,55 +131,19 @@ class Site:
         return out
 
     def _padded(self, qkv: QKV, mask: Tensor, scale: float | None) -> Tensor:
-        """With keys that a mask leaves out: so are their queries, whose outputs nothing reads; they are 0."""
+        """Leave out the keys that a mask leaves out, and their queries: nothing reads their outputs, 0."""
         q = qkv[0]
-        keep, counts = self._kept(mask, q)
-        if all(
-            row == [self.region.shards.rows(self.streams, rank)] * len(row) for rank, row in enumerate(counts)
-        ):
+        padding = self.padding = padding_of(self, mask, q, self.padding)
+        if not padding.groups:
             return self._call(qkv, scale)
-        video = [self.region.shards.rows(self.video, rank) for rank in range(len(counts))]
         out = torch.zeros_like(q)
-        for lengths in sorted({tuple(row[b] for row in counts) for b in range(len(q))}):
-            samples = [b for b in range(len(q)) if tuple(row[b] for row in counts) == lengths]
-            chosen = torch.tensor(samples, device=q.device)
-            rows = torch.stack([keep[b].nonzero().flatten() for b in samples])
+        for samples, rows, text in padding.groups:
             at = rows[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3])
-            text = tuple(length - own for length, own in zip(lengths, video, strict=True))
-            q_part, k_part, v_part = (x[chosen].gather(2, at[:, : x.shape[1]]) for x in qkv)
-            part = self._call((q_part, k_part, v_part), scale, text)
-            out = out.index_add(0, chosen, torch.zeros_like(q[chosen]).scatter(2, at, part))
+            parts = [x.index_select(0, samples).gather(2, at[:, : x.shape[1]]) for x in qkv]
+            part = self._call((parts[0], parts[1], parts[2]), scale, text)
+            whole = torch.zeros_like(q.index_select(0, samples)).scatter(2, at, part)
+            out = out.index_add(0, samples, whole)
         return out
-
-    def _kept(self, mask: Tensor, q: Tensor) -> tuple[Tensor, list[list[int]]]:
-        """[B, rows]: the tokens of this rank that count; by rank and sample, how many do."""
-        shards = self.region.shards
-        layout, mine = Layout(*shards.runs(self.streams)), shards.world.comm.rank
-        keep = _keeps(self.name, mask).expand(len(q), -1)
-        if keep.shape[1] == layout.size and layout.size != q.shape[2]:
-            orders = [torch.from_numpy(layout.order(rank)).to(keep.device) for rank in range(shards.ranks)]
-            counts = [self._counts(keep[:, order], rank) for rank, order in enumerate(orders)]
-            keep = keep[:, orders[mine]]
-        elif keep.shape[1] == q.shape[2]:
-            counts = shards.world.comm.gather_numbers(self._counts(keep, mine))
-        else:
-            raise InputError(
-                f"{self.name} has a mask of {keep.shape[1]} keys; there are {layout.size}, {q.shape[2]} of "
-                "them on this rank."
-            )
-        if any(-1 in row for row in counts):
-            raise InputError(
-                f"{self.name} has a mask that leaves out tokens of the video.",
-                hint="weft leaves out padded text; for sparse attention use mask= of weft.parallelize.",
-            )
-        return keep, counts
-
-    def _counts(self, keep: Tensor, rank: int) -> list[int]:
-        """Tokens of each sample that count; -1 where some of the video do not."""
-        shards = self.region.shards
-        start = shards.rows(self.streams[: self.streams.index("video")], rank) if self.video else 0
-        video = keep[:, start : start + shards.rows(self.video, rank)].all(1)
-        return torch.where(video, keep.sum(1), -1).tolist()
 
 
 def put_around(module: nn.Module, site: Site | Region | Dropped) -> Callable[[], Any]:
@@ -233,20 +198,3 @@ def passed_on(func: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(func, FunctionType) and getattr(Tensor, func.__name__, None) is func:
         return getattr(args[0], func.__name__)(*args[1:], **kwargs)
     return func(*args, **kwargs)
-
-
-def _keeps(name: str, mask: Tensor) -> Tensor:
-    """[B or 1, keys]: whether a key counts, of a mask that is the same for all heads and queries that do."""
-    mask = mask[(None,) * (4 - mask.dim())]
-    seen = mask if mask.dtype == torch.bool else mask > NEVER
-    keep = seen.any(2, keepdim=True).any(1, keepdim=True)
-    differs = seen != keep if mask.dtype == torch.bool else (seen != keep) | (mask.masked_fill(~seen, 0) != 0)
-    if mask.shape[2] == mask.shape[3]:
-        differs = differs & keep.transpose(2, 3)
-    if differs.any():
-        raise InputError(
-            f"{name} has a mask that differs by query or head, or adds to scores.",
-            hint="weft splits attentions whose mask leaves out keys; sparse ones come from mask= of "
-            "weft.parallelize.",
-        )
-    return keep[:, 0, 0]

@@ -24,6 +24,7 @@ from weft.models.attend import Site, put_around
 from weft.models.clock import Clock
 from weft.models.dropout import Dropped
 from weft.models.guard import Guard, check_processor, refuse_undeclared
+from weft.models.padding import mask_inputs
 from weft.models.producers import Method, Where
 from weft.models.prove import Proof
 from weft.models.randomness import share_numbers
@@ -53,6 +54,8 @@ class Region:
         """Streams as attentions have them."""
         self._names = parameters(model)
         self.shards = Shards()
+        self.mask_inputs: tuple[Any, ...] = ()
+        """What attention masks of this forward are made of."""
         self.forward: Callable[..., Any] = model.forward
         self.proof = Proof() if check else None
         self.tells = tells
@@ -79,6 +82,7 @@ class Region:
             )
         self.shards = Shards(mesh)
         self.runs = self.run_now = self.runs + 1
+        self.mask_inputs = mask_inputs({**dict(zip(self._names, args, strict=False)), **kwargs})
         world = self.shards.world  # asked for here: blocks that are compiled cannot find it
         if self.drops and self.model.training:
             share_numbers(world)
@@ -108,16 +112,16 @@ class Region:
     @contextmanager
     def _remembered(self) -> Iterator[None]:
         """Blocks that are computed again for their gradients see the streams of this forward."""
-        model, own = self.model, (self.shards, self.extent, self.run_now)
+        model, own = self.model, (self.shards, self.extent, self.run_now, self.mask_inputs)
         checkpoint: Any = vars(model).get("_gradient_checkpointing_func")
 
         def again(block: Any, *args: Any) -> Any:
-            before = self.shards, self.extent, self.run_now
-            self.shards, self.extent, self.run_now = own
+            before = self.shards, self.extent, self.run_now, self.mask_inputs
+            self.shards, self.extent, self.run_now, self.mask_inputs = own
             try:
                 return block(*args)
             finally:
-                self.shards, self.extent, self.run_now = before
+                self.shards, self.extent, self.run_now, self.mask_inputs = before
 
         if checkpoint is None:
             yield
