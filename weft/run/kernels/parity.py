@@ -1,8 +1,8 @@
 """Parity: try a GPU backend on a few blocks against the reference before a call relies on it.
 
 A kernel may be silently wrong: FlashAttention's block-sparse backward was, for one head dim. Every backend is
-tried once for each direction, dtype, head dim and block size, on each kind of device; the outcome is kept on disk.
-All ranks hear the outcome of all, and refuse what fails on any of them.
+tried once for each direction, dtype, head dim and block size on a kind of device; the outcome is stored.
+All ranks learn the outcomes of all, and refuse what fails on any of them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from weft.core.files import cache, read_json, whole
 from weft.run.agree import check_same, gather_facts
 from weft.run.comm import Comm
 from weft.run.kernels import make
-from weft.run.kernels.choice import PACKAGES, Judge
-from weft.run.kernels.machine import arch_of
+from weft.run.kernels.choice import DISTRIBUTIONS, Judge
+from weft.run.kernels.machine import machine_of
 from weft.run.kernels.parity_sample import examine
 from weft.run.kernels.rules import Work
 
@@ -53,9 +53,8 @@ def judge(comm: Comm, device: torch.device, trial: Trial | None = None) -> Judge
         if backend in _UNTESTED or device.type != "cuda" or active_fake_mode() is not None:
             return ""
         if (backend, work) not in agreed:
-            why = agreed[backend, work] = _agree(
-                comm, backend, work, (trial or verdict)(backend, work, device)
-            )
+            why = (trial or verdict)(backend, work, device)
+            why = agreed[backend, work] = _agree(comm, backend, work, why)
             if why and comm.rank == 0:
                 _log.warning("backend %s is not used for the %s: %s", backend, work, why)
         return agreed[backend, work]
@@ -98,17 +97,25 @@ def verdict(backend: str, work: Work, device: torch.device) -> str:
 
 def _facts(backend: str, work: Work, device: torch.device) -> dict[str, object]:
     """What an outcome is valid for: a change of any of it is a reason to try again."""
+    machine = machine_of(device)
     return {
         "backend": backend,
         "work": asdict(work),
-        "arch": arch_of(device),
+        "arch": machine.arch,
+        "activated": machine.activated,
         "device": torch.cuda.get_device_name(device),
         "driver": _driver(),
         "torch": torch.__version__,
         "cudnn": torch.backends.cudnn.version(),
-        "packages": {name: version(name) for name in PACKAGES.get(backend, ())},
+        "packages": {name: version(name) for name in _distributions(backend)},
         "weft": _source(),
     }
+
+
+def _distributions(backend: str) -> tuple[str, ...]:
+    """The packages of a backend, with the compiler of its kernels."""
+    names = DISTRIBUTIONS.get(backend, ())
+    return (*names, "nvidia-cutlass-dsl") if backend == "fa4" else names
 
 
 def _driver() -> str:

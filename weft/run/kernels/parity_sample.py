@@ -1,8 +1,8 @@
-"""A few blocks on which a kernel must equal the reference: ragged ends, an empty row, keys that nobody reads."""
+"""A few blocks on which a kernel must equal the reference: ragged ends, empty rows and unread keys."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 import numpy as np
@@ -54,7 +54,7 @@ class Sample:
     def expanded(self) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v with a key/value head for each query head."""
         group = self.q.shape[1] // self.k.shape[1]
-        return self.q, *(x.repeat_interleave(group, 1) for x in (self.k, self.v))
+        return self.q, self.k.repeat_interleave(group, 1), self.v.repeat_interleave(group, 1)
 
 
 def _mask(heads: int) -> np.ndarray:
@@ -62,32 +62,38 @@ def _mask(heads: int) -> np.ndarray:
     active[0, 1] = False  # rows that read nothing
     active[0, 2] = (False, False, False, True)  # rows that read the ragged block only
     active[-1] = True
-    active[-1, :, 1] = False  # keys that nobody reads
+    active[-1, :, 1] = False  # keys that are not read
     return active
 
 
 def examine(kernel: Kernel, work: Work, device: torch.device) -> str:
     """Compare a kernel with the reference in float64; return what is wrong, or ""."""
-    sample, reference = Sample.of(work), Reference()
-    out, lse = reference.attend(*sample.expanded, sample.tiles, sample.scale)
-    dtype = getattr(torch, work.dtype)
+    work = work if kernel.grouped else replace(work, group=1)
+    sample = Sample.of(work)
     with torch.no_grad():
-        operands = tuple(x.to(device, dtype) for x in (sample.q, sample.k, sample.v))
-        if not work.backward:
-            found_out, found_lse = kernel.attend(*operands, sample.tiles, sample.scale)
-            return _wrong("output", found_out, out, work) or _wrong_lse(found_lse, lse)
-        # As if other keys, on other ranks, had a part in these rows.
-        out, lse = out.to(dtype).double(), guarded(lse + 0.25)
-        final = out.to(device, torch.float32), lse.to(device, torch.float32)
-        found = kernel.attend_backward(
-            sample.grad.to(device, dtype), *operands, final, sample.tiles, sample.scale
-        )
-        expected = reference.attend_backward(
-            sample.grad, *sample.expanded, (out, lse), sample.tiles, sample.scale
-        )
-    dq, *dkv = expected
-    dkv = [x.unflatten(1, (_KV_HEADS, -1)).sum(2) for x in dkv]
-    named = zip(("dq", "dk", "dv"), found, (dq, *dkv), strict=True)
+        return (_examine_backward if work.backward else _examine_forward)(kernel, sample, work, device)
+
+
+def _examine_forward(kernel: Kernel, sample: Sample, work: Work, device: torch.device) -> str:
+    out, lse = Reference().attend(*sample.expanded, sample.tiles, sample.scale)
+    q, k, v = (x.to(device, getattr(torch, work.dtype)) for x in (sample.q, sample.k, sample.v))
+    found_out, found_lse = kernel.attend(q, k, v, sample.tiles, sample.scale)
+    return _wrong("output", found_out, out, work) or _wrong_lse(found_lse, lse)
+
+
+def _examine_backward(kernel: Kernel, sample: Sample, work: Work, device: torch.device) -> str:
+    dtype = getattr(torch, work.dtype)
+    out, lse = Reference().attend(*sample.expanded, sample.tiles, sample.scale)
+    # As if other keys, on other ranks, had a part in these rows.
+    out, lse = out.to(dtype).double(), guarded(lse + 0.25)
+    final = out.to(device, torch.float32), lse.to(device, torch.float32)
+    grad, q, k, v = (x.to(device, dtype) for x in (sample.grad, sample.q, sample.k, sample.v))
+    found = kernel.attend_backward(grad, q, k, v, final, sample.tiles, sample.scale)
+    dq, dk, dv = Reference().attend_backward(
+        sample.grad, *sample.expanded, (out, lse), sample.tiles, sample.scale
+    )
+    dk, dv = (x.unflatten(1, (_KV_HEADS, -1)).sum(2) for x in (dk, dv))
+    named = zip(("dq", "dk", "dv"), found, (dq, dk, dv), strict=True)
     return next((why for name, x, y in named if (why := _wrong(name, x, y, work))), "")
 
 
