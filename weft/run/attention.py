@@ -21,6 +21,7 @@ from weft.run.call import Call, Counts, facts, schedule_for, work_of
 from weft.run.devices import check_devices
 from weft.run.execute import Executor
 from weft.run.kernels import choose as choose_kernel
+from weft.run.kernels.parity import judge
 from weft.run.op import attention_op, forget, is_plain, register
 from weft.run.world import World, axes_of, world_of
 
@@ -112,15 +113,17 @@ def _new_executor(call: Call, world: World, counts: Counts | None, axes: str | N
         tensors.check()
         options = call.options.checked()
         schedule = schedule_for(tensors, options, rank=comm.rank, ranks=comm.size, counts=counts, axes=axes)
-        kernel = choose_kernel(options.backend, tensors.dtype, str(tensors.devices[0]), work_of(schedule))
+        device = tensors.devices[0]
+        tested = judge(comm, device) if device.type == "cuda" else None
+        kernel = choose_kernel(options.backend, tensors.dtype, str(device), work_of(schedule), tested)
     except WeftError as error:
         refuse(comm, error)
         raise
     agreed = facts(schedule, tensors, options, kernel.name)
     agree(comm, agreed)
-    if tensors.devices[0].type == "cuda":
-        check_devices(comm, tensors.devices[0])
-    comm.warm_up(tensors.devices[0])
+    if device.type == "cuda":
+        check_devices(comm, device)
+    comm.warm_up(device)
     executor = Executor(schedule, comm, kernel, name=str(agreed), arena=world.arena)
     register(executor)
     return executor
