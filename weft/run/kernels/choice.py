@@ -23,14 +23,14 @@ RULES: dict[str, Callable[[Work, str], str]] = {
     "exact": rules.exact,
 }
 
-PACKAGES = {
+DISTRIBUTIONS = {
     "fa4": ("flash-attn-4",),
     "cudnn_sparse": ("nvidia-cudnn-frontend", "nvidia-cutlass-dsl"),
     "triton": ("triton",),
 }
 """Python packages that a backend needs besides torch."""
 
-NEEDS = {name: " and ".join(names) for name, names in PACKAGES.items()} | {
+NEEDS = {name: " and ".join(names) for name, names in DISTRIBUTIONS.items()} | {
     "cudnn": "cuDNN newer than 9.15.0, which attends wrongly to lengths that 128 does not divide",
 }
 
@@ -108,7 +108,7 @@ def decide(work: Work, machine: Machine, judge: Judge | None = None) -> Choice:
 @cache
 def installed() -> frozenset[str]:
     """Return the backends whose Python packages are here; nothing is imported."""
-    return frozenset(name for name, needs in PACKAGES.items() if all(map(_is_installed, needs)))
+    return frozenset(name for name, needs in DISTRIBUTIONS.items() if all(map(_is_installed, needs)))
 
 
 def _is_installed(distribution: str) -> bool:
