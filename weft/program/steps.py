@@ -249,6 +249,10 @@ class Program:
         """Whether it computes anything, or moves tensors only."""
         return any(isinstance(step, Attention | Gradient) for step in self.steps)
 
+    @cached_property
+    def bytes_sent(self) -> int:
+        return sum(step.num_bytes for step in self.steps if isinstance(step, Post))
+
     def exchanges(self) -> Iterator[tuple[int, Post]]:
         for at, step in enumerate(self.steps):
             if isinstance(step, Post):

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from weft.run.bind import Bound, Frame
-from weft.run.clocks import Clock, align
+from weft.run.clocks import align
 from weft.run.comm import Comm
 from weft.run.meter import Meter
 from weft.run.recorder import outline
@@ -21,37 +20,28 @@ MOST = 100
 
 
 class Spans(Meter):
-    """A meter that remembers the last attention that it saw."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._last: tuple[Bound, Comm, list[Any], Clock] | None = None
-
-    def run(self, bound: Bound, frame: Frame) -> None:
-        super().run(bound, frame)
-        if bound.program.attends:
-            self._last = bound, frame.comm, *self._marked[-1][1:]
+    """A meter that draws the last attention that it marked."""
 
     def timeline(self, comm: Comm) -> dict[str, Any] | None:
         """That attention on all ranks, who call this together: seconds from its beginning, and its name."""
         everyone = _texts(comm, json.dumps(self._own(align(comm).shift if machines() > 1 else 0)))
         spans = [span for text in everyone for span in json.loads(text)]
-        if not spans or self._last is None:
+        if not spans or self.last is None:
             return None
         zero = min(span["start"] for span in spans)
         for span in spans:
             for end in ("start", "end"):
                 span[end] = round((span[end] - zero) / 1e9, 7)
-        return {"spans": spans, "label": self._last[0].schedule.name}
+        return {"spans": spans, "label": self.last[0].schedule.name}
 
     def _own(self, shift: int) -> list[dict[str, Any]]:
         """In nanoseconds."""
-        if self._last is None:
+        if self.last is None:
             return []
-        bound, comm, marks, clock = self._last
+        bound, comm, marks = self.last
         group = getattr(comm, "group", None)
         members = range(comm.size) if group is None else dist.get_process_group_ranks(group)
-        times = [time - shift for time in clock.nanoseconds(marks)]
+        times = [time - shift for time in marks]
         return [
             {"rank": span.rank, "lane": LANES.get(span.kind, "compute"), "name": span.name,
              "start": times[start], "end": times[end]}
