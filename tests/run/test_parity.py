@@ -35,6 +35,7 @@ WORKS = [
     )
 ]
 SPARSE_BACKWARD = WORKS[4]
+Grads = tuple[Tensor, Tensor, Tensor]
 
 
 class Right:
@@ -61,7 +62,7 @@ class Right:
 class WrongBackward(Right):
     """flash-attention #2623: the block-sparse backward of one head dim, wrong by a factor."""
 
-    def attend_backward(self, grad: Tensor, q: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    def attend_backward(self, grad: Tensor, q: Tensor, *rest: Any) -> Grads:
         dq, dk, dv = super().attend_backward(grad, q, *rest)
         return (dq * 150, dk, dv) if q.shape[3] == 64 else (dq, dk, dv)
 
