@@ -128,7 +128,7 @@ TRAINING = (
 STEP_MS = 2649.0, 846.0  # of the first, with full attention and with DSV
 # Its kernels at 64k tokens, 4 heads of 128, on one H100: FLOP/s by its logs, forward and backward (a backward
 # counted as 2.5 forwards), and the selection in seconds.
-DENSE_FLOPS, SPARSE_FLOPS = (446e12, 86e12 / 2.5), (166e12, 22e12 / 2.5)
+DENSE_FLOPS, SPARSE_FLOPS = (446e12, 86e12), (166e12, 22e12)
 SELECTION = 5.2e-3
 # Of 32 blocks 5 stay dense; the others have this density on average.
 DENSE_SHARE, SPARSE_DENSITY = 5 / 32, 0.026

@@ -60,10 +60,10 @@ def test_named_plans_are_taken(capsys):
     assert {row["plan"] for row in rows} == {"ring", "ulysses"} and {row["gpus"] for row in rows} == {4}
 
 
-def test_an_empty_mask_takes_as_long_as_writing_zeros(capsys):
+def test_an_empty_mask_takes_as_long_as_launching_zeros(capsys):
     assert call(*SWEEP[:3], "--devices", "1,4", "--mask", "random:density=0", "--block", "16", "--json") == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert all(row["seconds"] < 1e-6 for row in rows)
+    assert all(0 < row["seconds"] < 1e-4 for row in rows)
     assert [row["speedup"] for row in rows] == pytest.approx([1, 4], rel=0.1)
     assert call(*SWEEP[:3], "--mask", "random:density=0", "--block", "16") == 0
     assert "0% active" in capsys.readouterr().out

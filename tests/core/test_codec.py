@@ -16,13 +16,14 @@ from weft.core.layout import Layout
 from weft.core.mesh import Mesh
 from weft.core.partition import Partition
 from weft.core.problem import Switch
-from weft.core.topology import Speed, Topology
+from weft.core.topology import Host, Speed, Topology
 from weft.schedule.reverse import reverse
 
 SPEED = Speed(tokens=512.0, density=0.5, block=64, head_dim=64, flops=1e12)
 VALUES = [
     LINK,
     SPEED,
+    Host(call=5e-5, post=8e-5),
     Topology(name="box", devices=2, inter=LINK, links=((0, 1, LINK),)),
     Mesh.of(ring=2, ulysses=3),
     EMPTY,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from weft.core.layout import Layout
 from weft.core.problem import Problem
 from weft.core.schedule import Schedule
 from weft.core.timeline import Span, Timeline
-from weft.core.topology import Topology
+from weft.core.topology import Host, Topology
 from weft.masks.grid import TokenGrid
 from weft.masks.spec import mask_from_spec
 from weft.plan.choose import build
@@ -27,7 +29,8 @@ def two_ranks(**fields) -> Timeline:
 
 
 def topology(name: str = "2x2xh100") -> Topology:
-    return cluster(name)
+    # Toys take less time than launching them: without a host there is something to draw.
+    return replace(cluster(name), host=Host())
 
 
 def schedule(

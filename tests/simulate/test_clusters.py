@@ -7,8 +7,9 @@ from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem
 from weft.plan.choose import build
-from weft.simulate.clusters import DEVICES, cluster
+from weft.simulate.clusters import cluster
 from weft.simulate.events import simulate
+from weft.simulate.gpus import DEVICES
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -31,7 +31,7 @@ class Span(NamedTuple):
     lane: str
     """compute or comm."""
     kind: str
-    """attend, copy, send, wait or barrier."""
+    """attend, copy, send, wait, barrier or launch: the host is not done with launching."""
     name: str
     start: float
     end: float

@@ -67,11 +67,44 @@ class Speed:
                 raise InputError(f"A measured attention has {name}={given}.", hint="Give a number above 0.")
 
 
+@value
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """Seconds that the host of a device takes to start each kind of step; 0 where the host is the device.
+
+    The host runs ahead: no step waits for it as long as it takes less time in all than the device does.
+    """
+
+    call: float = 0.0
+    """One attention: look it up and check it."""
+    attend: float = 0.0
+    """Launch one partial attention and its merge."""
+    copy: float = 0.0
+    """Launch one copy, cast or fill."""
+    collective: float = 0.0
+    """Start an exchange between all ranks, which is one all_to_all."""
+    post: float = 0.0
+    """Start another exchange, which is one batch of messages."""
+    message: float = 0.0
+    """One message of a batch: start it and wait for it."""
+
+    def __post_init__(self) -> None:
+        for name, seconds in vars(self).items():
+            if not 0 <= seconds <= MAX_NUMBER:
+                raise InputError(f"host.{name} must be ≥ 0, got {seconds}.", hint="Pass seconds.")
+
+    def seconds(self, *, attends: int, copies: int, collectives: int, posts: int, messages: int) -> float:
+        """Return what all steps of one attention take."""
+        exchanges = collectives * self.collective + posts * self.post + messages * self.message
+        return self.call + attends * self.attend + copies * self.copy + exchanges
+
+
 # A laptop until `weft calibrate` says better: gloo over loopback.
 LOOPBACK = Link(latency=1e-4, bandwidth=1e9)
 COSTS = (
     "cores", "call_seconds", "tile_seconds", "row_seconds", "memory_bandwidth", "post_seconds",
     "pair_bandwidth", "nic_bandwidth", "half_bytes", "comm_slowdown",
+    "sparse_flops", "backward_flops", "sparse_backward_flops",
 )  # fmt: skip
 
 
@@ -87,6 +120,17 @@ class Topology:
     inter: Link = LOOPBACK
     flops: float = 6e10
     """Attention FLOP/s of one device on dense tiles."""
+    sparse_flops: float = 0.0
+    """Of sparse tiles, where another kernel computes them; 0: as dense ones, and `tile_seconds` for each."""
+    backward_flops: float = 0.0
+    """Of the backward, which has 2.5 times the FLOPs; 0: as the forward."""
+    sparse_backward_flops: float = 0.0
+    """Of the backward of sparse tiles; 0: as the forward."""
+    kernel: str = ""
+    """The kernel that dense speeds are of, and who says so."""
+    sparse_kernel: str = ""
+    host: Host = Host()
+    """What starting a step costs, where a host launches what a device computes."""
     cores: int = 0
     """Cores that the devices of a machine share, where devices are processes on a CPU; 0: none to share."""
     call_seconds: float = 1e-4
@@ -155,6 +199,11 @@ class Topology:
                 return link
         return self.intra if self.machine(source) == self.machine(target) else self.inter
 
+    def attention_flops(self, *, sparse: bool, backward: bool = False) -> float:
+        """Return the FLOP/s of the kernel that computes such tiles."""
+        forward = self.sparse_flops * sparse or self.flops
+        return (self.sparse_backward_flops if sparse else self.backward_flops) * backward or forward
+
     @staticmethod
     def local(ranks: int) -> Topology:
         return Topology(devices=ranks)
@@ -169,9 +218,9 @@ class Topology:
 
     def to_toml(self) -> str:
         """What `from_toml` reads."""
-        plain = [f for f in fields(self) if f.name not in ("intra", "inter", "links", "attention")]
+        plain = [f for f in fields(self) if f.name not in (*_TABLES, "links", "attention")]
         lines = [f"{f.name} = {json.dumps(getattr(self, f.name))}" for f in plain]
-        for name in ("intra", "inter"):
+        for name in _TABLES:
             lines += ["", f"[{name}]", *_lines(getattr(self, name))]
         for source, target, link in self.links:
             lines += ["", "[[links]]", f"from = {source}", f"to = {target}", *_lines(link)]
@@ -180,5 +229,8 @@ class Topology:
         return "\n".join(lines) + "\n"
 
 
-def _lines(thing: Link | Speed) -> list[str]:
+_TABLES = ("intra", "inter", "host")
+
+
+def _lines(thing: Link | Speed | Host) -> list[str]:
     return [f"{f.name} = {getattr(thing, f.name)!r}" for f in fields(thing)]

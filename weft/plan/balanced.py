@@ -37,7 +37,8 @@ class Deals:
     def __init__(self, problem: Problem, mask: BlockMask, topology: Topology) -> None:
         check_fit(problem, mask, Mesh.of(ring=problem.ranks))
         self.problem, self.mask, self.topology = problem, mask, topology
-        pair_seconds = 4 * problem.head_dim * problem.batch / topology.flops
+        flops = topology.attention_flops(sparse=not mask.is_dense)
+        pair_seconds = 4 * problem.head_dim * problem.batch / flops
         self.cost = TileCost(
             pair=PAIR, tile=round(PAIR * problem.batch * topology.tile_seconds / pair_seconds)
         )

@@ -100,6 +100,7 @@ class Plan:
                 "more of its transfers are hidden": (second.seconds - max(second.timing.compute))
                 - (first.seconds - max(first.timing.compute))
             }
+            | {"fewer of its launches outlast its devices": second.timing.launching - first.timing.launching}
         )
         reason = max(gains, key=lambda gain: gains[gain])
         ahead = second.seconds / first.seconds - 1

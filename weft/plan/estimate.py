@@ -21,6 +21,7 @@ from weft.plan.balance import step_loads
 from weft.plan.roster import Deal
 from weft.plan.strategy import Strategy
 from weft.simulate.costs import ROW, shared_seconds
+from weft.simulate.critical import COPIES_OF_EXCHANGE
 
 
 class Way(NamedTuple):
@@ -76,6 +77,16 @@ def phase(topology: Topology, *flows: tuple[Way, float]) -> float:
     posts = 2 * topology.post_seconds * sum(way.messages for way, _ in real)
     latency = max((way.latency for way, _ in real), default=0.0)
     return latency + posts + sum(size * (way.byte + copy) for way, size in real)
+
+
+def launch_seconds(
+    topology: Topology, *, attends: int, posts: int, messages: int, collectives: int = 0
+) -> float:
+    """Of a host, that packs before an exchange and unpacks after it."""
+    copies = COPIES_OF_EXCHANGE * (posts + collectives)
+    return topology.host.seconds(
+        attends=attends, copies=copies, collectives=collectives, posts=posts, messages=messages
+    )
 
 
 def copy_seconds(topology: Topology) -> float:

@@ -8,14 +8,17 @@ cores have done all that its ranks compute and send.
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem
 from weft.core.schedule import Attend, Schedule
-from weft.core.topology import Topology
-from weft.program.steps import Attention, Gradient, Post, Step, Wait
+from weft.core.topology import Host, Topology
+from weft.program.steps import Attention, Cast, Copy, Fill, Gradient, Post, Program, Step, Wait
 
 ATTENTIONS = (Attention, Gradient)
+COPIES = (Copy, Cast, Fill)
+BACKWARD_WORK = 2.5  # FLOPs of a backward over those of its forward: five products instead of two
 ROW = 64  # queries that a kernel takes at a time where the mask has no blocks of its own
 
 
@@ -33,7 +36,7 @@ class Prices:
         seconds: dict[int, float] | None = None,
     ) -> None:
         self.schedule, self.topology, self.works, self.measured = schedule, topology, works, seconds
-        self.attend = AttendPrice(topology, *schedule.attention) if schedule.mask is not None else None
+        self.attend = attend_price(schedule, topology) if schedule.mask is not None else None
         self.byte_seconds = 2 / topology.memory_bandwidth if topology.memory_bandwidth else 0.0
 
     def seconds(self, step: Step) -> float:
@@ -70,11 +73,15 @@ class AttendPrice:
     its operands: queries and outputs, keys and values.
     """
 
-    def __init__(self, topology: Topology, problem: Problem, mask: BlockMask) -> None:
+    def __init__(
+        self, topology: Topology, problem: Problem, mask: BlockMask, *, backward: bool = False
+    ) -> None:
         self.topology, self.problem, self.mask = topology, problem, mask
         tiles = 0.0 if mask.is_dense else problem.batch / (mask.block_q * mask.block_k)
-        self.flops = 4 * problem.head_dim * problem.batch
-        self.pair_seconds = self.flops / topology.flops + tiles * topology.tile_seconds
+        self.flops = 4 * problem.head_dim * problem.batch * (BACKWARD_WORK if backward else 1)
+        dense, sparse = (topology.attention_flops(sparse=each, backward=backward) for each in (False, True))
+        self.pair_seconds = self.flops / sparse + tiles * topology.tile_seconds
+        self.dense_seconds = self.flops / dense + tiles * topology.tile_seconds
         self.row_seconds = topology.row_seconds * block_rows(problem, mask, 1, 1)
         cell = 2 * problem.row_elements * problem.item_bytes
         self.cell_seconds = cell / topology.memory_bandwidth if topology.memory_bandwidth else 0.0
@@ -86,7 +93,10 @@ class AttendPrice:
         if self.topology.attention and (speed := self.measured_speed(pairs, op)):
             return call + self.flops * pairs / speed
         cells = rows + kv.heads.size * kv.tokens.size
-        return call + max(self.pair_seconds * pairs, self.cell_seconds * cells)
+        # A call whose tiles are all active goes to the kernel for dense ones, whatever the mask is elsewhere.
+        dense = pairs >= rows * kv.tokens.size
+        pair_seconds = self.dense_seconds if dense else self.pair_seconds
+        return call + max(pair_seconds * pairs, self.cell_seconds * cells)
 
     def measured_speed(self, pairs: float, op: Attend) -> float | None:
         """FLOP/s of the nearest measured call, if one is within a factor of two in each of its sizes."""
@@ -105,6 +115,29 @@ class AttendPrice:
             if max(apart) <= 1:
                 found.append((sum(apart), row.flops))
         return min(found, key=lambda item: item[0])[1] if found else None
+
+
+def attend_price(schedule: Schedule, topology: Topology) -> AttendPrice:
+    """Return the prices of a schedule's attentions, in its direction."""
+    return AttendPrice(topology, *schedule.attention, backward=schedule.backward)
+
+
+def host_seconds(program: Program, host: Host) -> float:
+    """Return what the host takes to start all steps of a program, on the transport of GPUs."""
+    counts = Counter(map(type, program.steps))
+    peers = program.problem.ranks - 1
+    batches = [
+        len(step.sends) + len(step.receives)
+        for step in program.steps
+        if type(step) is Post and not len(step.sends) == len(step.receives) == peers
+    ]
+    return host.seconds(
+        attends=sum(counts[kind] for kind in ATTENTIONS),
+        copies=sum(counts[kind] for kind in COPIES),
+        collectives=counts[Post] - len(batches),
+        posts=len(batches),
+        messages=sum(batches),
+    )
 
 
 def block_rows(problem: Problem, mask: BlockMask, heads: float, tokens: float) -> float:

@@ -6,13 +6,16 @@ when its rank is free and its pieces are there. Cheaper than events, and blind t
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
+from itertools import chain
 
 from weft.core.schedule import Attend, Piece, Schedule
 from weft.core.topology import Topology
 from weft.schedule.measure import attend_works
-from weft.simulate.costs import AttendPrice, capped, send_seconds, shared_seconds
+from weft.simulate.costs import attend_price, capped, send_seconds, shared_seconds
+
+COPIES_OF_EXCHANGE = 2  # packed before it, unpacked after it
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,8 @@ class Timing:
     seconds: float
     compute: tuple[float, ...]
     sending: tuple[float, ...] = ()
+    launching: float = 0.0
+    """Seconds of them in which devices are done and a host is not: the plan is bound by launches."""
 
     @property
     def exposed(self) -> float:
@@ -32,12 +37,13 @@ class Timing:
 def critical_path(schedule: Schedule, topology: Topology, works: dict[int, int] | None = None) -> Timing:
     """`works` are those of `schedule.measure.attend_works`, if they are known already."""
     works = attend_works(schedule) if works is None else works
-    price = AttendPrice(topology, *schedule.attention) if schedule.mask is not None else None
+    price = attend_price(schedule, topology) if schedule.mask is not None else None
     ranks = range(schedule.problem.ranks)
     clock = [0.0 for _ in ranks]
     wire = [0.0 for _ in ranks]
     compute, sending = [0.0 for _ in ranks], [0.0 for _ in ranks]
     arrivals: dict[int, list[tuple[Piece, float]]] = defaultdict(list)
+    attends, collectives, posts, messages = ([0 for _ in ranks] for _ in range(4))
     for index, op in enumerate(schedule.ops):
         if isinstance(op, Attend):
             ready = [_ready(arrivals[op.rank], piece) for piece in (op.q, op.kv)]
@@ -45,7 +51,14 @@ def critical_path(schedule: Schedule, topology: Topology, works: dict[int, int] 
             seconds = price(works[index], op)
             clock[op.rank] = max(clock[op.rank], *ready) + seconds
             compute[op.rank] += seconds
+            attends[op.rank] += 1
             continue
+        for rank, ends in Counter(chain.from_iterable(op.messages)).items():
+            if ends == 2 * (len(ranks) - 1):
+                collectives[rank] += 1
+            else:
+                posts[rank] += 1
+                messages[rank] += ends
         for (src, dst), pieces in op.messages.items():
             start = max(clock[src], wire[src], *(_ready(arrivals[src], piece) for piece in pieces))
             size = sum(piece.num_bytes(schedule.problem) for piece in pieces)
@@ -58,8 +71,18 @@ def critical_path(schedule: Schedule, topology: Topology, works: dict[int, int] 
             arrivals[dst] += [(piece, there) for piece in pieces]
     for rank in ranks:
         clock[rank] = max([clock[rank], *(time for _, time in arrivals[rank])])
-    seconds = max(max(clock), shared_seconds(topology, compute, sending))
-    return Timing(seconds, tuple(compute), tuple(sending))
+    device = max(max(clock), shared_seconds(topology, compute, sending))
+    host = max(
+        topology.host.seconds(
+            attends=attends[rank],
+            copies=COPIES_OF_EXCHANGE * (collectives[rank] + posts[rank]),
+            collectives=collectives[rank],
+            posts=posts[rank],
+            messages=messages[rank],
+        )
+        for rank in ranks
+    )
+    return Timing(max(device, host), tuple(compute), tuple(sending), max(0.0, host - device))
 
 
 def _ready(arrivals: list[tuple[Piece, float]], wanted: Piece) -> float:

@@ -4,6 +4,10 @@ Every rank walks the steps of its program; what takes time is a task with so muc
 speed. Speeds change when tasks that share something come or go: the links of a device, the network of
 a machine, its cores. Shares are equal; what a task cannot use of its share is lost to the others.
 
+Where a host launches what a device computes, it runs ahead of it: attentions follow one another, layer by
+layer, and nothing on their way waits for the host. So one takes as long as its device or its host, whichever
+takes longer; the rest of a host's time is a span of its own, at the end.
+
 Devices that are processes on a CPU share its cores by lanes: a rank that computes is one, a rank that
 sends is another, and all lanes are equally fast.
 """
@@ -20,14 +24,15 @@ from weft.core.collector import without_collector
 from weft.core.errors import InputError
 from weft.core.schedule import Exchange, Schedule
 from weft.core.timeline import Span, Timeline
-from weft.core.topology import Topology
+from weft.core.topology import Host, Topology
 from weft.program.lower import lower_all
 from weft.program.steps import Post, Program, Step, Wait, span_name
 from weft.program.workspace import memory_of
 from weft.schedule.measure import attend_works
-from weft.simulate.costs import ATTENTIONS, Prices
+from weft.simulate.costs import ATTENTIONS, Prices, host_seconds
 from weft.simulate.sharing import Network, Task
 
+NO_HOST = Host()
 MEASURED = 64  # ranks up to which memory is worked out: it takes as long as all the rest
 
 
@@ -56,10 +61,21 @@ def simulate(
         programs = lower_all(schedule)
         run = _Run(schedule, Prices(schedule, topology, works, seconds), programs)
         spans = run.play()
+        if topology.host != NO_HOST:
+            spans += _launches(run.end, [host_seconds(program, topology.host) for program in programs])
         peaks = tuple(memory_of(p).total for p in programs) if memory and ranks <= MEASURED else ()
         del run, programs  # before the collector looks through a million steps that nobody needs
     return Timeline(
         schedule.name, ranks, spans, topology=topology.name, machines=topology.machines, memory=peaks
+    )
+
+
+def _launches(end: float, hosts: list[float]) -> tuple[Span, ...]:
+    """Return the time of each host that is left when all devices are done."""
+    return tuple(
+        Span(rank, "compute", "launch", "launches", end, host)
+        for rank, host in enumerate(hosts)
+        if host > end
     )
 
 
@@ -72,7 +88,8 @@ class _Run:
         self.prices, self.topology, self.cores = prices, prices.topology, prices.topology.cores
         self.walks: list[Iterator[Step]] = [iter(program.steps) for program in programs]
         """What each rank has yet to do."""
-        self.now = 0.0
+        self.now = self.end = 0.0
+        """Of the event at hand, and of the last one that counts."""
         self.events: list[tuple[float, int, int, Task]] = []
         self.count = 0
         ranks = range(len(programs))
@@ -109,6 +126,7 @@ class _Run:
         while events:
             self.now, _, version, task = heappop(events)
             if task.version == version:
+                self.end = self.now
                 if not version:
                     self._begin(task)
                 elif task.peer < 0:

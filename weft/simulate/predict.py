@@ -18,7 +18,10 @@ def predict(schedule: Schedule, topology: Topology, works: dict[int, int] | None
         return critical_path(schedule, topology, works)
     timeline = simulate(schedule, topology, works, memory=False)
     sending = np.zeros(timeline.ranks)
+    launching = 0.0
     for span in timeline.spans:
         if span.kind == "send":
             sending[span.rank] += span.seconds
-    return Timing(timeline.seconds, tuple(timeline.computing.tolist()), tuple(sending.tolist()))
+        elif span.kind == "launch":
+            launching = max(launching, span.seconds)
+    return Timing(timeline.seconds, tuple(timeline.computing.tolist()), tuple(sending.tolist()), launching)

@@ -45,8 +45,8 @@ def step(
     """One pass; a denoising step with guidance is two.
 
     `attention_seconds` is one layer's attention with its communication, as simulated.
-    Linear layers run at `linear_flops`; left out, as fast as attention: 61 % of the peak on the clusters
-    that have names. Text in the same attention is replicated, so every rank computes all of it.
+    Linear layers run at `linear_flops`; left out, as fast as dense attention. Text in the same attention is
+    replicated, so every rank computes all of it.
     """
     rows = -(-math.prod(grid) // topology.ranks)
     tokens, hidden = rows + model.text, model.hidden

@@ -12,7 +12,7 @@ from weft.core.partition import Partition
 from weft.core.problem import Problem
 from weft.core.schedule import Schedule
 from weft.core.topology import Topology
-from weft.plan.estimate import copy_seconds, phase, scattered, spread
+from weft.plan.estimate import copy_seconds, launch_seconds, phase, scattered, spread
 from weft.plan.roster import Deal
 from weft.plan.strategy import Strategy
 from weft.schedule.gather import gather
@@ -39,4 +39,8 @@ class Gather(Strategy):
             near, far = steps[:, :, 0].max(), steps[:, :, 1:].sum(axis=2).max(initial=0.0)
             return max(near, sent) + far + copy_seconds(topology) * widest * fetched, sent
 
-        return scattered(self, problem, topology, deal, fetch)
+        swaps = self.ulysses - 1
+        launches = launch_seconds(
+            topology, attends=2, collectives=1, posts=int(swaps > 0), messages=2 * swaps
+        )
+        return max(launches, scattered(self, problem, topology, deal, fetch))

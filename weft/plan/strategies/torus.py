@@ -11,7 +11,7 @@ from weft.core.partition import Partition
 from weft.core.problem import Problem
 from weft.core.schedule import Schedule
 from weft.core.topology import Topology
-from weft.plan.estimate import Way, moves, phase, sizes, spread
+from weft.plan.estimate import Way, launch_seconds, moves, phase, sizes, spread
 from weft.plan.roster import Deal
 from weft.plan.strategy import Strategy, most_machines
 from weft.schedule.torus import torus
@@ -75,7 +75,23 @@ class Torus(Strategy):
         way = spread(topology, self.mesh_on(topology), "ring", widest)
         moving = phase(topology, (way, rows + columns + rows))
         shared = shared_seconds(topology, compute.ravel().tolist(), [sent] * problem.ranks)
-        return float(max(staged + moving, shared))
+        return float(max(staged + moving, shared, self._launches(topology)))
+
+    def _launches(self, topology: Topology) -> float:
+        """Of what `_stages` goes through: queries pulled and sent back, stages of keys, rings of each."""
+        machines = topology.machines
+        torus = most_machines(self.ulysses, machines, topology.devices)
+        inside = self.ulysses // torus
+        hops = topology.devices // inside
+        rows, stages = (torus - 1) * self.chunks, (machines - 1) * self.chunks
+        late = stages if self.defer is None else min(self.defer, stages)
+        pulls, rings = 2 * rows + stages, (1 + stages) * (hops - 1)
+        return launch_seconds(
+            topology,
+            attends=hops * (2 * rows + stages + max(1, late)),
+            posts=4 + pulls + rings,
+            messages=2 * (pulls + rings + (torus + 3) * (inside - 1)),
+        )
 
 
 def _stages(

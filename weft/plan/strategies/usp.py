@@ -13,7 +13,7 @@ from weft.core.partition import Partition
 from weft.core.problem import Problem
 from weft.core.schedule import Schedule
 from weft.core.topology import Topology
-from weft.plan.estimate import neighbour, phase, scattered
+from weft.plan.estimate import launch_seconds, neighbour, phase, scattered
 from weft.plan.roster import Deal
 from weft.plan.strategy import Strategy
 from weft.schedule.usp import usp
@@ -48,4 +48,13 @@ class Usp(Strategy):
             slow = steps.max(axis=(0, 1))
             return sum(max(step, hop) for step in slow[:-1]) + slow[-1], hop * (self.ring - 1)
 
-        return scattered(self, problem, topology, deal, hops)
+        swaps, passes = self.ulysses - 1, self.ring - 1
+        between_all = 2 * (passes == 0 < swaps)
+        launches = launch_seconds(
+            topology,
+            attends=self.ring,
+            collectives=between_all,
+            posts=2 * (swaps > 0) + passes - between_all,
+            messages=4 * swaps * (passes > 0) + 2 * passes,
+        )
+        return max(launches, scattered(self, problem, topology, deal, hops))
