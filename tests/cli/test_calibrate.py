@@ -22,6 +22,7 @@ from weft.core.topology import Topology
         (("-o", "/"), "/ is a folder"),
         (("--ranks", "0"), "ranks=0"),
         (("--dtype", "int8"), "dtype 'int8' is not supported"),
+        (("--backend", "fa5"), "backend='fa5' is unknown"),
     ],
 )
 def test_mistakes_are_told_before_the_measuring(words, says, capsys, monkeypatch):
@@ -47,9 +48,12 @@ def pool(monkeypatch):
 def test_what_was_measured_is_written_and_said(pool, tmp_path, capsys):
     target = tmp_path / "two.toml"
     with pytest.raises(SystemExit) as ended:
-        main(["calibrate", "--ranks", "8", "--head-dim", "96", "--dtype", "bfloat16", "-o", str(target)])
+        main(
+            ["calibrate", "--ranks", "8", "--head-dim", "96", "--dtype", "bfloat16"]
+            + ["--backend", "exact", "-o", str(target)]
+        )
     assert ended.value.code == 0
-    assert pool == [{"head_dim": 96, "dtype": "bfloat16"}]
+    assert pool == [{"head_dim": 96, "dtype": "bfloat16", "backend": "exact"}]
     assert Topology.from_toml(target) == TWO
     said = capsys.readouterr().out
     assert all(

@@ -82,7 +82,8 @@ def test_a_target_or_a_model_that_is_not_there_is_refused_at_once(words, says, t
         (("--seed", "-1"), "seed=-1 is out of range"),
         (("--set", "steps"), "--set steps is not NAME=VALUE"),
         (("--image", "none.png"), "image=none.png"),
-        (("--dtype", "int8"), "dtype=int8"),
+        (("--dtype", "int8"), "dtype 'int8' is not supported"),
+        (("--backend", "fa5"), "backend='fa5' is unknown. Use one of auto, exact, flash"),
     ],
 )
 def test_mistyped_options_are_refused_at_once(words, says, models, tmp_path, capsys) -> None:

@@ -50,7 +50,8 @@ def engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
         (("--nodes", "2", "--master", "10.0.0.1:65536"), "10.0.0.1:65536"),
         (("--nodes", "2", "--master", "10.0.0.1:29500"), "--token-file"),
         (("--policy", "fifo"), "elastic, all, one"),
-        (("--dtype", "int8"), "float32, bfloat16, float16"),
+        (("--dtype", "int8"), "dtype 'int8' is not supported"),
+        (("--backend", "fa5"), "Use one of auto, exact, flash, cudnn, fa4"),
         (("--ttl", "24"), "ttl='24'"),
         (("--quota", "10 GO"), "quota='10 GO'"),
         (("--max-time", "10"), "max-time='10'"),
@@ -101,7 +102,13 @@ def test_words_become_settings(monkeypatch, engines, tmp_path) -> None:
     (made,) = engines
     assert (made.keep, made.quota, made.policy, made.queue, made.ranks) == (900.0, 3 * 2**29, "one", 3, 2)
     assert (made.max_time, made.max_step) == (600.0, 1.5)
-    assert made.options == {"name": "weft-shapes", "dtype": "float32", "plan": "auto", "mask": "sta"}
+    assert made.options == {
+        "name": "weft-shapes",
+        "dtype": "",
+        "plan": "auto",
+        "mask": "sta",
+        "backend": "auto",
+    }
     assert made.folder == tmp_path / "state" / "weft" / "serve" / "weft-shapes"
     assert (made.name, made.nodes) == ("weft-shapes", Nodes())
 

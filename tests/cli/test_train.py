@@ -55,6 +55,20 @@ def test_several_ranks_are_launched_with_this_command(recipe: Path, monkeypatch:
     assert asked == [(3, 600)], "a step and its checkpoint have time to end"
 
 
+def test_a_backend_is_checked_and_replaces_that_of_the_recipe(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(
+        "weft.train.trainer.train", lambda recipe, *_, **__: asked.append(recipe.parallel.backend)
+    )
+    for options in ((), ("--backend", "triton")):
+        assert ended(recipe, *options, "--out", tmp_path) == 0
+    assert asked == ["auto", "triton"]
+    assert ended(recipe, "--backend", "fa5") == 2
+    assert "Use one of auto, exact, flash" in capsys.readouterr().err
+
+
 def test_no_ranks_train_nothing(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert ended(recipe, "--ranks", "0") == 2
     assert "--ranks must be >= 1, got 0." in capsys.readouterr().err

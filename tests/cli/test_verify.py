@@ -23,6 +23,8 @@ def call(*words: str) -> int:
         (("--plan", "nosuch"), "There is no strategy 'nosuch'."),
         (("--plan", "usp:1x2", "--ranks", "2,3"), "usp:1x2 needs 2 ranks; there are 3."),
         (("--dtype", "int8"), "dtype 'int8' is not supported."),
+        (("--backend", "fa5"), "backend='fa5' is unknown."),
+        (("--device", "tpu"), "--device tpu is unknown."),
         (("--tokens", "0"), "tokens=0 is no size."),
         (("--ranks", "two"), "ranks='two' is not a list of counts."),
     ],

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tests.models.toys import normal, on_ranks, seeded
 from weft.core.errors import InputError
+from weft.models import guidance
 from weft.models.guidance import Guidance, Halves
 from weft.run.comm.threads import ThreadComm, _Board
 from weft.run.pool import Pool
@@ -465,3 +466,22 @@ def test_pipelines(transformer: Callable[[], Any], runs: list[tuple[int, int]]) 
     for found, found_runs in on_halves(4, job, model):
         assert (found - expected).abs().max() <= 1e-6 * expected.abs().max()
         assert found_runs == runs
+
+
+@pytest.mark.parametrize(("inference", "expected"), [(False, [2]), (True, [3])])
+def test_arguments_are_compared_with_one_read_of_a_device(
+    inference: bool,  # noqa: FBT001
+    expected: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A read of a GPU waits for all that was launched on it."""
+    reads: list[int] = []
+    stack = torch.stack
+    monkeypatch.setattr(guidance.torch, "stack", lambda claims: reads.append(len(claims)) or stack(claims))
+    with torch.inference_mode() if inference else torch.no_grad():
+        time = torch.tensor([3.0])
+        first, second = ({"a": PROMPT.clone(), "b": PROMPT.clone(), "time": time.expand(4)} for _ in range(2))
+        before = guidance._Call.of((), first, [])
+        assert before.differences(guidance._Call.of((), second, [])) == []
+        assert reads == expected, "views of the same memory need no read"
+        assert before.differences(guidance._Call.of((), second | {"b": PROMPT + 1}, [])) == [1]

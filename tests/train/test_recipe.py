@@ -34,6 +34,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "cubes that overflow": ({"sparse": {"cube": [2**40] * 3}}, "from 1 to 65,536"),
     "cubes of too many tokens": ({"sparse": {"cube": [2**10] * 3}}, "from 1 to 65,536"),
     "blocks of less than one key": ({"sparse": {"block_k": -1}}, "from 1 to 65,536"),
+    "a kernel that is not there": ({"parallel": {"backend": "fa5"}}, "auto, exact, flash"),
     "costs of no tokens": ({"sparse": {"cost_tokens": -1}}, "from 0 to"),
     "a predictor that unlearns": ({"sparse": {"rate": -1.0}}, "0 or more"),
 }

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weft.cli.options import Dtype, HeadDim, Json
+from weft.cli.options import Backend, DeviceDtype, HeadDim, Json
 from weft.core.codec import to_plain
 from weft.core.errors import InputError
 from weft.core.files import check_place, writing
-from weft.core.problem import check_dtype
 
 if TYPE_CHECKING:
     from weft.core.topology import Topology
@@ -26,15 +25,15 @@ def run(
     ] = 2,
     out: Annotated[Path, typer.Option("--out", "-o", help="The TOML to write.")] = Path("topology.toml"),
     head_dim: HeadDim = 64,
-    dtype: Dtype = "float32",
+    dtype: DeviceDtype = "",
+    backend: Backend = "auto",
     as_json: Json = False,
 ) -> None:
     """Measure links and the attention kernel, in under a minute; then: weft plan --topology topology.toml."""
-    check_dtype(dtype)
     if ranks < 1 or head_dim < 1:
         raise InputError(f"ranks={ranks}, head_dim={head_dim}.", hint="Both are 1 or more.")
     check_place(out, hint="Give another --out.")  # before the measuring, not after it
-    found = _measure(ranks, head_dim, dtype)
+    found = _measure(ranks, {"head_dim": head_dim, "dtype": dtype, "backend": backend})
     if found is None:  # another rank writes
         return
     with writing(out, hint="Give another --out."):
@@ -42,7 +41,7 @@ def run(
     typer.echo(json.dumps(to_plain(found), indent=2) if as_json else _words(found, out))
 
 
-def _measure(ranks: int, head_dim: int, dtype: str) -> Topology | None:
+def _measure(ranks: int, how: dict[str, Any]) -> Topology | None:
     from rich.console import Console
 
     from weft.run.calibrate import calibrate
@@ -51,10 +50,10 @@ def _measure(ranks: int, head_dim: int, dtype: str) -> Topology | None:
 
     if is_launched():
         rank = world_of(None, 60.0).comm.rank
-        found = calibrate(head_dim=head_dim, dtype=dtype, machines=machines())
+        found = calibrate(**how, machines=machines())
         return found if rank == 0 else None
     with Console(stderr=True).status("measuring links and kernel …"), Pool(ranks) as pool:
-        return pool.run(partial(calibrate, head_dim=head_dim, dtype=dtype))[0]
+        return pool.run(partial(calibrate, **how))[0]
 
 
 def _words(found: Topology, out: Path) -> str:

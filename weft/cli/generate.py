@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weft.cli.numbers import sizes
-from weft.cli.options import Json
+from weft.cli.options import Backend, DeviceDtype, Json
 from weft.cli.packages import need
 from weft.core.errors import InputError
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from weft.models.request import Request
 
 SEEDS = 2**31
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 def run(
@@ -44,8 +43,9 @@ def run(
         list[str] | None, typer.Option("--set", help="NAME=VALUE, an argument of this pipeline; repeatable.")
     ] = None,
     tiling: Annotated[bool, typer.Option("--tiling", help="Decode in tiles, each on one rank.")] = False,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    dtype: DeviceDtype = "",
     plan: Annotated[str, typer.Option(help="How attention is split; see weft plan.")] = "auto",
+    backend: Backend = "auto",
     mask: Annotated[str | None, typer.Option(help="Sparse attention: sta, svg, radial, topk:0.2, …")] = None,
     cfg: Annotated[str, typer.Option(help="Guidance on two halves of the ranks: auto, on, off.")] = "auto",
     check: Annotated[str, typer.Option(help="first: prove rows of the first step; or none.")] = "first",
@@ -64,19 +64,18 @@ def run(
     media.check_target(out)
     model_dir, prompt = _asked(first, second)
     checkpoint.check(model_dir)
-    if ranks < 1 or (image is not None and not image.is_file()) or dtype not in DTYPES:
-        raise InputError(
-            f"ranks={ranks}, image={image}, dtype={dtype}.",
-            hint=f"Ranks are 1 or more, an image is a file, dtype is one of {', '.join(DTYPES)}.",
-        )
+    if ranks < 1 or (image is not None and not image.is_file()):
+        raise InputError(f"ranks={ranks}, image={image}.", hint="Ranks are 1 or more, an image is a file.")
     check_packages(out, own=checkpoint.is_own(model_dir))
     from weft.models.request import Request
+    from weft.run.devices import default_dtype
 
     width, height = sizes(size, "width x height", "832x480") if size else (None, None)
     request = Request(
         model=model_dir, prompt=prompt, out=out, seed=_seed(seed), width=width, height=height, frames=frames,
         steps=steps, negative=negative, guidance=guidance, image=image, fps=fps, more=_more(more or []),
-        tiling=tiling, dtype=dtype, plan=plan, mask=mask, cfg=cfg, check=check, quiet=as_json,
+        tiling=tiling, dtype=dtype or default_dtype(), plan=plan, mask=mask, cfg=cfg, check=check,
+        backend=backend, quiet=as_json,
     )  # fmt: skip
     made = _generate(request, ranks)
     if made is not None:

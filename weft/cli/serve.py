@@ -6,15 +6,14 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from weft.cli import nodes as node_options
-from weft.cli.generate import DTYPES
 from weft.cli.numbers import amount, duration
+from weft.cli.options import Backend, DeviceDtype
 from weft.cli.packages import need
 from weft.core.errors import InputError
 
@@ -76,8 +75,9 @@ def run(
     quota: Annotated[str, typer.Option(help="Disk space for results.")] = "10GiB",
     data: Data = None,
     policy: Policy = "elastic",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    dtype: DeviceDtype = "",
     plan: Annotated[str, typer.Option(help="How attention is split; see weft plan.")] = "auto",
+    backend: Backend = "auto",
     mask: Annotated[str | None, typer.Option(help="Sparse attention: sta, svg, radial, topk:0.2, …")] = None,
     nodes: node_options.Count = 1,
     node: node_options.Node = 0,
@@ -91,7 +91,7 @@ def run(
     """Serve a model: /v1/videos and /v1/images as OpenAI's clients know them, and a page at /.
 
     weft serve                                             the small model that comes with weft, on 2 ranks
-    weft serve ./Wan2.1-T2V-1.3B-Diffusers --ranks 8 --dtype bfloat16
+    weft serve ./Wan2.1-T2V-1.3B-Diffusers --ranks 8
 
     Jobs survive lost ranks and a restart with the same --data. The first Ctrl-C or SIGTERM finishes what
     runs, for at most 20 s, and keeps the rest; a second ends at once. Logs are JSON on stderr.
@@ -101,8 +101,7 @@ def run(
     directory = (model or checkpoint.shipped()).resolve()
     checkpoint.check(directory)
     _check_packages(own=checkpoint.is_own(directory))
-    _check_numbers(ranks=ranks, port=port, max_queue=max_queue)
-    _check_words(policy=(policy, POLICIES), dtype=(dtype, DTYPES))
+    _check_options(policy, ranks=ranks, port=port, max_queue=max_queue)
     from weft.serve.settings import Settings
 
     name = _name(served_name, directory, own=model is None)
@@ -111,7 +110,7 @@ def run(
         queue=max_queue, keep=duration(ttl, "ttl"), quota=amount(quota, "quota"),
         max_time=duration(max_time, "max-time") if max_time else None,
         max_step=duration(max_step, "max-step") if max_step else None,
-        options={"name": name, "dtype": dtype, "plan": plan, "mask": mask},
+        options={"name": name, "dtype": dtype, "plan": plan, "mask": mask, "backend": backend},
         nodes=node_options.nodes_of(nodes, node, master, token_file, interface, (tls_cert, tls_key)),
     )  # fmt: skip
     if node:
@@ -124,12 +123,6 @@ def _check_packages(*, own: bool) -> None:
     need(*PACKAGES, extra="serve")
     if not own:
         need("diffusers", "transformers", "accelerate")
-
-
-def _check_words(**options: tuple[str, Sequence[str]]) -> None:
-    for name, (given, known) in options.items():
-        if given not in known:
-            raise InputError(f"--{name} {given} is unknown.", hint=f"It is one of {', '.join(known)}.")
 
 
 def _serve(settings: Settings, at: tuple[str, int], key_file: Path | None, *, log_prompts: bool) -> None:
@@ -181,7 +174,9 @@ def _join(settings: Settings) -> None:
             print("weft: the ranks here have ended, as is said above; they are started again", flush=True)
 
 
-def _check_numbers(*, ranks: int, port: int, max_queue: int) -> None:
+def _check_options(policy: str, *, ranks: int, port: int, max_queue: int) -> None:
+    if policy not in POLICIES:
+        raise InputError(f"--policy {policy} is unknown.", hint=f"It is one of {', '.join(POLICIES)}.")
     if min(ranks, max_queue) < 1 or not 0 <= port < 2**16:
         raise InputError(
             f"--ranks {ranks} --port {port} --max-queue {max_queue} is not a server.",

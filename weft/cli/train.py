@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from weft.cli import nodes as node_options
+from weft.cli.options import Backend
 from weft.cli.packages import need
 from weft.core.errors import InputError, WeftError
 
@@ -24,6 +25,7 @@ def run(
     ] = None,
     ranks: Annotated[int, typer.Option(help="Ranks to start here; under torchrun its world is used.")] = 1,
     steps: Annotated[int | None, typer.Option(help="Another number of steps than the recipe's.")] = None,
+    backend: Backend = "",
     quiet: Annotated[bool, typer.Option("--quiet", help="No live line; the log has everything.")] = False,
     nodes: node_options.Count = 1,
     node: node_options.Node = 0,
@@ -48,6 +50,8 @@ def run(
     said = Recipe.load(recipe)
     if steps is not None:
         said = replace(said, train=replace(said.train, steps=steps))
+    if backend:
+        said = replace(said, parallel=replace(said.parallel, backend=backend))
     folder = out or Path("runs") / recipe.stem
     if ranks < 1:
         raise InputError(f"--ranks must be >= 1, got {ranks}.")

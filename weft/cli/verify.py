@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weft.cli.numbers import counts
-from weft.cli.options import Dtype, HeadDim, Heads, Json
+from weft.cli.options import Backend, DeviceDtype, HeadDim, Heads, Json
 from weft.core.errors import CommError, InputError
-from weft.core.problem import check_dtype
 from weft.plan.choose import usp_names
 from weft.plan.strategies import parse, short_names
 
@@ -36,7 +35,9 @@ def run(
     heads: Heads = 6,
     kv_heads: Annotated[int, typer.Option(help="Key/value heads; 0 means as many as query heads.")] = 0,
     head_dim: HeadDim = 32,
-    dtype: Dtype = "float32",
+    dtype: DeviceDtype = "",
+    backend: Backend = "auto",
+    device: Annotated[str, typer.Option(help="cuda or cpu; by default GPUs, if there are any.")] = "",
     plan: Annotated[str, typer.Option(help="One plan, such as usp:2x2, instead of all of them.")] = "",
     strategy: Annotated[str, typer.Option(hidden=True)] = "",
     as_json: Json = False,
@@ -45,19 +46,21 @@ def run(
 
     What the ranks run is proved free of races and deadlocks, step by step.
 
-    With a checkpoint directory: the outputs of its transformers, in float32 on a few tokens of noise.
+    With a checkpoint directory: the outputs of its transformers on CPUs, in float32 on a few tokens.
     """
     plan, worlds = plan or strategy, counts(ranks, "ranks")
     for world in worlds:  # before any rank is started
         if plan not in ("", "auto"):
             parse(plan, world)
     if model_dir is not None:
-        return _verify_model(model_dir, worlds, plan or "auto", as_json=as_json)
-    check_dtype(dtype)
+        return _verify_model(model_dir, worlds, plan or "auto", backend, as_json=as_json)
+    if device not in ("", "cpu", "cuda"):
+        raise InputError(f"--device {device} is unknown.", hint="It is cuda or cpu.")
     sizes = {"tokens": tokens, "heads": heads, "kv_heads": kv_heads or heads, "head_dim": head_dim}
     if bad := [f"{name}={size}" for name, size in sizes.items() if size < 1]:
         raise InputError(f"{bad[0]} is no size.", hint="Sizes are 1 or more.")
-    outcomes = _outcomes(worlds, sizes | {"dtype": dtype}, plan, quiet=as_json)
+    how = {"dtype": dtype, "backend": backend, "device": device}
+    outcomes = _outcomes(worlds, sizes | how, plan, quiet=as_json)
     rows = [
         {"ranks": world, **asdict(trial), **asdict(outcome), "holds": outcome.holds}
         for world, trial, outcome in outcomes
@@ -68,12 +71,18 @@ def run(
 def _outcomes(
     worlds: list[int], sizes: dict[str, Any], plan: str, *, quiet: bool
 ) -> Iterator[tuple[int, Trial, Outcome]]:
+    import torch
     from rich.console import Console
 
     from weft.cli.ranks import told_once
     from weft.run.check import Trial, check
+    from weft.run.devices import default_dtype
     from weft.run.pool import Pool
 
+    sizes["device"] = sizes["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
+    on_gpus = sizes["device"] == "cuda"
+    sizes["dtype"] = sizes["dtype"] or (default_dtype() if on_gpus else "float32")
+    block = 64 if on_gpus else 16  # kernels of GPUs have no smaller ones
     with told_once(), Console(stderr=True, quiet=quiet).status("starting ranks …") as status:
         for world in worlds:
             names = [plan] if plan else ["auto", *short_names(), *usp_names(world)[1:-1], *BALANCED]
@@ -81,7 +90,7 @@ def _outcomes(
                 for name in names:
                     for density, prefix in ((None, 0), (0.3, 0), (None, 7)):
                         status.update(f"{world} ranks · {name}")
-                        extra = {"density": density, "block": 16, "prefix": min(prefix, sizes["tokens"])}
+                        extra = {"density": density, "block": block, "prefix": min(prefix, sizes["tokens"])}
                         trial = Trial(**sizes, asked=name, **extra)
                         yield world, trial, check(pool, trial)
 
@@ -100,7 +109,7 @@ def _tell(
         raise CommError(f"{len(failed)} of {len(rows)} checks differ from one rank by more than they may.")
 
 
-def _verify_model(model: Path, worlds: list[int], plan: str, *, as_json: bool) -> None:
+def _verify_model(model: Path, worlds: list[int], plan: str, backend: str, *, as_json: bool) -> None:
     from rich.console import Console
 
     from weft.cli.ranks import model_ranks, run_once
@@ -115,7 +124,7 @@ def _verify_model(model: Path, worlds: list[int], plan: str, *, as_json: bool) -
                 for part in checkpoint.transformers(model):
                     status.update(f"{world} ranks · {part}")
                     run_once(pool, equal.alone, model, part, call)
-                    found = run_once(pool, equal.compare, model, part, call, plan)
+                    found = run_once(pool, equal.compare, model, part, call, plan, backend)
                     worst = max(found, key=lambda one: one.error)
                     row = {**asdict(worst), "sent": max(one.sent for one in found)}
                     row |= {"tolerance": equal.TOLERANCE, "holds": worst.error <= equal.TOLERANCE}

@@ -95,11 +95,11 @@ def alone(directory: Path, part: str, call: Call) -> None:
 
 
 @torch.no_grad()
-def compare(directory: Path, part: str, call: Call, plan: str) -> Compared:
+def compare(directory: Path, part: str, call: Call, plan: str, backend: str = "auto") -> Compared:
     """The same with all ranks."""
     model, expected = _known[directory, part]
     comm, meter = world_of(None, 60.0).comm, Meter()
-    parallelize(model, plan=plan, cfg="off")  # two ranks would split nothing but the batch
+    parallelize(model, plan=plan, backend=backend, cfg="off")  # two ranks would split nothing but the batch
     before = comm.bytes_sent
     try:
         with trace.watched_by(meter):

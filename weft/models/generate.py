@@ -40,7 +40,7 @@ def generate(request: Request) -> dict[str, Any]:
     pipe = _pipeline(request)
     if comm.size > 1:
         dist.barrier()  # of a process group that is patient; other waits are bounded
-    options = {"plan": request.plan, "mask": request.mask, "cfg": request.cfg, "check": request.check}
+    options = {name: getattr(request, name) for name in ("plan", "mask", "cfg", "check", "backend")}
     regions = list(parallelize(pipe, **options)._weft.regions.values())
     sparse = [sparsity for region in regions if (sparsity := getattr(region, "sparsity", None))]
     proofs = [proof for region in regions if (proof := getattr(region, "proof", None))]
@@ -111,6 +111,7 @@ def _about(request: Request, ranks: int, plans: list[str]) -> dict[str, Any]:
     versions = {name: version(name) for name in packages if find_spec(name)}
     asked = (
         "negative", "width", "height", "frames", "steps", "guidance", "fps", "mask", "dtype", "cfg",
+        "backend",
     )  # fmt: skip
     options = {name: getattr(request, name) for name in asked}
     return {

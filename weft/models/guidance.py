@@ -214,11 +214,9 @@ class _Call:
         """The leaves, of some or all, in which a later call differs; None if it differs in more."""
         if self.spec != later.spec or self.settings != later.settings:
             return None
-        return [
-            at
-            for at in (range(len(self.leaves)) if among is None else among)
-            if not _is_same(self.leaves[at], self._marks[at], later.leaves[at])
-        ]
+        places = list(range(len(self.leaves)) if among is None else among)
+        same = _read([_is_same(self.leaves[at], self._marks[at], later.leaves[at]) for at in places])
+        return [at for at, is_same in zip(places, same, strict=True) if not is_same]
 
 
 def _mark(leaf: Any) -> Any:
@@ -228,13 +226,29 @@ def _mark(leaf: Any) -> Any:
     return leaf.clone() if leaf.is_inference() else leaf._version
 
 
-def _is_same(before: Any, mark: Any, now: Any) -> bool:
+def _is_same(before: Any, mark: Any, now: Any) -> bool | Tensor:
+    """Whether a leaf is what it was; a tensor of one bool where only its values tell."""
     if not isinstance(before, Tensor) or not isinstance(now, Tensor):
         return type(before) is type(now) and before == now
-    if not (torch.equal(before, mark) if isinstance(mark, Tensor) else before._version == mark):
+    if (before.shape, before.dtype, before.device) != (now.shape, now.dtype, now.device):
         return False
-    alike = before.shape == now.shape and before.dtype == now.dtype and before.device == now.device
-    return before is now or (alike and torch.equal(before, now))
+    if isinstance(mark, Tensor):
+        is_unwritten = (before == mark).all()
+        return is_unwritten if before is now else is_unwritten & (before == now).all()
+    if before._version != mark:
+        return False
+    # Views of the same memory, as of an expanded timestep, are other objects with the same values.
+    return before is now or before.is_set_to(now) or (before == now).all()
+
+
+def _read(claims: list[bool | Tensor]) -> list[bool]:
+    """Read the claims of a device all at once: a GPU is waited for once a call, if at all."""
+    asked: dict[int, Tensor] = {at: claim for at, claim in enumerate(claims) if isinstance(claim, Tensor)}
+    found: dict[int, bool] = {}
+    for device in {claim.device for claim in asked.values()}:
+        here = {at: claim for at, claim in asked.items() if claim.device == device}
+        found |= zip(here, torch.stack([*here.values()]).tolist(), strict=True)
+    return [found.get(at, claim is True) for at, claim in enumerate(claims)]
 
 
 def _may_be_cached(arguments: Any) -> bool:

@@ -50,6 +50,7 @@ class Request:
     mask: str | None = None
     cfg: str = "auto"
     check: str = "first"
+    backend: str = "auto"
     quiet: bool = False
 
 

@@ -18,9 +18,11 @@ from weft.core.codec import from_plain, to_plain
 from weft.core.topology import LOOPBACK, Link, Topology
 from weft.masks.random import random_mask
 from weft.run.attention import attention
+from weft.run.devices import check_devices, default_dtype
 from weft.run.devices import device as here
 from weft.run.exchange import broadcast_json
 from weft.run.kernels import choose
+from weft.run.kernels.rules import Work
 from weft.run.kernels.tiles import Tiles
 from weft.run.launch import usable_cores
 from weft.run.world import world_of
@@ -33,18 +35,26 @@ IN_PLACE = 1e12  # bytes/s of what is not moved at all
 TIMEOUT = 60.0  # as attention has it, so that it is the same world
 
 
-def calibrate(*, head_dim: int = 64, dtype: str = "float32", machines: int = 1) -> Topology:
-    """Links inside and between machines, and what attention costs on one device of each."""
+def calibrate(*, head_dim: int = 64, dtype: str = "", backend: str = "auto", machines: int = 1) -> Topology:
+    """Links inside and between machines, and what attention costs on one device of each.
+
+    Left out, dtype is that in which commands load models there: bfloat16 on GPUs.
+    """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     devices = ranks // machines
     device = here()
+    if ranks > 1:  # the first messages are those of two ranks, and NCCL needs all to connect any
+        comm = world_of(None, TIMEOUT).comm
+        check_devices(comm, device)
+        comm.warm_up(device)
     intra = measure_link(0, 1, device) if devices > 1 else LOOPBACK
     inter = measure_link(0, devices, device) if machines > 1 else intra
     cores = usable_cores() if device.type == "cpu" else 0
     # Cores that are all busy share caches and memory, and a schedule keeps them all busy.
     kernel, memory = Kernel(), 0.0
     if ranks == 1 or dist.get_rank() < min(devices, cores or 1):
-        kernel, memory = measure_kernel(head_dim, dtype, device), measure_memory(device)
+        kernel = measure_kernel(head_dim, dtype or default_dtype(), device, backend)
+        memory = measure_memory(device)
     call = kernel.call
     if ranks > 1:
         call = max(call, measure_call(ranks, intra, device) * min(1.0, cores / devices if cores else 1.0))
@@ -169,9 +179,10 @@ class Kernel(NamedTuple):
     row: float = 0.0
 
 
-def measure_kernel(head_dim: int, dtype: str, device: torch.device) -> Kernel:
+def measure_kernel(head_dim: int, dtype: str, device: torch.device, backend: str = "auto") -> Kernel:
     """All tiles, a quarter and a sixteenth of them, in turns: a machine's speed changes by the second."""
-    kernel = choose("auto", dtype, str(device))
+    work = Work(sparse=True, backward=False, head_dim=head_dim, dtype=dtype, block_q=BLOCK, block_k=BLOCK)
+    kernel = choose(backend, dtype, str(device), work)
     draw = [torch.randn(1, HEADS, TOKENS, head_dim, device=device) for _ in range(3)]
     q, k, v = (x.to(getattr(torch, dtype)) for x in draw)
     one_q, one_k, one_v = (x[:, :1, :BLOCK] for x in (q, k, v))

@@ -21,6 +21,7 @@ from weft.masks.random import random_mask
 from weft.plan.choose import build
 from weft.program.prove import prove_schedule
 from weft.run.attention import attention
+from weft.run.devices import device
 from weft.run.kernels.reference import Reference
 from weft.run.kernels.tiles import Tiles
 from weft.run.pool import Pool
@@ -47,6 +48,9 @@ class Trial:
     prefix: int = 0
     rounds: int = 1
     seed: int = 0
+    backend: str = "auto"
+    device: str = "cpu"
+    """cuda: each rank computes on its GPU; the reference is computed on the CPU."""
 
     def mask(self) -> BlockMask:
         if self.density is None:
@@ -126,7 +130,8 @@ def _run_rank(trial: Trial) -> _Part:
     comm = world_of(None, 60.0).comm
     layout = Layout.even(trial.tokens, comm.size, prefix=trial.prefix)
     rows = torch.from_numpy(layout.order(comm.rank))
-    *inputs, grad = (x[:, :, rows] for x in trial.tensors())
+    place = device() if trial.device == "cuda" else torch.device("cpu")
+    *inputs, grad = (x[:, :, rows].to(place) for x in trial.tensors())
     if comm.rank:
         # The loss counts replicated rows once, on rank 0.
         grad[:, :, : trial.prefix] = 0
@@ -135,15 +140,16 @@ def _run_rank(trial: Trial) -> _Part:
     sent = 0
     for _ in range(trial.rounds + 1):
         before, start = comm.bytes_sent, time.perf_counter()
-        attention(*inputs, plan=schedule)
+        attention(*inputs, plan=schedule, backend=trial.backend)
+        if place.type == "cuda":
+            torch.cuda.synchronize(place)
         seconds.append(time.perf_counter() - start)
         sent = comm.bytes_sent - before
     leaves = [x.requires_grad_() for x in inputs]
-    out = attention(*leaves, plan=schedule)
+    out = attention(*leaves, plan=schedule, backend=trial.backend)
     out.backward(grad)
-    grads = [x.grad for x in leaves if x.grad is not None]
-    name = schedule.name
-    return _Part([out.detach(), *grads], statistics.median(seconds[1:]), sent, name)
+    tensors = [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
+    return _Part([x.cpu() for x in tensors], statistics.median(seconds[1:]), sent, schedule.name)
 
 
 def _schedule(trial: Trial, layout: Layout) -> Schedule:

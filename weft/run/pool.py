@@ -64,7 +64,7 @@ class RankFailure(CommError):  # noqa: N818 - a failure of ranks, told by its `f
 
 
 class Pool:
-    """`size` local ranks in one gloo process group, ready when the constructor returns.
+    """`size` local ranks in one process group, ready when the constructor returns.
 
     `timeout` is that of the process group. `limit` bounds a whole run; without one, a run in which
     no rank fails takes as long as it needs. `transport` is WEFT_TRANSPORT, by default this process's.
@@ -211,7 +211,7 @@ class _Ranks:
             self._processes.append(process)
             self._pipes.append(pipe)
         # First all get ready: the time-out of one must not run out while another imports torch.
-        self.tell([call(get_ready, threads, transport)] * self._size)
+        self.tell([call(get_ready, rank, self._size, threads, transport) for rank in range(self._size)])
         if failures := failures_in(self.answers(timeout + REPLY_SECONDS, inf)):
             return failures
         world = (self._size, timeout, self._directory)

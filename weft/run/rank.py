@@ -114,10 +114,11 @@ def call(fn: Callable[..., Any], *args: Any) -> bytes:
     return pickle.dumps((sys.path, pickled))
 
 
-def get_ready(threads: int, transport: str) -> None:
+def get_ready(rank: int, size: int, threads: int, transport: str) -> None:
     """The first call of every rank."""
     import torch
 
+    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}  # by which a rank finds its GPU
     os.environ["WEFT_TRANSPORT"] = transport
     os.environ["OMP_NUM_THREADS"] = str(threads)  # for what a rank may start itself
     os.environ["GLOO_SOCKET_IFNAME"] = network.LOOPBACK  # also if the user's own is for several machines
@@ -126,11 +127,13 @@ def get_ready(threads: int, transport: str) -> None:
 
 def join_world(rank: int, size: int, timeout: float, directory: str) -> None:
     """The second call of every rank."""
+    import torch
     import torch.distributed as dist
 
     meeting = f"file://{directory}/store"
     limit = timedelta(seconds=timeout)
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size, timeout=limit)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=size, timeout=limit)
 
 
 def meet(seconds: float) -> None:

@@ -29,7 +29,7 @@ from weft.models.guidance import Halves
 from weft.models.parallelize import parallelize, restore
 from weft.models.resume import remember_prompts
 from weft.run.channel import Channel
-from weft.run.devices import device
+from weft.run.devices import default_dtype, device
 from weft.run.listener import Tunnel, listen
 from weft.run.secure import Address, connect
 from weft.run.stores import file_store, open_store, serve_store
@@ -183,7 +183,7 @@ class Worker:
 
     def load(self, folder: Path, name: str) -> None:
         """Then make something small on each group, so that the first who asks does not wait for that."""
-        dtype = getattr(torch, self.options.get("dtype") or "float32")
+        dtype = getattr(torch, self.options.get("dtype") or default_dtype())
         pipe = checkpoint.load_pipeline(folder, dtype=dtype)
         pipe.set_progress_bar_config(disable=True)
         pipe = pipe.to(device())
@@ -232,12 +232,12 @@ class Worker:
 
     def _how(self, ranks: tuple[int, ...]) -> dict[str, Any]:
         """By whole heads and torch's kernel, weft's own model makes the same bits on any number of CPUs."""
-        how = {"plan": "auto", "mask": None, "cfg": "auto"}
+        how = {"plan": "auto", "mask": None, "cfg": "auto", "backend": "auto"}
         how |= {name: self.options[name] for name in how if self.options.get(name)}
-        is_exact = (
-            self.model.is_own and not torch.cuda.is_available() and len(ranks) <= self.model.facts["heads"]
-        )
-        return {**how, "plan": "ulysses", "backend": "exact"} if how["plan"] == "auto" and is_exact else how
+        is_free = self.model.is_own and how["plan"] == how["backend"] == "auto"
+        if is_free and not torch.cuda.is_available() and len(ranks) <= self.model.facts["heads"]:
+            how |= {"plan": "ulysses", "backend": "exact"}
+        return how
 
 
 def _join() -> tuple[int, dict[tuple[int, ...], Any]]:

@@ -84,6 +84,7 @@ class Costs:
         dim: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device = CPU,
+        backend: str = "auto",
         *,
         part: SparsePart,
         world: World | None = None,
@@ -91,11 +92,13 @@ class Costs:
         """All ranks at the same time, also inside a forward; once for a size, in a second or two."""
         world = world or world_of(None, 60.0)
         tokens = part.cost_tokens or tokens
-        key = tokens, heads, dim, dtype, device, part.cube, part.block_k, part.method, part.rank, part.rows
+        kind = part.cube, part.block_k, part.method, part.rank, part.rows
+        key = tokens, heads, dim, dtype, device, backend, kind
         known = _known.setdefault(world, {})
         if key not in known:
             with _apart():
-                found = [*_kernels(tokens, dim, dtype, device, part), _selection(tokens, dim, device, part)]
+                found = list(_kernels(tokens, dim, dtype, device, part, backend))
+                found.append(_selection(tokens, dim, device, part))
                 found.append(_planning(tokens, heads, device, part, world))
             agreed = world.comm.gather_numbers([round(seconds * PICO) for seconds in found])[0]
             known[key] = Costs(tokens, heads, world.comm.size, *(number / PICO for number in agreed))
@@ -123,13 +126,13 @@ def blocks_of(part: SparsePart) -> tuple[int, int]:
 
 
 def _kernels(
-    tokens: int, dim: int, dtype: torch.dtype, device: torch.device, part: SparsePart
+    tokens: int, dim: int, dtype: torch.dtype, device: torch.device, part: SparsePart, backend: str
 ) -> tuple[float, float, float]:
     """(full, head, share)"""
     length = min(tokens, LENGTH)
     q, k, v = (_draw(1, 1, length, dim).to(device, dtype).requires_grad_() for _ in range(3))
     block_q, block_k = blocks_of(part)
-    how: Any = {"scale": dim**-0.5, "block_q": block_q, "block_k": block_k}
+    how: Any = {"scale": dim**-0.5, "block_q": block_q, "block_k": block_k, "backend": backend}
     rows, cols = -(-length // block_q), -(-length // block_k)
     much, little = max(2, round(cols / MUCH)), max(1, round(cols / LITTLE))
     some, fewer = (Blocks.of(_tiles(1, rows, cols, count).to(device)) for count in (much, little))

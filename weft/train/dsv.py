@@ -54,6 +54,7 @@ class Size(NamedTuple):
     dim: int
     dtype: torch.dtype
     device: torch.device
+    backend: str
 
 
 class DSV:
@@ -118,7 +119,9 @@ class DSV:
             mask = self._looked_at(where, cubes, q, k, training=training)
         if training:
             self._kept[where.layer, where.run, where.layout] = mask
-            self._seen = where.world, Size(where.layout.size, where.heads, q.shape[3], q.dtype, q.device)
+            self._seen = where.world, Size(
+                where.layout.size, where.heads, q.shape[3], q.dtype, q.device, where.backend
+            )  # fmt: skip
         return mask
 
     def _is_kept(self, where: Where) -> bool:

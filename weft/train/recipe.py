@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from weft.core import files, tables
+from weft.core.backends import check_backend
 from weft.core.errors import InputError
 
 Extent = tuple[int, int, int]
@@ -102,6 +103,8 @@ class ParallelPart:
 
     sequence: int = 1
     plan: str = "auto"
+    backend: str = "auto"
+    """The kernel of attention that is split or sparse; see `weft.core.backends`."""
     shard: bool = True
     """Parameters over the ranks (FSDP2); if not, each rank has them all, which is faster where they fit."""
 
@@ -198,6 +201,7 @@ class Recipe:
             ("save.validate", self.save.validate, 0), ("prompts of save", len(self.save.prompts), 1),
         ):  # fmt: skip
             _within(name, value, least)
+        check_backend(self.parallel.backend)
         _within("train.batch", train.batch, 1, MAX_BATCH)
         _within("train.mean", train.mean, -MAX_MEAN, MAX_MEAN)
         _within("data.frames", data.frames, 1, MAX_FRAMES)

@@ -76,8 +76,9 @@ class Trainer:
         if part.checkpointing:
             self.model.enable_gradient_checkpointing()
         if ranks.sequence > 1 or self.sparse is not None:
+            plan, backend = recipe.parallel.plan, recipe.parallel.backend
             parallelize(
-                self.model, mesh=ranks.sharing, plan=recipe.parallel.plan, mask=self.sparse, cfg="off"
+                self.model, mesh=ranks.sharing, plan=plan, mask=self.sparse, cfg="off", backend=backend
             )
         if recipe.parallel.shard:
             ranks.shard(self.model, self.model.blocks)
