@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import weft
 from tests.adversary import AdversaryComm, run_adversary
-from weft.core.errors import InputError
+from weft.core.errors import InputError, WeftError
 from weft.run import devices
 from weft.run.devices import check_devices
+from weft.run.world import World
 
 Rank = dict[str, Any]
 """What a rank sees: `env`, `gpus` (UUIDs of its visible GPUs), `host`, `current`."""
@@ -181,12 +183,8 @@ def test_ranks_on_the_cpu_may_share_it(machines: Machines) -> None:
 
 
 def test_attention_refuses_a_shared_gpu_before_anything_moves(
-    machines: Machines, monkeypatch: pytest.MonkeyPatch
+    machines: Machines,
 ) -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    from weft.run.world import World
-
     def job(comm: AdversaryComm) -> str:
         machines.enter(ranks[comm.rank])
         with FakeTensorMode():
@@ -201,6 +199,21 @@ def test_attention_refuses_a_shared_gpu_before_anything_moves(
     ranks = torchrun(2, 2)
     told = run_adversary(2, job)
     assert [text[:38] for text in told] == ["Ranks 0 and 1 are both on GPU 0 of hos"] * 2
+
+
+def test_attention_on_a_gpu_and_on_a_cpu_is_refused_on_both(machines: Machines) -> None:
+    def job(comm: AdversaryComm) -> str:
+        machines.enter(ranks[comm.rank])
+        with FakeTensorMode():
+            q = torch.empty(1, 2, 8, 16, device="cpu" if comm.rank else "cuda:0")
+        with pytest.raises(WeftError) as refused:
+            weft.attention(q, q, q, tokens=16, plan="ring", mesh=World(comm), backend="exact")
+        return str(refused.value)
+
+    ranks = torchrun(2, 2)
+    on_gpu, on_cpu = run_adversary(2, job)
+    assert on_gpu.startswith("Rank 0 is on cuda:0, rank 1 on cpu.")
+    assert "rank 1 has device cpu" in on_cpu
 
 
 @pytest.mark.parametrize(("gpus", "dtype"), [([], "float32"), (["GPU-0"], "bfloat16")])

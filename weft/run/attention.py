@@ -108,12 +108,13 @@ def _executor(call: Call, mesh: Any, timeout: float) -> Executor:
 
 
 def _new_executor(call: Call, world: World, counts: Counts | None, axes: str | None) -> Executor:
-    comm, tensors = world.comm, call.tensors
+    comm, tensors, device = world.comm, call.tensors, call.devices[0]
+    if device.type == "cuda":
+        check_devices(comm, device)
     try:
         tensors.check()
         options = call.options.checked()
         schedule = schedule_for(tensors, options, rank=comm.rank, ranks=comm.size, counts=counts, axes=axes)
-        device = tensors.devices[0]
         tested = judge(comm, device) if device.type == "cuda" else None
         kernel = choose_kernel(options.backend, tensors.dtype, str(device), work_of(schedule), tested)
     except WeftError as error:
@@ -121,8 +122,6 @@ def _new_executor(call: Call, world: World, counts: Counts | None, axes: str | N
         raise
     agreed = facts(schedule, tensors, options, kernel.name)
     agree(comm, agreed)
-    if device.type == "cuda":
-        check_devices(comm, device)
     comm.warm_up(device)
     executor = Executor(schedule, comm, kernel, name=str(agreed), arena=world.arena)
     register(executor)

@@ -57,9 +57,9 @@ def check_devices(comm: Comm, device: torch.device) -> None:
         return
     ranks: list[dict[str, str]] = [json.loads(text) for text in gather_text(comm, json.dumps(_facts(device)))]
     for rank, each in enumerate(ranks):
-        if each.get("wrong"):
-            raise InputError(f"Rank {rank}: {each['wrong']}")
-        if each["type"] != ranks[0]["type"]:
+        if wrong := each.get("wrong") or each.get("error"):  # an error: it has come to agree on an attention
+            raise InputError(f"Rank {rank}: {wrong}")
+        if each["device"].partition(":")[0] != ranks[0]["device"].partition(":")[0]:
             raise InputError(
                 f"Rank 0 is on {ranks[0]['device']}, rank {rank} on {each['device']}.",
                 hint="All ranks compute on GPUs, or all on CPUs: .to(weft.device()) on each of them.",
@@ -91,7 +91,7 @@ def _own_index() -> int | None:
 
 def _facts(device: torch.device) -> dict[str, str]:
     """Return what the other ranks need to know of this one's device."""
-    facts = {"type": device.type, "device": str(device), "host": socket.gethostname()}
+    facts = {"device": str(device), "host": socket.gethostname()}
     if device.type != "cuda" or not torch.cuda.is_available():  # fake tensors are on GPUs that are not there
         return facts
     current = torch.cuda.current_device()
