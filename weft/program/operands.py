@@ -194,7 +194,17 @@ class AttentionLowering(Exchanges):
             operand.have += missing
             for segment in segments:
                 self.wait_at(segment.source)
-            self.steps.append(Copy(-1, tuple(segments)))
+            self._copy(segments)
+
+    def _copy(self, segments: list[Segment]) -> None:
+        """Unpack together with what was unpacked just before: an exchange brings queries, keys and values."""
+        last = self.steps[-1] if self.steps else None
+        if isinstance(last, Copy) and last.op == -1 and not last.add:
+            written = {segment.target.root for segment in last.segments}
+            if not any(segment.source.root in written for segment in segments):
+                self.steps.pop()
+                segments = [*last.segments, *segments]
+        self.steps.append(Copy(-1, tuple(segments)))
 
     def fills(self, target: Slot, segments: Sequence[Segment]) -> bool:
         """Whether parts that do not overlap leave nothing of a slot out, padding included."""

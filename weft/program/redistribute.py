@@ -92,11 +92,16 @@ class Redistribution(Exchanges):
             self.steps.append(Fill(-1, self.result))
         if self.own and not any(slot.piece is self.own for slot in arrived):
             self.steps.append(Copy(-1, (Segment(self.x, self.result, self.own),), self.summed))
+        pending: list[Segment] = []
         for slot in arrived:
             assert slot.piece is not None
             self.wait_at(slot)
             if slot.parent is not self.result:
-                self.steps.append(Copy(-1, (Segment(slot, self.result, slot.piece),), self.summed))
+                pending.append(Segment(slot, self.result, slot.piece))
+            # One collective brings all of it at once; single messages are unpacked as they come.
+            if pending and (slot is arrived[-1] or not self.target.collective):
+                self.steps.append(Copy(-1, tuple(pending), self.summed))
+                pending = []
         if self.summed and self.narrow != self.wide:
             result = self.slot("home y", "result", self.result.piece or self.own, self.narrow)
             self.result.memory = "workspace"
