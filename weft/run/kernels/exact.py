@@ -5,15 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from weft.run.kernels import Sums, packed
-from weft.run.kernels.reference import widen
+from weft.run.kernels import Sums, aligned, packed
+from weft.run.kernels.reference import Reference, widen
 from weft.run.kernels.rows import Grads, attend_rows, backward_rows
 from weft.run.kernels.tiles import Tiles
 from weft.run.merge import merged
 
 _aten: Any = torch.ops.aten
+_written_out = Reference()
 LSE_ROWS = 32
 """Rows that memory-efficient attention's backward reads at a time: past the last they must weigh nothing."""
 
@@ -67,9 +69,12 @@ class Exact:
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Sums:
         if self._ops is None and q.device.type == "cpu":
             return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, False, scale=scale)
-        ops = self._ops or _aten
+        if q.dtype == torch.float64:  # which torch has no fused attention for on GPUs
+            return _written_out.attend(q, k, v, _dense(q, k), scale)
+        ops, rows, width = self._ops or _aten, q.shape[2], q.shape[3]
+        q, k, v = (_in_fours(x) for x in (q, k, v))
         out, lse, *_ = ops._scaled_dot_product_efficient_attention(q, k, v, None, True, scale=scale)
-        return out, lse[..., : q.shape[2]]
+        return out[..., :width], lse[..., :rows]
 
     def _backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
@@ -78,18 +83,32 @@ class Exact:
             return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 grad, q, k, v, out, lse, 0.0, False, scale=scale
             )
-        ops = self._ops or _aten
+        if q.dtype == torch.float64:
+            return _written_out.attend_backward(grad, q, k, v, (out, lse), _dense(q, k), scale)
+        ops, width = self._ops or _aten, q.shape[3]
+        grad, q, k, v, out = (_in_fours(x) for x in (grad, q, k, v, out))
         nothing = q.new_zeros((), dtype=torch.int64)
         wants = [True, True, True, False]
-        dq, dk, dv, _ = ops._scaled_dot_product_efficient_attention_backward(
+        *grads, _ = ops._scaled_dot_product_efficient_attention_backward(
             grad, q, k, v, None, out, _in_whole_reads(lse), nothing, nothing, 0.0, wants, False, scale=scale
         )
+        dq, dk, dv = (x[..., :width] for x in grads)
         return dq, dk, dv
 
 
 def _ready(x: Tensor) -> Tensor:
     """What torch's kernels take."""
     return packed(widen(x))
+
+
+def _in_fours(x: Tensor) -> Tensor:
+    """Rows as memory-efficient attention loads them: of 16 bytes, from addresses that 16 divides."""
+    short = -x.shape[-1] % 4
+    return F.pad(x, (0, short)) if short else aligned(x)
+
+
+def _dense(q: Tensor, k: Tensor) -> Tiles:
+    return Tiles(None, q.shape[2], k.shape[2], q.shape[2], k.shape[2])
 
 
 def _in_whole_reads(lse: Tensor) -> Tensor:
