@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench import host
-from bench.dry import DryRun, Launches, schedule_of
+from bench.dry import DryRun, Launches, fused_launches, schedule_of
 from bench.host import Rounds, alternate, count_row, growth, growth_rows, time_row
 from bench.worker import Worker, base_worker
 from weft.core.mask import BlockMask
@@ -90,3 +90,20 @@ def test_no_worker_without_the_commit(tmp_path: Path) -> None:
 
 def test_seconds_are_cpu_time_of_one_call() -> None:
     assert 0 < host.seconds_of(lambda: sum(range(10_000)), 3) < 0.1
+
+
+@pytest.mark.parametrize("case", [case for case in host.CASES if case.launches], ids=str)
+def test_a_copy_is_one_launch_on_a_gpu(case: host.Case) -> None:
+    ((launches, _),) = host.counts(case.name, case.ranks, case.nodes, [3])
+    assert 0 < launches <= case.launches
+
+
+def test_fused_launches_are_counted_once_for_all_segments() -> None:
+    schedule = schedule_of("ulysses", 4, mask=BlockMask.dense(4, 256))
+    with fused_launches() as fused:
+        run = DryRun(schedule, 1)
+        run.forward()
+        assert fused == ["copy_boxes"] * 3  # pack, unpack, pack
+        with Launches() as others:
+            run.forward()
+    assert len(fused) == 6 and not others.names
