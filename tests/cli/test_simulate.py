@@ -64,7 +64,7 @@ def test_an_empty_mask_takes_as_long_as_launching_zeros(capsys):
     assert call(*SWEEP[:3], "--devices", "1,4", "--mask", "random:density=0", "--block", "16", "--json") == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert all(0 < row["seconds"] < 1e-4 for row in rows)
-    assert [row["speedup"] for row in rows] == pytest.approx([1, 4], rel=0.1)
+    assert [row["speedup"] for row in rows] == [1, 1], "more devices launch no faster"
     assert call(*SWEEP[:3], "--mask", "random:density=0", "--block", "16") == 0
     assert "0% active" in capsys.readouterr().out
 

@@ -174,7 +174,7 @@ def schedule_for(
     )
     mask = BlockMask.dense(heads, q.size, kv.size) if options.mask is None else options.mask
     name = axes if axes and options.plan == "auto" else options.plan
-    return build(name, problem, mask, topology_for(options.topology, ranks))
+    return build(name, problem, mask, topology_for(options.topology, ranks, tensors.devices[0]))
 
 
 # Until `weft calibrate` says better: shared memory inside a machine, 10 Gbit/s between machines.
@@ -186,8 +186,11 @@ SOMEWHERE = Topology(
 )
 
 
-def topology_for(given: Topology | None, ranks: int) -> Topology:
-    """What the caller says, else what was calibrated here; the same on all ranks, or they will not agree."""
+def topology_for(given: Topology | None, ranks: int, device: torch.device | None = None) -> Topology:
+    """Return what the caller says, else what was calibrated here, else the table's entry for this GPU.
+
+    It must be the same on all ranks, or they will not agree. `device` is that of the tensors, where known.
+    """
     if given is not None:
         return given
     if path := os.environ.get("WEFT_TOPOLOGY"):
@@ -196,6 +199,10 @@ def topology_for(given: Topology | None, ranks: int) -> Topology:
     # A group of some of the ranks may lie anywhere: only of all of them is it known.
     whole = ranks == place()[1] and ranks % machines() == 0
     several = machines() if whole else 1
+    if torch.cuda.is_available() and (device is None or device.type == "cuda"):
+        from weft.run.gpus import topology_here
+
+        return topology_here(several, ranks // several, device)
     return replace(SOMEWHERE, machines=several, devices=ranks // several)
 
 

@@ -196,7 +196,7 @@ def default_backends(arch: str) -> tuple[str, str]:
 
 
 def kernels_of(name: str, backends: tuple[str, ...] = ()) -> dict[str, tuple[str, Kernel]]:
-    """Return backend and speed for "dense" and "sparse" tiles: of those named, else the default."""
+    """Return backend and speed for "dense" tiles, by the first that can, and "sparse" ones, by the last."""
     device = device_of(name)
     known = device.like or name
     tables = {"dense": DENSE[known], "sparse": SPARSE[known]}
@@ -208,7 +208,8 @@ def kernels_of(name: str, backends: tuple[str, ...] = ()) -> dict[str, tuple[str
     share = device.tflops / DEVICES[known].tflops
     found: dict[str, tuple[str, Kernel]] = {}
     for (kind, table), default in zip(tables.items(), default_backends(device.arch), strict=True):
-        chosen = next((each for each in backends if each in table), default)
+        named = [each for each in backends if each in table] or [default]
+        chosen = named[0 if kind == "dense" else -1]
         forward, backward, source = table[chosen]
         found[kind] = chosen, Kernel(forward * share, backward * share, source)
     return found

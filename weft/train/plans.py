@@ -47,7 +47,7 @@ class Plans:
             return where.plan
         key = f"{where.layer} of {layout.ranks}"
         if key not in self.known or np.abs(self.known[key][0] - budgets).max() > DRIFT:
-            chosen = choose(problem_of(layout, q, k), mask, topology_for(None, layout.ranks))
+            chosen = choose(problem_of(layout, q, k), mask, topology_for(None, layout.ranks, q.device))
             found = chosen.ranked[0].strategy
             if found.balance == "none":  # this mask may have nothing to balance, but later ones will
                 found = replace(found, balance="balanced")
