@@ -197,7 +197,7 @@ class Sparsity:
         problem = problem_of(layout, q, k)
         if self.plan != "auto":
             return Kind(problem, None, mask.digest)
-        found = choose(problem, mask, topology_for(None, problem.ranks))
+        found = choose(problem, mask, topology_for(None, problem.ranks, q.device))
         return Kind(problem, found.ranked[0].strategy, mask.digest)
 
     def _recall(self, where: Where, q: Tensor, k: Tensor, mask: BlockMask) -> float:
