@@ -91,6 +91,18 @@ def test_mistyped_options_are_refused_at_once(words, says, models, tmp_path, cap
     assert says in " ".join(capsys.readouterr().err.split())
 
 
+def test_models_load_in_bfloat16_on_gpus_unless_told_otherwise(models, tmp_path, monkeypatch) -> None:
+    asked: list[Request] = []
+    monkeypatch.setattr("weft.cli.generate._generate", lambda request, _: asked.append(request))
+    line = ("generate", models / "ltx", "a loom", "-o", tmp_path / "out.mp4")
+    for has_gpus in (False, True):
+        monkeypatch.setattr("torch.cuda.is_available", lambda has_gpus=has_gpus: has_gpus)
+        for words in ((), ("--dtype", "float16", "--backend", "flash")):
+            assert ended(*line, *words) == 0
+    told = [(one.dtype, one.backend) for one in asked]
+    assert told == [("float32", "auto"), ("float16", "flash"), ("bfloat16", "auto"), ("float16", "flash")]
+
+
 @pytest.mark.parametrize(
     ("model", "options", "says"),
     [

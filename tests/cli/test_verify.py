@@ -54,3 +54,8 @@ def test_programs_that_can_race_are_told_before_they_run(capsys, monkeypatch):
     monkeypatch.setattr("weft.program.workspace.Wait", ())
     assert call("--ranks", "2", "--plan", "ring") != 0
     assert re.match(r"weft: Rank \d, step \d+ \(\w+ of op .*\); Rank \d, step", capsys.readouterr().err)
+
+
+def test_the_backend_is_that_of_the_ranks(capsys):
+    assert call("--ranks", "2", "--plan", "ring", "--device", "cpu", "--backend", "flash") == 2
+    assert "weft: backend='flash' cannot serve: it computes on a GPU, not on cpu." in capsys.readouterr().err

@@ -39,6 +39,10 @@ def rank_with_the_last_one_first(x: int) -> tuple[int, int]:
     return dist.get_rank(), x
 
 
+def place_on_host() -> tuple[str, str]:
+    return os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]
+
+
 def sum_of_ranks() -> float:
     total = torch.tensor(float(dist.get_rank()))
     dist.all_reduce(total)
@@ -127,6 +131,11 @@ def pool() -> Iterator[Pool]:
 def test_results_are_ordered_by_rank(worlds: Worlds) -> None:
     results = worlds(3).run(rank_with_the_last_one_first, 7)
     assert results == [(0, 7), (1, 7), (2, 7)]
+
+
+def test_ranks_know_their_place_on_the_host(worlds: Worlds) -> None:
+    """By which each of them finds its GPU."""
+    assert worlds(3).run(place_on_host) == [(str(rank), "3") for rank in range(3)]
 
 
 def test_per_rank_arguments_follow_the_shared_ones(worlds: Worlds) -> None:

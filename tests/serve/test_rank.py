@@ -7,7 +7,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import av
 import pytest
@@ -29,7 +30,7 @@ from weft.run.secure import Credentials, accept
 from weft.serve import segment
 from weft.serve.facts import facts_of
 from weft.serve.jobs import Asked
-from weft.serve.rank import Inbox, main
+from weft.serve.rank import Inbox, Worker, main
 from weft.serve.work import Model, Work
 
 TOKEN = "secret"
@@ -325,6 +326,33 @@ def test_guidance_is_what_was_asked_for_also_if_it_is_none_at_all(folder: Path) 
     jobs = tuple(Asked.from_json(job(at, guidance=scale)) for at, scale in enumerate((0.0, 2.5)))
     given = Work("", ("", ""), jobs).given(Model(folder, pipe, facts_of(pipe, "tiny")))
     assert given["guidance_scale"] == [0.0, 2.5]
+
+
+@pytest.mark.parametrize(("gpus", "dtype"), [(False, "float32"), (True, "bfloat16")])
+def test_a_dtype_that_is_not_given_is_that_of_the_device(
+    gpus: bool,  # noqa: FBT001
+    dtype: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Loaded(Exception):  # noqa: N818 - nothing went wrong
+        pass
+
+    def load(_: Path, dtype: torch.dtype) -> None:
+        raise Loaded(str(dtype))
+
+    monkeypatch.setattr(checkpoint, "load_pipeline", load)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
+    for given, expected in (("", dtype), ("float16", "float16")):
+        with pytest.raises(Loaded, match=expected):
+            Worker.load(cast("Any", SimpleNamespace(options={"dtype": given})), folder, "tiny")
+
+
+def test_a_backend_that_is_given_is_used() -> None:
+    own = SimpleNamespace(is_own=True, facts={"heads": 2})
+    for given, (plan, backend) in {"auto": ("ulysses", "exact"), "reference": ("auto", "reference")}.items():
+        how = Worker._how(cast("Any", SimpleNamespace(options={"backend": given}, model=own)), (0, 1))
+        assert (how["plan"], how["backend"]) == (plan, backend)
 
 
 def test_a_stop_that_came_too_late_is_forgotten_with_the_next_run() -> None:
