@@ -56,6 +56,15 @@ def test_programs_that_can_race_are_told_before_they_run(capsys, monkeypatch):
     assert re.match(r"weft: Rank \d, step \d+ \(\w+ of op .*\); Rank \d, step", capsys.readouterr().err)
 
 
+@pytest.mark.parametrize(("gpus", "hint"), [(2, "Use --ranks 2, or --device cpu."), (0, "Use --device cpu.")])
+def test_more_ranks_than_gpus_are_refused_before_they_are_started(gpus, hint, capsys, monkeypatch):
+    monkeypatch.setattr(Pool, "__init__", lambda *_: pytest.fail("started ranks"))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    assert call("--ranks", "2,3", "--device", "cuda") == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.endswith(f"weft: 3 ranks need as many GPUs; {gpus} are visible. {hint}")
+
+
 def test_the_backend_is_that_of_the_ranks(capsys):
     assert call("--ranks", "2", "--plan", "ring", "--device", "cpu", "--backend", "flash") == 2
     assert "weft: backend='flash' cannot serve: it computes on a GPU, not on cpu." in capsys.readouterr().err

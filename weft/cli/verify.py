@@ -80,7 +80,12 @@ def _outcomes(
     from weft.run.pool import Pool
 
     sizes["device"] = sizes["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
-    on_gpus = sizes["device"] == "cuda"
+    on_gpus, gpus = sizes["device"] == "cuda", torch.cuda.device_count()
+    if on_gpus and max(worlds) > gpus:
+        few = f"--ranks {gpus}, or " if gpus else ""
+        raise InputError(
+            f"{max(worlds)} ranks need as many GPUs; {gpus} are visible.", hint=f"Use {few}--device cpu."
+        )
     sizes["dtype"] = sizes["dtype"] or (default_dtype() if on_gpus else "float32")
     block = 64 if on_gpus else 16  # kernels of GPUs have no smaller ones
     with told_once(), Console(stderr=True, quiet=quiet).status("starting ranks …") as status:
@@ -156,7 +161,8 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     from rich.table import Table
 
     proved = sum(row["proved_steps"] for row in rows)
-    title = f"N ranks against one process in float64 · {proved:,} steps proved free of races"
+    how = f"{rows[0]['dtype']}, {rows[0]['device']}"
+    title = f"N ranks ({how}) against one in float64 · {proved:,} steps proved free of races"
     table = Table(title=title, title_justify="left")
     columns = ("ranks", "asked", "plan", "attention", "output error", "gradient error", "allowed", "sent", "")
     for name in columns:
