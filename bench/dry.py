@@ -79,6 +79,9 @@ class Transport:
     def begin(self, device: torch.device) -> None:
         pass
 
+    def warm_up(self, device: torch.device) -> None:
+        pass
+
     def collective(self, device: torch.device) -> bool:
         del device
         return self._collective

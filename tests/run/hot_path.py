@@ -16,13 +16,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -46,10 +47,13 @@ class Seen(TorchDispatchMode):
         self.reads: list[str] = []
         """Reads of values, which wait for the device."""
         self.widened: list[str] = []
-        """16-bit tensors that were made float32."""
+        """16-bit tensors that were made float32, but for results of attention: their sums are float32."""
+        self._results: dict[int, Any] = {}
+        """Storages of what attention returned, held so that no other can be taken for them."""
 
     def clear(self) -> None:
         self.names.clear()
+        self._results.clear()
         for each in (self.mixed, self.copies, self.reads, self.widened):
             each.clear()
 
@@ -63,6 +67,11 @@ class Seen(TorchDispatchMode):
         name = func._schema.name
         self.names[name] += 1
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if not str(kwargs.get("device")).startswith("cuda") and not any(
+            isinstance(x, FakeTensor) for x in tensors
+        ):
+            with unset_fake_temporarily():  # work of the host is real
+                return func(*args, **kwargs)
         if name in SYNCHRONIZE and any(x.device.type == "cuda" for x in tensors):
             self.reads.append(_told(name, tensors))
             if name == "aten::_local_scalar_dense":
@@ -79,7 +88,12 @@ class Seen(TorchDispatchMode):
                 return args[0]
         if name == "aten::copy_":
             self._widens(args[1], args[0].dtype, name)
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        from_results = any(x.untyped_storage()._cdata in self._results for x in tensors)
+        if "_scaled_dot_product_" in name or (from_results and name.startswith("aten::index_")):
+            storages = [x.untyped_storage() for x in tree_leaves(out) if isinstance(x, Tensor)]
+            self._results.update({storage._cdata: storage for storage in storages})
+        return out
 
     def moved(self, source: Tensor, options: list[Any]) -> Tensor:
         """Copy from the host to the device."""
@@ -96,7 +110,8 @@ class Seen(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _widens(self, source: Tensor, dtype: torch.dtype, name: str) -> None:
-        if source.device.type == "cuda" and source.dtype in NARROW and dtype in WIDE:
+        is_result = source.untyped_storage()._cdata in self._results
+        if source.device.type == "cuda" and source.dtype in NARROW and dtype in WIDE and not is_result:
             self.widened.append(_told(name, [source]))
 
 
@@ -186,6 +201,21 @@ _ROUTES: dict[Any, Callable[..., Any]] = {
 }
 
 
+def _launches(seen: Seen) -> Iterator[Any]:
+    """Patches that count launches of Triton kernels instead of making them."""
+    if find_spec("triton") is None:
+        return
+    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.jit import JITFunction
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ARG001
+        name = getattr(self, "__name__", None) or self.base_fn.__name__
+        seen.names[f"triton::{name}"] += 1
+
+    for kind in (JITFunction, Autotuner):
+        yield patch.object(kind, "run", run)
+
+
 @contextmanager
 def fake_cuda(capability: tuple[int, int] = (9, 0), name: str = "NVIDIA H100 80GB HBM3") -> Iterator[Seen]:
     """Tensors on `cuda` have no data; what is done with them is recorded."""
@@ -204,6 +234,8 @@ def fake_cuda(capability: tuple[int, int] = (9, 0), name: str = "NVIDIA H100 80G
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         seen = stack.enter_context(Seen())
         stack.enter_context(_Around(seen))
+        for each in _launches(seen):
+            stack.enter_context(each)
         yield seen
 
 
