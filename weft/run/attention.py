@@ -50,11 +50,13 @@ def attention(  # noqa: PLR0913 - the one call users make; each option is a word
 
     tokens, kv_tokens   the whole sequence's length (then shards are as even as can be) or its Layout (or
                         that one's size and shards, as constants for torch.compile). Left out, the mask
-                        tells; without a mask the ranks ask each other in each call.
+                        tells; without a mask the ranks ask each other in each call, for which the host waits.
     prefix, suffix      tokens at the ends of every rank's q, k, v that are the same on all ranks (text).
                         Each rank gets their output; their gradients are partial and sum over the ranks.
     plan                auto; ulysses, ring, zigzag, gather, usp:UxR, gather:UxR, each also with +balanced
                         or +cuts; or a Plan or Schedule.
+    backend             the kernel: auto, exact (float32 inside: the same on any number of ranks), or one of
+                        `weft.core.backends`.
     mesh                a process group, DeviceMesh or weft.Mesh; all ranks by default.
     timeout             seconds that a rank waits for another before it raises.
     topology            links and speeds for plan="auto"; by default the TOML that $WEFT_TOPOLOGY names.
