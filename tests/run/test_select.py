@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.run.hot_path import fake_cuda
 from weft.core.errors import InputError
 from weft.core.voxels import Voxels
 from weft.run.kernels import select
@@ -256,6 +257,47 @@ def test_what_cannot_be_chosen_from_is_refused() -> None:
             call()
 
 
+@without_triton
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_a_gpu_is_not_waited_for(kv_heads: int) -> None:
+    with fake_cuda() as seen:
+        q = torch.empty(2, 4, 2000, 64, dtype=torch.bfloat16, device="cuda")
+        k = torch.empty(2, kv_heads, 2000, 64, dtype=torch.bfloat16, device="cuda")
+        shares = torch.empty(4, dtype=torch.float64, device="cuda")
+        keep = Keep.of_tokens([(1990, 2000)], block_q=64)
+        seen.clear()
+        proxies = Proxies(pool(q, 64), pool(k, 64))
+        found = [
+            top_k(proxies, 0.2, keep=keep),
+            top_k(proxies, 5),
+            top_p(proxies, 0.9, keep=keep, last=0.5),
+            top_p(proxies, shares),
+        ]
+        for blocks in found:
+            blocks.active  # noqa: B018 - a property that is computed
+        assert seen.names and not seen.faults
+    # Room for the budget: six of 32 columns, the text's row and column, and a row's own block.
+    assert [blocks.kv.shape[0] for blocks in found[1:3]] == [4 * 32 * 5, 4 * 32 * 32]
+    assert 4 * 32 * 6 < found[0].kv.shape[0] < 4 * 32 * 12
+
+
+def test_a_gpu_takes_scores_that_a_cpu_refuses() -> None:
+    scores = torch.tensor([[1.0, float("nan"), inf, 2.0]])
+
+    class Elsewhere:
+        """Scores that say they are on a GPU."""
+
+        device = torch.device("cuda")
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(scores, name)
+
+    rows = select.Rows.of(Elsewhere(), None)  # type: ignore[arg-type]
+    assert rows.scores.tolist() == [[1.0, -inf, select.LARGEST, 2.0]] and rows.top.tolist() == [
+        select.LARGEST
+    ]
+
+
 def in_a_process(function: str, **environment: str) -> None:
     code = f"from tests.run.test_select import {function}; {function}()"
     env = {**os.environ, **environment}
@@ -319,6 +361,7 @@ def compile_for_all() -> None:
             for target in (
                 GPUTarget("cuda", 80, 32),
                 GPUTarget("cuda", 90, 32),
+                GPUTarget("cuda", 100, 32),
                 GPUTarget("hip", "gfx942", 64),
             ):
                 built = build(source, target=target, options={"num_warps": 2})

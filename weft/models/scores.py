@@ -106,7 +106,7 @@ def best_tiles(
     mine, blocks = pooled_q.shape[1:3]
     tiles = np.zeros((0, blocks, blocks), dtype=np.bool_)
     if mine:
-        tiles = top_k(Proxies(pooled_q, pooled_k), share, keep=keep).active.numpy()
+        tiles = top_k(Proxies(pooled_q, pooled_k), share, keep=keep).active.cpu().numpy()
     found = of_all_heads(tiles, heads, world, q.device)
     return BlockMask.from_tiles(found, q_len=layout.size, kv_len=layout.size, block_q=block)
 

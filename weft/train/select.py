@@ -73,13 +73,13 @@ class Near:
 def select(scores: Scores, budgets: Shares, cubes: Cubes, world: World, device: torch.device) -> BlockMask:
     """The best tiles, a share of them for each head; the same on all ranks."""
     heads = range(*split_evenly(len(budgets), world.comm.size)[world.comm.rank])
-    rows, tiles = torch.arange(cubes.rows), np.zeros((len(heads), cubes.rows, cubes.cols), dtype=np.bool_)
+    rows = torch.arange(cubes.rows, device=device)
+    tiles = torch.ones(len(heads), cubes.rows, cubes.cols, dtype=torch.bool, device=device)
     for at, head in enumerate(heads):
         if (count := cubes.blocks(budgets[head])) < cubes.cols:
-            tiles[at] = top_k(scores.of(at, rows)[None], count, keep=cubes.keep).active[0].cpu().numpy()
-        else:
-            tiles[at] = True
-    return _mask(of_all_heads(tiles, len(budgets), world, device), cubes)
+            tiles[at] = top_k(scores.of(at, rows)[None], count, keep=cubes.keep).active[0]
+    # The plan is made on the host, so it is waited for once.
+    return _mask(of_all_heads(tiles.cpu().numpy(), len(budgets), world, device), cubes)
 
 
 def nearest(budgets: Shares, cubes: Cubes) -> BlockMask:

@@ -42,21 +42,29 @@ class Keep:
         q = tuple((start // block_q, -(-stop // block_q)) for start, stop in ranges)
         return Keep(kv, q, (block_q, block_k) if own else None)
 
-    def tiles(self, part: slice, rows: int, cols: int) -> Tensor | None:
+    def most(self, rows: int, cols: int) -> int:
+        """At most so many tiles of one head are kept."""
+        each = sum(stop - start for start, stop in self.kv)
+        if self.own is not None:
+            each += self.own[0] // self.own[1] + 2
+        return rows * min(each, cols) + sum(stop - start for start, stop in self.q) * cols
+
+    def tiles(self, part: slice, rows: int, cols: int, device: torch.device | None = None) -> Tensor | None:
         """[q blocks of `part`, kv blocks], the same for all heads; None where nothing is kept."""
         for ranges, size, name in ((self.kv, cols, "kv"), (self.q, rows, "q")):
             if any(stop > size for _, stop in ranges):
                 raise InputError(f"keep has {name} blocks {ranges}, but there are only {size}.")
         if not (self.kv or self.q or self.own):
             return None
-        kept = torch.zeros(part.stop - part.start, cols, dtype=torch.bool)
+        kept = torch.zeros(part.stop - part.start, cols, dtype=torch.bool, device=device)
         for start, stop in self.kv:
-            kept[:, start:stop] = True
+            kept[:, start:stop].fill_(True)  # noqa: FBT003
         for start, stop in self.q:
-            kept[max(0, start - part.start) : max(0, stop - part.start)] = True
+            kept[max(0, start - part.start) : max(0, stop - part.start)].fill_(True)  # noqa: FBT003
         if self.own is not None:
             block_q, block_k = self.own
-            row, col = torch.arange(part.start, part.stop)[:, None], torch.arange(cols)[None]
+            row = torch.arange(part.start, part.stop, device=device)[:, None]
+            col = torch.arange(cols, device=device)[None]
             kept |= (row * block_q < (col + 1) * block_k) & (col * block_k < (row + 1) * block_q)
         return kept
 
@@ -74,7 +82,7 @@ class Budget:
         if given.is_floating_point():
             share = _shares(given, "k")
             given = (share * cols + 0.5).floor().clamp(min=(share > 0).double())
-        elif given.dtype == torch.bool or bool((given < 0).any()):
+        elif given.dtype == torch.bool or not _holds(given >= 0):
             raise InputError(f"k={k} is no budget.", hint="Give blocks (int, 0 or more) or shares (float).")
         return Budget(_spread(given.long(), heads, rows))
 
@@ -85,9 +93,27 @@ class Budget:
     def of(self, heads: slice, rows: slice) -> Tensor:
         return self.values[heads, rows].reshape(-1)
 
+    def to(self, device: torch.device) -> Budget:
+        """On a device: one number for all rows is written there, more are copied."""
+        values = self.values
+        if values.device != device and not any(values.stride()):
+            return Budget(torch.full(values.shape, values[0, 0].item(), dtype=values.dtype, device=device))
+        return Budget(values.to(device))
+
+    def total(self, cols: int) -> int | None:
+        """At most so many tiles are allowed in all; None for shares of masses, and where only a GPU knows."""
+        if self.values.device.type != "cpu" or self.values.is_floating_point():
+            return None
+        return int(self.values.clamp(max=cols).sum())
+
+
+def _holds(claim: Tensor) -> bool:
+    """Whether it holds everywhere; nothing is asked of a GPU, which would have to be waited for."""
+    return claim.device.type != "cpu" or bool(claim.all())
+
 
 def _shares(given: Tensor, name: str) -> Tensor:
-    if not bool(((given >= 0) & (given <= 1)).all()):
+    if not _holds((given >= 0) & (given <= 1)):
         raise InputError(f"{name} has values that are no shares.", hint="Give floats from 0 to 1.")
     return given.double()
 

@@ -27,17 +27,23 @@ def pool(x: Tensor, block: int, *, length: int | None = None) -> Tensor:
     dtype = torch.promote_types(x.dtype, torch.float32)
     means = x.new_empty(*x.shape[:-2], -(-length // block), x.shape[-1], dtype=dtype)
     whole = length // block
-    # A few blocks at a time: half precision is widened in the cache and not in memory.
+    blocks, body = means[..., :whole, :], x[..., : whole * block, :].detach()
+    if x.device.type != "cpu":
+        torch.mean(body.unflatten(-2, (whole, block)), -2, dtype=dtype, out=blocks)
+    else:
+        _pool_in_cache(body, block, blocks)
+    if length % block:
+        torch.mean(x[..., whole * block : length, :].detach(), -2, dtype=dtype, out=means[..., -1, :])
+    return means
+
+
+def _pool_in_cache(x: Tensor, block: int, means: Tensor) -> None:
+    """A few blocks at a time: half precision is widened in the cache and not in memory."""
     step = max(1, at_a_time(x.device) // (block * x.shape[-1]))
     for place in np.ndindex(x.shape[:-2]):
-        for at in range(0, whole, step):
-            stop = min(at + step, whole)
-            part = x[place][at * block : stop * block].detach().to(dtype)
-            torch.mean(part.unflatten(0, (-1, block)), dim=1, out=means[place][at:stop])
-    if length % block:
-        tail = x[..., whole * block : length, :].detach()
-        means[..., -1, :] = tail.to(dtype).mean(-2)
-    return means
+        for at in range(0, means.shape[-2], step):
+            part = x[place][at * block : (at + step) * block].to(means.dtype)
+            torch.mean(part.unflatten(0, (-1, block)), dim=1, out=means[place][at : at + step])
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,8 +77,12 @@ class Proxies:
     def scores(self, heads: slice, rows: slice) -> Tensor:
         q = self.q[:, heads, rows].detach()
         q = q.to(torch.promote_types(q.dtype, torch.float32))
-        shared = torch.arange(heads.start, heads.stop) // (self.q.shape[1] // self.k.shape[1])
-        k = self.k.detach()[:, shared.to(self.k.device)].to(q.dtype)
+        k, share = self.k.detach(), self.q.shape[1] // self.k.shape[1]
+        if share == 1:
+            k = k[:, heads]
+        else:
+            k = k.index_select(1, torch.arange(heads.start, heads.stop, device=k.device) // share)
+        k = k.to(q.dtype)
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
         return q.mul(scale) @ k.mT
 

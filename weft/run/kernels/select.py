@@ -5,7 +5,11 @@ scores come from proxies: means of a block's queries and keys or of projections 
 
 What is chosen depends on nothing but the bits of the float32 scores: equal scores go to the lower
 index, and masses are summed as integers. So ranks with equal scores choose equal lists, and so do
-the two implementations. A score of -inf is never chosen, unless kept; NaN and +inf are refused.
+the two implementations. A score of -inf is never chosen, unless kept. NaN and +inf are refused on a
+CPU; on a GPU, where a look at them would wait for it, they count as -inf and as the largest number.
+
+On a GPU with Triton nothing is read back, and nothing is copied to it but a budget of several numbers
+that lies on the host: a list has room for all that its budget allows.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from weft.run.kernels.tiles import Blocks
 BACKENDS = ("auto", "torch", "triton")
 UNIT = 2.0**40  # of a mass of 1; sums of 2^22 blocks fit into 63 bits
 EVERYTHING = 1 << 62
+LARGEST = torch.finfo(torch.float32).max
 
 
 def top_k(
@@ -80,32 +85,59 @@ def _choose(backend: str, device: torch.device) -> str:
 
 @torch.no_grad()
 def _select(source: Source, budget: Budget, keep: Keep, backend: str, last: float = 1.0) -> Blocks:
-    if _choose(backend, source.device) == "triton":
-        from weft.run.kernels.triton_select import pick
-    else:
-        pick = pick_rows
     _, heads, rows, cols = source.shape
-    counts, columns = [], []
+    device = source.device
+    allowed = budget.to(device)
+    if _choose(backend, device) == "triton":
+        from weft.run.kernels.triton_select import Writer
+
+        lists = Writer(_room(budget, keep, heads, rows, cols), device)
+    else:
+        lists = _Joined()
+    counts: list[Tensor] = []
     for some, part in _chunks(source):
         found = source.scores(some, part).float()
         # A copy, of which a part is changed; the sum makes -0 and 0 one tie.
         scores = (found[0] if len(found) == 1 else found.amax(0)) + 0.0
         if last < 1:
             scores[..., -1] += float(np.log(last))
-        kept = keep.tiles(part, rows, cols)
+        kept = keep.tiles(part, rows, cols, device)
         if kept is not None:
-            kept = kept.to(scores.device).expand(scores.shape).reshape(-1, cols)
-        allowed = budget.of(some, part).to(scores.device)
-        count, kv = pick(Rows.of(scores.reshape(-1, cols), kept), allowed)
-        counts.append(count)
-        columns.append(kv)
-    starts = torch.zeros(heads * rows + 1, dtype=torch.int64, device=source.device)
-    starts[1:] = torch.cat(counts).cumsum(0)
-    if int(starts[-1]) >= 1 << 31:
-        raise InputError(
-            f"{int(starts[-1])} tiles are more than an int32 can count.", hint="Take larger blocks."
-        )
-    return Blocks(heads, rows, cols, starts.int(), torch.cat(columns))
+            kept = kept.expand(scores.shape).reshape(-1, cols)
+        counts.append(lists.pick(Rows.of(scores.reshape(-1, cols), kept), allowed.of(some, part)))
+    starts = torch.zeros(heads * rows + 1, dtype=torch.int32, device=device)
+    torch.cumsum(torch.cat(counts), 0, dtype=torch.int32, out=starts[1:])
+    return Blocks(heads, rows, cols, starts, lists.kv())
+
+
+def _room(budget: Budget, keep: Keep, heads: int, rows: int, cols: int) -> int:
+    """How many tiles a selection may have."""
+    most = heads * rows * cols
+    if (allowed := budget.total(cols)) is not None:
+        most = min(most, allowed + heads * keep.most(rows, cols))
+    _check_count(most)
+    return most
+
+
+def _check_count(tiles: int) -> None:
+    if tiles >= 1 << 31:
+        raise InputError(f"{tiles} tiles are more than an int32 can count.", hint="Take larger blocks.")
+
+
+class _Joined:
+    """Lists of chunks, joined when all are there."""
+
+    def __init__(self) -> None:
+        self._columns: list[Tensor] = []
+
+    def pick(self, rows: Rows, allowed: Tensor) -> Tensor:
+        count, columns = pick_rows(rows, allowed)
+        self._columns.append(columns)
+        return count
+
+    def kv(self) -> Tensor:
+        _check_count(sum(columns.numel() for columns in self._columns))
+        return torch.cat(self._columns)
 
 
 def _chunks(source: Source) -> Iterator[tuple[slice, slice]]:
@@ -129,8 +161,10 @@ class Rows:
 
     @staticmethod
     def of(scores: Tensor, kept: Tensor | None) -> Rows:
+        if scores.device.type != "cpu":
+            scores = scores.nan_to_num(-inf, LARGEST, -inf)
         top = scores.amax(-1)
-        if not bool((top < inf).all()):
+        if scores.device.type == "cpu" and not bool((top < inf).all()):
             raise InputError(
                 "Scores of blocks have NaN or +inf.", hint="Look at the proxies they are made of."
             )

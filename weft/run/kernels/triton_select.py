@@ -19,8 +19,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from weft.core.errors import InputError
+from weft.run.kernels.gpu import on_device
 from weft.run.kernels.select import Rows, wanted
 
 MOST = 1 << 13  # blocks that a program holds in registers; NVIDIA spills none up to here, AMD up to 2048
@@ -106,33 +108,44 @@ def write_lists(
     tl.store(kv + tl.load(starts + row) + place, tl.arange(0, WIDTH), mask=chosen)
 
 
-def pick(rows: Rows, allowed: Tensor) -> tuple[Tensor, Tensor]:
-    """(how many [rows], which kv blocks, row after row), int32; `allowed` as in `Budget`."""
-    count, size = rows.scores.shape
-    if size > MOST:
-        raise InputError(
-            f"backend='triton' selects from at most {MOST} kv blocks, not {size}.",
-            hint="Take larger blocks or backend='torch'.",
-        )
-    scores = rows.scores.contiguous()
-    mass = rows.mass() if allowed.is_floating_point() else None
-    # A row can have no more than its blocks, and 32 bits are enough for a count.
-    target = allowed.clamp(max=size) if mass is None else wanted(allowed, mass.sum(-1))
-    kept = None if rows.kept is None else rows.kept.to(torch.int8)
-    shape = {"WIDTH": triton.next_power_of_2(size), "KEPT": kept is not None, "MASS": mass is not None}
-    shape["num_warps"] = min(16, max(1, shape["WIDTH"] // 256))
-    # What is not there is never read: any pointer will do.
-    given = (scores, scores if kept is None else kept, scores if mass is None else mass)
-    cuts, counts = (torch.empty(count, dtype=torch.int32, device=scores.device) for _ in range(2))
-    needs = torch.empty(count, dtype=torch.int64, device=scores.device)
-    cut, write = _launches()
-    cut[(count,)](*given, target, cuts, needs, counts, size, **shape)
-    ends = counts.cumsum(0)
-    kv = torch.empty(int(ends[-1]), dtype=torch.int32, device=scores.device)
-    write[(count,)](*given, ends - counts, cuts, needs, kv, size, **shape)
-    return counts, kv
+class Writer:
+    """Lists of rows, one chunk after another, in memory that has room for all of them."""
+
+    def __init__(self, room: int, device: torch.device) -> None:
+        self._kv = torch.empty(room, dtype=torch.int32, device=device)
+        self._end = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def kv(self) -> Tensor:
+        return self._kv
+
+    def pick(self, rows: Rows, allowed: Tensor) -> Tensor:
+        """How many each row has [rows], int32; `allowed` as in `Budget`."""
+        count, size = rows.scores.shape
+        if size > MOST:
+            raise InputError(
+                f"backend='triton' selects from at most {MOST} kv blocks, not {size}.",
+                hint="Take larger blocks or backend='torch'.",
+            )
+        scores = rows.scores.contiguous()
+        mass = rows.mass() if allowed.is_floating_point() else None
+        # A row can have no more than its blocks, and 32 bits are enough for a count.
+        target = allowed.clamp(max=size) if mass is None else wanted(allowed, mass.sum(-1))
+        kept = None if rows.kept is None else rows.kept.to(torch.int8)
+        shape = {"WIDTH": triton.next_power_of_2(size), "KEPT": kept is not None, "MASS": mass is not None}
+        shape["num_warps"] = min(16, max(1, shape["WIDTH"] // 256))
+        # What is not there is never read: any pointer will do.
+        given = (scores, scores if kept is None else kept, scores if mass is None else mass)
+        cuts, counts = (torch.empty(count, dtype=torch.int32, device=scores.device) for _ in range(2))
+        needs = torch.empty(count, dtype=torch.int64, device=scores.device)
+        _launch(find_cuts, count, *given, target, cuts, needs, counts, size, **shape)
+        ends = counts.cumsum(0) + self._end
+        _launch(write_lists, count, *given, ends - counts, cuts, needs, self._kv, size, **shape)
+        self._end = ends[-1:]
+        return counts
 
 
-def _launches() -> tuple[Any, Any]:
-    # A decorated kernel is called with a grid in brackets, which its type does not say.
-    return find_cuts, write_lists
+def _launch(kernel: Any, programs: int, *arguments: Any, **shape: int) -> None:
+    scores: Tensor = arguments[0]
+    if not isinstance(scores, FakeTensor):
+        with on_device(scores.device):
+            kernel[(programs,)](*arguments, **shape)
