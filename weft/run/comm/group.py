@@ -1,4 +1,8 @@
-"""torch.distributed process groups as a transport: gloo on CPUs, NCCL on GPUs."""
+"""torch.distributed process groups as a transport: gloo on CPUs, NCCL on GPUs.
+
+A wait for gloo blocks the host, at most for the time-out. A wait for NCCL is one of the stream, without a
+time-out: with one, torch would block the host and poll. The group's `Watcher` sees who is late instead.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +10,22 @@ import time
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from weft.core.errors import CommError
-from weft.run.comm import Message
+from weft.run import streams
+from weft.run.comm import Message, Transit, rollcall
+from weft.run.comm.watcher import Watcher
 from weft.run.exchange import host_device
 
 SIGN_SECONDS = 2.0
 """For ranks to say that a collective failed for them too."""
 Works = Mapping[int, Any]  # torch's Work, by peer; None for a rank outside the group
+
+_watchers: WeakKeyDictionary[dist.ProcessGroup, Watcher] = WeakKeyDictionary()
 
 
 class GroupComm:
@@ -27,6 +36,7 @@ class GroupComm:
         self.rank, self.size = group.rank(), group.size()
         self.bytes_sent = 0
         self._warm: set[torch.device] = set()
+        self._watcher: Watcher | None = None
 
     def begin(self, device: torch.device) -> None:
         """Messages may lie anywhere."""
@@ -34,14 +44,32 @@ class GroupComm:
     def warm_up(self, device: torch.device) -> None:
         if device.type == "cpu" or device in self._warm or self.size == 1:
             return  # gloo has connected all ranks since the group was made
-        dist.all_reduce(torch.zeros(1, device=device), group=self.group)
+        if streams.is_capturing(device):
+            raise CommError(
+                "A CUDA graph is captured before the ranks have connected.",
+                hint="Run the call once before it is captured.",
+            )
+        self.watcher.check()
+        work = dist.all_reduce(torch.zeros(1, device=device), group=self.group, async_op=True)
+        self._watched([work], "warm-up", self._with_all(), device).finish()
         self._warm.add(device)
 
-    def post(self, sends: list[Message], receives: list[Message], label: str, tag: int) -> GroupTransit:
+    @property
+    def watcher(self) -> Watcher:
+        """The watcher of the group, which begins to answer the others when it is first asked for."""
+        if self._watcher is None:
+            if self.group not in _watchers:
+                _watchers[self.group] = _watcher_of(self.group)
+            self._watcher = _watchers[self.group]
+            self._watcher.start(self.timeout)
+        return self._watcher
+
+    def post(self, sends: list[Message], receives: list[Message], label: str, tag: int) -> Transit:
         self.bytes_sent += sum(buffer.numel() * buffer.element_size() for _, buffer in sends)
+        messages = sends or receives
         try:
-            if any(buffer.is_cuda for _, buffer in (*sends, *receives)):
-                return GroupTransit(self, *self._post_batch(sends, receives), label)
+            if messages and self.is_on_stream(messages[0][1]):
+                return self._post_batch(sends, receives, label, messages[0][1].device)
             # Receives first: a message that finds its buffer waiting needs no copy of its own.
             coming = {
                 peer: dist.irecv(buffer, group=self.group, group_src=peer, tag=tag)
@@ -51,34 +79,60 @@ class GroupComm:
                 peer: dist.isend(buffer, group=self.group, group_dst=peer, tag=tag) for peer, buffer in sends
             }
         except RuntimeError as error:
+            if isinstance(error, CommError):
+                raise
             peers = sorted({peer for peer, _ in (*sends, *receives)})
             raise CommError(
                 f"Rank {self.rank} cannot start {label} with ranks {peers}: {_reason(error)}"
             ) from error
         return GroupTransit(self, coming, going, label)
 
-    def _post_batch(self, sends: list[Message], receives: list[Message]) -> tuple[Works, Works]:
+    def is_on_stream(self, buffer: torch.Tensor) -> bool:
+        """Whether messages of such buffers are work of a stream, on which the host does not wait."""
+        return buffer.is_cuda
+
+    def _post_batch(
+        self, sends: list[Message], receives: list[Message], label: str, device: torch.device
+    ) -> StreamTransit:
         """NCCL pairs a batch as one group call, so that sends and receives cannot wait for each other."""
+        self.watcher.check()
         calls = [dist.P2POp(dist.irecv, x, group=self.group, group_peer=peer) for peer, x in receives]
         calls += [dist.P2POp(dist.isend, x, group=self.group, group_peer=peer) for peer, x in sends]
-        works = dist.batch_isend_irecv(calls) if calls else []
-        # A backend gives one work for each call, or one for all of them.
-        each = works if len(works) == len(calls) else works * len(calls)
-        coming = {peer: work for (peer, _), work in zip(receives, each, strict=False)}
-        return coming, {peer: work for (peer, _), work in zip(sends, each[len(receives) :], strict=False)}
+        works = dist.batch_isend_irecv(calls)
+        messages = [(rollcall.RECEIVE, peer) for peer, _ in receives]
+        messages += [(rollcall.SEND, peer) for peer, _ in sends]
+        return self._watched(works, label, messages, device)
+
+    def _watched(
+        self, works: list[Any], label: str, messages: list[rollcall.Message], device: torch.device
+    ) -> StreamTransit:
+        # Works of a graph run whenever it is replayed, and must not be queried while it is captured.
+        if not streams.is_capturing(device):
+            self.watcher.watch(works, streams.record(device), label, messages, self.timeout)
+        return StreamTransit(self, works, label)
+
+    def _with_all(self) -> list[rollcall.Message]:
+        """A collective, as messages to and from all other ranks."""
+        peers = [peer for peer in range(self.size) if peer != self.rank]
+        return [(way, peer) for way in (rollcall.SEND, rollcall.RECEIVE) for peer in peers]
 
     def collective(self, device: torch.device) -> bool:
         del device
         return self.size > 1
 
-    def all_to_all(self, sends: list[Message], receives: list[Message], label: str) -> GroupTransit:
+    def all_to_all(self, sends: list[Message], receives: list[Message], label: str) -> Transit:
         self.bytes_sent += sum(buffer.numel() for peer, buffer in sends if peer != self.rank)
         ends = [_one_buffer(messages) for messages in (receives, sends)]
         splits = [_splits(messages, self.size) for messages in (receives, sends)]
+        on_stream = self.is_on_stream(ends[0])
+        if on_stream:
+            self.watcher.check()
         try:
             work = dist.all_to_all_single(*ends, *splits, group=self.group, async_op=True)
         except RuntimeError as error:
             raise CommError(f"Rank {self.rank} cannot start {label}: {_reason(error)}") from error
+        if on_stream:
+            return self._watched([work], label, self._with_all(), ends[0].device)
         # One work for all: whoever waits for one message waits for each.
         coming, going = ({peer: work for peer, _ in messages} for messages in (receives, sends))
         return GroupTransit(self, coming, going, label, collective=True)
@@ -89,7 +143,7 @@ class GroupComm:
         A backend does not tell whom it waited for, but every rank that lives fails in the same collective.
         """
         try:
-            _, store = dist.distributed_c10d._world.pg_map[self.group]
+            store = _store_of(self.group)
             key = f"weft failed {label} {self.group.group_name}"
             store.set(f"{key} {self.rank}", "1")
             deadline = time.monotonic() + SIGN_SECONDS
@@ -109,13 +163,42 @@ class GroupComm:
         try:
             work = dist.all_gather(everyone, mine, group=self.group, async_op=True)
             assert work is not None
-            work.wait(_span(self.timeout))
+            if self.is_on_stream(mine):  # reading the rows waits, and the watcher ends that
+                self._watched([work], "agreement", self._with_all(), mine.device).finish()
+            else:
+                work.wait(_span(self.timeout))
         except RuntimeError as error:
+            if isinstance(error, CommError):
+                raise
             raise CommError(
                 f"Rank {self.rank} waited for all {self.size} ranks to agree on a plan: {_reason(error)}",
                 hint="A rank is lost or in another call; all must make the same calls in the same order.",
             ) from error
         return [row.tolist() for row in everyone]
+
+
+class StreamTransit:
+    """All messages of one post, on a stream: the current stream waits for them, and the host goes on."""
+
+    def __init__(self, comm: GroupComm, works: list[Any], label: str) -> None:
+        self._comm, self._works, self._label = comm, works, label
+
+    def finish(self) -> None:
+        works, self._works = self._works, []
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            self._comm.watcher.check()
+            raise CommError(f"Rank {self._comm.rank} lost {self._label}: {_reason(error)}") from error
+
+    def wait_for(self, peer: int) -> None:
+        del peer
+        self.finish()
+
+    def wait_sent(self, peer: int) -> None:
+        del peer
+        self.finish()
 
 
 class GroupTransit:
@@ -157,6 +240,21 @@ class GroupTransit:
                 f"{waited} {whom}: {_reason(error)}",
                 hint="That rank is lost, stuck or late; look at its own error first.",
             ) from error
+
+
+def _watcher_of(group: dist.ProcessGroup) -> Watcher:
+    # A connection of its own: the store's other users may block in it.
+    store = dist.PrefixStore("weft watcher", _store_of(group).clone())
+    return Watcher(store, group.rank(), group.size(), lambda: _abort(group))
+
+
+def _store_of(group: dist.ProcessGroup) -> Any:
+    return dist.distributed_c10d._world.pg_map[group][1]
+
+
+def _abort(group: dist.ProcessGroup) -> None:
+    """End the kernels that wait for peers; the group's communicator can not be used any more."""
+    group._get_backend(torch.device("cuda")).abort()
 
 
 def _one_buffer(messages: list[Message]) -> torch.Tensor:

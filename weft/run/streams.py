@@ -1,0 +1,85 @@
+"""Streams and events of a device: the only place that asks torch.cuda for them.
+
+Where there are no streams (CPUs, meta and fake tensors) work is done in the order of its calls: the stream is
+number 0, nothing is ever captured, and an event has passed when it is recorded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import suppress
+from typing import Protocol
+
+import torch
+
+THREAD_LOCAL = 1
+"""cudaStreamCaptureModeThreadLocal: a thread heeds its own captures only."""
+
+
+class Event(Protocol):
+    """A point of a stream."""
+
+    def query(self) -> bool:
+        """Whether the stream has passed it; never waits."""
+        ...
+
+    def synchronize(self) -> None:
+        """Block the host until the stream has passed it."""
+        ...
+
+    def elapsed_time(self, end_event: Event) -> float:
+        """Milliseconds from this event to `end_event`, both recorded with `timing`."""
+        ...
+
+
+def has_streams(device: torch.device) -> bool:
+    # A fake tensor may be on a device that this process has never touched.
+    return device.type == "cuda" and torch.cuda.is_initialized()
+
+
+def current(device: torch.device) -> int:
+    """Return the number of the stream that work on a device is queued on now."""
+    return torch.cuda.current_stream(device).cuda_stream if has_streams(device) else 0
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return whether work on a device goes into a CUDA graph now, to be run when the graph is replayed."""
+    return has_streams(device) and torch.cuda.is_current_stream_capturing()
+
+
+def record(device: torch.device, *, timing: bool = False) -> Event:
+    """Return a new event behind all that is queued on the current stream."""
+    if not has_streams(device):
+        return _PASSED
+    event = torch.cuda.Event(enable_timing=timing)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def ignore_captures() -> None:
+    """Let this thread query events while another one captures; by default that would end the capture."""
+    if torch.version.hip:
+        library, function = "libamdhip64.so", "hipThreadExchangeStreamCaptureMode"
+    else:
+        major = (torch.version.cuda or "").split(".")[0]
+        library, function = f"libcudart.so.{major}", "cudaThreadExchangeStreamCaptureMode"
+    # The library is the one that torch has loaded. Without it there is no stream to capture.
+    with suppress(OSError, AttributeError):
+        getattr(ctypes.CDLL(library), function)(ctypes.byref(ctypes.c_int(THREAD_LOCAL)))
+
+
+class _Passed:
+    """The event of work that is done when its call returns."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end_event: Event) -> float:
+        del end_event
+        return 0.0
+
+
+_PASSED = _Passed()
