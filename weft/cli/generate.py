@@ -133,7 +133,7 @@ def _generate(request: Request, ranks: int) -> dict[str, Any] | None:
     if is_launched():
         made = generate(request)
         return made if world_of(None, 60.0).comm.rank == 0 else None
-    if torch.cuda.is_available() and ranks > 1:  # pools are of CPUs
+    if torch.cuda.is_available() and ranks > 1:  # as torchrun would: one process for each GPU
         sys.exit(launched(ranks))
     with model_ranks(ranks) as pool:
         with Console(stderr=True, quiet=request.quiet).status(f"loading {request.model.name} …"):
