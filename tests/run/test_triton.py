@@ -6,6 +6,7 @@ reports what failed; each check is a test here.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -27,6 +28,7 @@ from weft.run.kernels import gpu
 from weft.run.kernels.gpu import Gpu
 from weft.run.kernels.reference import Reference
 from weft.run.kernels.tiles import Tiles
+from weft.run.merge import merged
 
 ROOT = Path(__file__).parents[2]
 # Largest difference over the largest number: float32 sums in another order, float16 weights.
@@ -44,6 +46,8 @@ class Shape:
     block_k: int = 64
     batch: int = 1
     heads: int = 2
+    group: int = 1
+    """Query heads that read one head of k and v."""
     density: float | None = 0.6
     dtype: torch.dtype = torch.float32
     strided: bool = False
@@ -61,8 +65,12 @@ class Shape:
         """q, k, v and the gradient of the output."""
         random = torch.Generator().manual_seed(3)
         sizes = [
-            (self.batch, self.heads, n, self.head_dim)
-            for n in (self.q_len, self.k_len, self.k_len, self.q_len)
+            (self.batch, heads, n, self.head_dim)
+            for heads, n in (
+                (self.heads, self.q_len),
+                *[(self.heads // self.group, self.k_len)] * 2,
+                (self.heads, self.q_len),
+            )
         ]
         q, k, v, grad = (torch.randn(size, generator=random).to(self.dtype) for size in sizes)
         if self.strided:
@@ -91,6 +99,10 @@ SHAPES = {
     "zero scale": Shape(scale=0.0),
     "float16": Shape(dtype=torch.float16, q_len=150, k_len=170),
     "float16, head dim 128": Shape(dtype=torch.float16, head_dim=128),
+    "grouped heads": Shape(heads=6, group=3, batch=2, q_len=150, k_len=130),
+    "grouped heads, dense": Shape(heads=4, group=2, density=None, q_len=70, k_len=130),
+    "head dim 24": Shape(head_dim=24, q_len=100),
+    "head dim 72, float16": Shape(head_dim=72, dtype=torch.float16, k_len=100),
 }
 
 
@@ -105,7 +117,8 @@ def same(found: Tensor, expected: Tensor, dtype: torch.dtype = torch.float32) ->
 def forward_is_the_reference(shape: Shape) -> None:
     q, k, v, _ = shape.operands()
     found = Gpu().attend(q, k, v, shape.tiles(), shape.scale)
-    expected = Reference().attend(q, k, v, shape.tiles(), shape.scale)
+    keys, values = (x.repeat_interleave(shape.group, 1) for x in (k, v))
+    expected = Reference().attend(q, keys, values, shape.tiles(), shape.scale)
     for x, y in zip(found, expected, strict=True):
         same(x, y, shape.dtype)
     empty = expected[1] == -torch.inf
@@ -115,9 +128,11 @@ def forward_is_the_reference(shape: Shape) -> None:
 
 def backward_is_the_reference(shape: Shape) -> None:
     q, k, v, grad = shape.operands()
-    done = Reference().attend(q, k, v, shape.tiles(), shape.scale)
+    keys, values = (x.repeat_interleave(shape.group, 1) for x in (k, v))
+    done = Reference().attend(q, keys, values, shape.tiles(), shape.scale)
     found = Gpu().attend_backward(grad, q, k, v, done, shape.tiles(), shape.scale)
-    expected = Reference().attend_backward(grad, q, k, v, done, shape.tiles(), shape.scale)
+    dq, *of_keys = Reference().attend_backward(grad, q, keys, values, done, shape.tiles(), shape.scale)
+    expected = dq, *(x.unflatten(1, (-1, shape.group)).sum(2) for x in of_keys)
     for x, y in zip(found, expected, strict=True):
         same(x, y, shape.dtype)
 
@@ -262,13 +277,33 @@ def tuning_adds_to_a_running_sum_once() -> None:
         same(x, y)
 
 
+def merging_in_one_launch_is_merging() -> None:
+    from weft.run.kernels.triton_merge import merge_on_device
+
+    random = torch.Generator().manual_seed(5)
+    for fresh, dtype, head_dim in itertools.product(
+        (False, True), (torch.float32, torch.float16), (24, 64, 72)
+    ):
+        out = torch.randn(2, 37, 3, head_dim, generator=random).transpose(1, 2)
+        new_out = torch.randn(2, 3, 37, head_dim, generator=random).to(dtype)
+        lse, new_lse = (4 * torch.randn(2, 3, 37, 2, generator=random)[..., 1] for _ in range(2))
+        lse[:, :, 3:9], new_lse[:, :, 6:12], lse[0, 0, 20] = -torch.inf, -torch.inf, torch.nan
+        if fresh and dtype == torch.float16:
+            out = out.half()
+        expected = merged((new_out, new_lse), (out.clone(), lse.clone()), fresh=fresh)
+        merge_on_device((out, lse), (new_out, new_lse), fresh=fresh)
+        for x, y in zip((out, lse), expected, strict=True):
+            assert torch.equal(x.isnan(), y.isnan()) and (fresh or bool(x[0, 0, 20].isnan().all()))
+            same(*(z.float().masked_fill(z.isnan(), 0.0) for z in (x, y)))
+
+
 def what_it_cannot_serve_it_refuses() -> None:
     q, k, v, grad = SHAPES["square"].operands()
     tiles = SHAPES["square"].tiles()
     odd = Tiles(np.ones((2, 4, 4), dtype=bool), 32, 32, 128, 128)
     short = Tiles(None, 64, 128, 64, 128)
     refused: list[tuple[str, tuple[Tensor, ...], Tiles]] = [
-        ("head dims", (q[..., :32], k[..., :32], v[..., :32]), tiles),
+        ("head dims", tuple(torch.cat([x, x, x], -1) for x in (q, k, v)), tiles),
         ("float64", (q.double(), k.double(), v.double()), tiles),
         ("bfloat16", (q.bfloat16(), k.bfloat16(), v.bfloat16()), tiles),
         ("float16", (q, k.half(), v), tiles),
@@ -296,6 +331,7 @@ def checks() -> dict[str, Callable[[], None]]:
         no_keys_or_no_queries_give_nothing,
         float16_is_as_good_as_torch,
         tuning_adds_to_a_running_sum_once,
+        merging_in_one_launch_is_merging,
         what_it_cannot_serve_it_refuses,
     ]
     found: dict[str, Callable[[], None]] = {check.__name__: check for check in plain}

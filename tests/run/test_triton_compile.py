@@ -13,6 +13,7 @@ from importlib.util import find_spec
 
 import pytest
 
+from tests.run.copy_resources import KINDS, Made, compile_copies
 from tests.run.triton_resources import Case, Resources, cases, compile_all, small_cases
 from weft.run.kernels.triton_configs import BLOCKS, HEAD_DIMS, KERNELS, TARGETS, configs
 
@@ -28,12 +29,14 @@ CHOSEN = [
     if (case.head_dim, case.block) == (128, 128)
     or (case.head_dim, case.block, case.kernel) == (64, 64, "grad_keys")
 ]
+CHOSEN += [replace(case, group=3) for case in CHOSEN if case.kernel == "grad_keys" and case.block == 128]
 
 
 def called(case: Case) -> str:
     config = case.config
     tile = f"{config.bq}x{config.bk}-w{config.warps}-s{config.stages}"
     flags = "".join(name[0] for name in ("dense", "even", "add") if getattr(case, name))
+    flags += f"-group{case.group}" * (case.group > 1)
     return f"{case.target}-{case.kernel}-D{case.head_dim}-block{case.block}-{tile}-{case.dtype}-{flags}"
 
 
@@ -73,6 +76,7 @@ EVERYTHING = [
     for flags in ({}, {"even": True, "add": False}, *([{"dense": True}] if block == max(BLOCKS) else []))
 ]
 EVERYTHING += [replace(case, dtype="fp16") for case in CHOSEN] + list(small_cases())
+CHOSEN += [case for case in small_cases() if (case.kernel, case.head_dim) == ("merge_rows", 128)]
 
 
 @pytest.mark.soak
@@ -91,3 +95,34 @@ def test_every_pair_of_blocks_has_a_configuration(target: str, kernel: str, head
         for block_k in BLOCKS:
             found = configs(target, kernel, head_dim, block_q, block_k)
             assert found and all(block_q % c.bq == 0 and block_k % c.bk == 0 for c in found)
+
+
+def test_configurations_of_small_gpus_fit_their_shared_memory(
+    compiled: Callable[[tuple[Case, ...]], dict[Case, Resources]],
+) -> None:
+    """sm_86, sm_89 and sm_120 have 99 KiB for a program, and of sm_80's table what fits in them."""
+    small = configs("sm_86", "grad_keys", 128, 64, 64)
+    assert len(small) < len(configs("sm_80", "grad_keys", 128, 64, 64))
+    wanted = tuple(Case("sm_80", "grad_keys", 128, 64, config) for config in small)
+    assert max(found.shared for found in compiled(wanted).values()) <= 99 * 1024
+
+
+@pytest.fixture(scope="module")
+def copies() -> dict[tuple[str, str], Made]:
+    wanted = [(target, kind) for target in TARGETS for kind in KINDS]
+    return dict(zip(wanted, compile_copies(wanted), strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("target", TARGETS)
+def test_fused_copies_have_no_spills_and_move_16_bytes(
+    copies: dict[tuple[str, str], Made], target: str, kind: str
+) -> None:
+    made = copies[target, kind]
+    assert made.spills == 0
+    wide = "dwordx4" if target.startswith("gfx") else "v4.b32"
+    single = ("ushort", "short") if target.startswith("gfx") else (".b16", ".u16")
+    assert any(each.endswith(wide) for each in made.accesses) == (kind != "odd address")
+    assert any(each.endswith(single) for each in made.accesses) == (kind == "odd address")
+    if "cast" in kind and target == "sm_90":
+        assert "cvt.rn.bf16x2.f32" in made.assembly, "casts round to the nearest"

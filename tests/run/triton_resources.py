@@ -24,7 +24,7 @@ from weft.run.kernels.triton_configs import BLOCKS, HEAD_DIMS, KERNELS, TARGETS,
 
 # What the target's matrix units are called in its assembly.
 INSTRUCTION = {"sm_80": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
-_SIXTEEN = ("q", "k", "v", "grad", "narrow")
+_SIXTEEN = ("q", "k", "v", "grad", "narrow", "new_out")
 _INTEGERS = {
     "starts": "*i32",
     "blocks": "*i32",
@@ -77,10 +77,11 @@ def cases(targets: Iterable[str] = TARGETS) -> Iterator[Case]:
 
 
 def small_cases(targets: Iterable[str] = TARGETS) -> Iterator[Case]:
-    """The kernel that only streams: it has no tiles to choose and no matrix product."""
+    """The kernels that only stream: they have no tiles to choose and no matrix product."""
     for target in targets:
         for head_dim in HEAD_DIMS:
             yield Case(target, "prepare", head_dim, 0, Config(0, 0, 4, 3))
+            yield Case(target, "merge_rows", head_dim, 0, Config(0, 0, 4, 3))
 
 
 def compile_all(wanted: Iterable[Case], processes: int = 2) -> list[Resources]:
@@ -121,12 +122,12 @@ def _source(case: Case) -> Any:
     """What a launch would hand to the compiler: aligned pointers, strides that are multiples of 16."""
     from triton.compiler import ASTSource
 
-    room = "forward" if case.kernel == "forward" else "backward"
+    room = {"forward": "forward", "merge_rows": "merge"}.get(case.kernel, "backward")
     kernel = getattr(import_module(f"weft.run.kernels.triton_{room}"), case.kernel)
     constants: dict[Any, int] = {
-        "D": case.head_dim, "BLOCK_Q": case.block, "BLOCK_K": case.block, "DENSE": case.dense, "GROUP": case.group,
-        "EVEN": case.even, "ADD": case.add, "BQ": case.config.bq, "BK": case.config.bk,
-        "ROWS": 32, "NARROW": True,
+        "D": case.head_dim, "BLOCK_Q": case.block, "BLOCK_K": case.block, "DENSE": case.dense,
+        "GROUP": case.group, "EVEN": case.even, "ADD": case.add, "BQ": case.config.bq, "BK": case.config.bk,
+        "ROWS": 32, "NARROW": True, "WIDTH": case.head_dim, "FRESH": not case.add,
     }  # fmt: skip
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature: dict[str, Any] = {}

@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from weft.core.errors import InputError, MissingError
@@ -19,6 +20,7 @@ from weft.run.kernels import Sums, packed
 from weft.run.kernels.machine import arch_of
 from weft.run.kernels.tiles import Blocks, Tiles
 from weft.run.kernels.triton_configs import BLOCKS, HEAD_DIMS, TARGET_OF, Config, configs
+from weft.run.merge import merged
 
 # What prepares the gradient only streams; one shape serves all.
 _ROWS = 32
@@ -59,6 +61,9 @@ class Gpu:
     ) -> Sums:
         """(out, lse); with `into`, these tiles are added to that (out, lse) in place, and it is returned."""
         self._check(q, k, v)
+        if q.shape[-1] not in HEAD_DIMS:
+            out, lse = self.attend(_widened(q), _widened(k), _widened(v), tiles, scale)
+            return merged((out[..., : q.shape[-1]], lse), into, fresh=fresh)
         q, k, v = (packed(x) for x in (q, k, v))
         if into is None:
             out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
@@ -83,10 +88,17 @@ class Gpu:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) of these tiles; `done` is the final (out, lse) over *all* tiles of the rows."""
         self._check(q, k, v)
+        if q.shape[-1] not in HEAD_DIMS:
+            wide = _widened(grad), _widened(q), _widened(k), _widened(v), (_widened(done[0]), done[1])
+            dq, dk, dv = (x[..., : q.shape[-1]] for x in self.attend_backward(*wide, tiles, scale))
+            return dq, dk, dv
         q, k, v = (packed(x) for x in (q, k, v))
-        dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
+        by_head = (q.shape[0], q.shape[1], *k.shape[2:])
+        dq, dk, dv = (
+            torch.empty(shape, dtype=torch.float32, device=q.device) for shape in (q.shape, by_head, by_head)
+        )
         if not q.shape[2] or not k.shape[2]:
-            return dq.zero_(), dk.zero_(), dv.zero_()
+            return dq.zero_(), dk[:, : k.shape[1]].zero_(), dv[:, : k.shape[1]].zero_()
         grad, delta, peak = self._prepare(packed(grad), q, *done)
         shape = self._shape(q, k, tiles)
         blocks = self._blocks(tiles, q.device)
@@ -99,7 +111,9 @@ class Gpu:
         turned = blocks.inverted if tiles.sparse else blocks
         constants = {**shape, "EVEN": q.shape[2] % shape["BLOCK_Q"] == 0}
         arguments = (*given, dk, dv, turned.starts, turned.kv, *strides, *_strides(dk, dv), *sizes)
-        self._launch(self._backward.grad_keys, arguments, constants, k, over="k")
+        self._launch(self._backward.grad_keys, arguments, constants, dk, over="k")
+        if shape["GROUP"] > 1:
+            dk, dv = (x.unflatten(1, (-1, shape["GROUP"])).sum(2) for x in (dk, dv))
         return dq, dk, dv
 
     def _prepare(self, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -167,8 +181,8 @@ class Gpu:
                 "backend='triton' was given tensors on the CPU.",
                 hint="Set TRITON_INTERPRET=1 before triton is imported to test it there, or backend='exact'.",
             )
-        if q.shape[-1] not in HEAD_DIMS:
-            raise InputError(f"backend='triton' has head dims {HEAD_DIMS}, not {q.shape[-1]}.")
+        if q.shape[-1] > max(HEAD_DIMS):
+            raise InputError(f"backend='triton' has head dims up to {max(HEAD_DIMS)}, not {q.shape[-1]}.")
         # The interpreter multiplies the bits of bfloat16 as if they were integers.
         served = (torch.float32, torch.float16) if self._interpreted else (torch.bfloat16, torch.float16)
         if q.dtype not in served or not q.dtype == k.dtype == v.dtype:
@@ -185,6 +199,11 @@ def target_of(device: torch.device) -> str:
     if arch not in TARGET_OF:
         raise InputError(f"backend='triton' serves {', '.join(TARGET_OF)}, not {arch}.")
     return TARGET_OF[arch]
+
+
+def _widened(x: Tensor) -> Tensor:
+    """Rows with zeros up to the next head dim that there is: they change no score and no other number."""
+    return F.pad(x, (0, next(size for size in HEAD_DIMS if size >= x.shape[-1]) - x.shape[-1]))
 
 
 def _is_interpreted() -> bool:

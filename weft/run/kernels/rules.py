@@ -67,8 +67,8 @@ def triton(work: Work, arch: str) -> str:
 
     if why := _half(work, arch):
         return why
-    if work.head_dim not in HEAD_DIMS:
-        return f"it has head dims {HEAD_DIMS}, not {work.head_dim}."
+    if work.head_dim > max(HEAD_DIMS):
+        return f"its head dims end at {max(HEAD_DIMS)}, not {work.head_dim}."
     if work.sparse and (work.block_q % min(BLOCKS) or work.block_k % min(BLOCKS)):
         return f"its blocks are multiples of {min(BLOCKS)} tokens, not {work.block_q} by {work.block_k}."
     return ""

@@ -93,46 +93,43 @@ def grad_keys(
     DENSE: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of BK keys of one head: the inverted list, the q blocks that read them, of each query head.
+    """dK and dV of BK keys for one query head: the inverted list, the q blocks that read them.
 
+    What heads that share keys make of them is added up later: a loop over them in here spills registers.
     Scores are kept transposed, [BK, BQ], so that both sums are products with no transpose of registers.
     """
     left = tl.program_id(0) * BK
-    kv_heads = heads // GROUP
-    batch, kv_head = tl.program_id(1) // kv_heads, tl.program_id(1) % kv_heads
+    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     q_blocks, k_blocks = tl.cdiv(q_len, BLOCK_Q), tl.cdiv(k_len, BLOCK_K)
+    first, count = line_of(starts, head, left // BLOCK_K, k_blocks, q_blocks, DENSE)
     rows, dims, columns = tl.arange(0, BQ), tl.arange(0, D), tl.arange(0, BK)
     known = left + columns < k_len
 
-    k_at = corner(k, k_strides, batch, kv_head, left) + columns[:, None] * k_strides[2] + dims[None, :]
-    v_at = corner(v, v_strides, batch, kv_head, left) + columns[:, None] * v_strides[2] + dims[None, :]
+    k_at = corner(k, k_strides, batch, head // GROUP, left) + columns[:, None] * k_strides[2] + dims[None, :]
+    v_at = corner(v, v_strides, batch, head // GROUP, left) + columns[:, None] * v_strides[2] + dims[None, :]
     keys = tl.load(k_at, mask=known[:, None], other=0.0)
     values = tl.load(v_at, mask=known[:, None], other=0.0)
     q_spots = rows[:, None] * q_strides[2] + dims[None, :]
     grad_spots = rows[:, None] * grad_strides[2] + dims[None, :]
+    row_top = tl.program_id(1).to(tl.int64) * q_len
 
     k_sums, v_sums = tl.zeros([BK, D], tl.float32), tl.zeros([BK, D], tl.float32)
-    for member in range(GROUP):
-        head = kv_head * GROUP + member
-        first, count = line_of(starts, head, left // BLOCK_K, k_blocks, q_blocks, DENSE)
-        row_top = (batch * heads + head).to(tl.int64) * q_len
-        steps = count * (BLOCK_Q // BQ)
-        top = tile_of(blocks, first, tl.full([], 0, tl.int32), steps, BLOCK_Q, BQ, DENSE)
-        for step in range(steps):
-            inside = top + rows < q_len
-            queries = fetch(corner(q, q_strides, batch, head, top) + q_spots, inside[:, None], 0.0, EVEN)
-            row_peak = fetch(peak + row_top + top + rows, inside, INFINITY, EVEN)
-            scores = tl.dot(keys, tl.trans(queries)) * (scale * LOG2E)
-            # Rows past the end have peak = inf, so their weights are 0; keys past the end are not stored.
-            weights = tl.exp2(scores - row_peak[None, :])
-            slope_at = corner(grad, grad_strides, batch, head, top) + grad_spots
-            slope = fetch(slope_at, inside[:, None], 0.0, EVEN)
-            v_sums = tl.dot(weights.to(slope.dtype), slope, v_sums)
-            row_delta = fetch(delta + row_top + top + rows, inside, 0.0, EVEN)
-            slopes = weights * (tl.dot(values, tl.trans(slope)) - row_delta[None, :])
-            k_sums = tl.dot(slopes.to(queries.dtype), queries, k_sums)
-            top = tile_of(blocks, first, step + 1, steps, BLOCK_Q, BQ, DENSE)
-    dk_at = corner(dk, dk_strides, batch, kv_head, left) + columns[:, None] * dk_strides[2] + dims[None, :]
-    dv_at = corner(dv, dv_strides, batch, kv_head, left) + columns[:, None] * dv_strides[2] + dims[None, :]
+    steps = count * (BLOCK_Q // BQ)
+    top = tile_of(blocks, first, tl.full([], 0, tl.int32), steps, BLOCK_Q, BQ, DENSE)
+    for step in range(steps):
+        inside = top + rows < q_len
+        queries = fetch(corner(q, q_strides, batch, head, top) + q_spots, inside[:, None], 0.0, EVEN)
+        row_peak = fetch(peak + row_top + top + rows, inside, INFINITY, EVEN)
+        scores = tl.dot(keys, tl.trans(queries)) * (scale * LOG2E)
+        # Rows past the end have peak = inf, so their weights are 0; keys past the end are not stored.
+        weights = tl.exp2(scores - row_peak[None, :])
+        slope = fetch(corner(grad, grad_strides, batch, head, top) + grad_spots, inside[:, None], 0.0, EVEN)
+        v_sums = tl.dot(weights.to(slope.dtype), slope, v_sums)
+        row_delta = fetch(delta + row_top + top + rows, inside, 0.0, EVEN)
+        slopes = weights * (tl.dot(values, tl.trans(slope)) - row_delta[None, :])
+        k_sums = tl.dot(slopes.to(queries.dtype), queries, k_sums)
+        top = tile_of(blocks, first, step + 1, steps, BLOCK_Q, BQ, DENSE)
+    dk_at = corner(dk, dk_strides, batch, head, left) + columns[:, None] * dk_strides[2] + dims[None, :]
+    dv_at = corner(dv, dv_strides, batch, head, left) + columns[:, None] * dv_strides[2] + dims[None, :]
     tl.store(dk_at, k_sums * scale, mask=known[:, None])
     tl.store(dv_at, v_sums, mask=known[:, None])
