@@ -47,12 +47,11 @@ class CudnnSparse:
     ) -> Sums:
         arch = self._arch or arch_of(q.device)
         check(cudnn_sparse, arch, q, k, tiles, scale, backward=False)
-        rows = q.shape[2]
-        if arch == "sm_90" and tiles.block_q == 64:
-            q = pad(q, (0, 0, 0, -rows % 64)) if rows % 64 else q
-            q, k, v = (_far_aligned(x) for x in (q, k, v))
-        else:
-            q, k, v = (aligned(x) for x in (q, k, v))
+        rows, kernel = q.shape[2], (arch, tiles.block_q)
+        if kernel == ("sm_90", 64) and rows % 64:
+            q = pad(q, (0, 0, 0, -rows % 64))
+        ready = {("sm_90", 64): _far_aligned, ("sm_100", 128): _compact}.get(kernel, aligned)
+        q, k, v = (ready(x) for x in (q, k, v))
         lists, options = self._options(tiles, q, scale)
         # Packed heads would need lists that all heads of a group share.
         result = self._package.block_sparse_attention_forward(
@@ -64,9 +63,11 @@ class CudnnSparse:
     def attend_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, done: Sums, tiles: Tiles, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        check(cudnn_sparse, self._arch or arch_of(q.device), q, k, tiles, scale, backward=True)
+        arch = self._arch or arch_of(q.device)
+        check(cudnn_sparse, arch, q, k, tiles, scale, backward=True)
         out, lse = done
-        operands = (aligned(x.to(q.dtype)) for x in (grad, q, k, v, out))
+        ready = _compact if arch == "sm_100" else aligned
+        operands = (ready(x.to(q.dtype)) for x in (grad, q, k, v, out))
         lists, options = self._options(tiles, q, scale)
         result = self._package.block_sparse_attention_backward(
             *operands, lse.contiguous(), lists.index, **options
@@ -89,6 +90,20 @@ class CudnnSparse:
 
 
 def _far_aligned(x: Tensor) -> Tensor:
+    """Also begin where the forward on sm_90 takes it for granted."""
     x = aligned(x)
     is_aligned = x.storage_offset() * x.element_size() % SM90_ALIGNMENT == 0
     return x if is_aligned else x.clone(memory_format=torch.contiguous_format)
+
+
+def _compact(x: Tensor) -> Tensor:
+    """Without gaps in memory, heads or tokens first: kernels of sm_100 take no part of a larger tensor.
+
+    The stride of a batch of one counts as well, so `is_contiguous` is not enough.
+    """
+    x = aligned(x)
+    _, heads, tokens, dim = x.shape
+    per_head, per_token = tokens * dim, heads * dim
+    orders = (per_head, dim, 1), (dim, per_token, 1)
+    is_compact = x.stride(0) == heads * per_head and x.stride()[1:] in orders
+    return x if is_compact else x.clone(memory_format=torch.contiguous_format)

@@ -15,10 +15,12 @@ def fa4(work: Work, arch: str) -> str:
         return f"its kernels for sm_90 and sm_100 are taken; on {arch} it has none that torch has not."
     if work.dtype not in HALF:
         return f"it computes {' and '.join(HALF)}, not {work.dtype}."
-    limit = 256 if arch == "sm_90" else 128
-    fits = work.head_dim <= limit or (work.head_dim == 256 and not work.sparse)
+    dims = "up to 256" if arch == "sm_90" else "up to 128"
+    fits = work.head_dim <= (256 if arch == "sm_90" else 128)
+    if arch == "sm_100" and not (work.sparse and work.backward):
+        dims, fits = "up to 128, or 256", fits or work.head_dim == 256
     if work.head_dim % 8 or not fits:
-        return f"its head dims are multiples of 8 up to {limit} on {arch}, not {work.head_dim}."
+        return f"its head dims for this are multiples of 8 {dims} on {arch}, not {work.head_dim}."
     return _fa4_blocks(work, arch) if work.sparse else ""
 
 
@@ -26,7 +28,7 @@ def _fa4_blocks(work: Work, arch: str) -> str:
     """A q block is cut into tiles of `rows`; a kv block must be one tile, or several on sm_100."""
     q, kv, dim = work.block_q, work.block_k, work.head_dim
     if arch == "sm_100":
-        rows = 128 if work.backward else 256
+        rows = 128 if work.backward or dim == 256 else 256
         fits, columns = kv % 128 == 0, "multiples of 128"
     elif work.backward:
         rows = 128 if dim <= 64 else 64

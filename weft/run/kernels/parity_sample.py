@@ -15,7 +15,7 @@ from weft.run.kernels.rules import Work
 from weft.run.kernels.tiles import Tiles
 
 TOLERANCE = {"bfloat16": 0.03, "float16": 0.006}
-"""The largest error, in units of the largest number that is expected; rounding makes a sixth of it or less."""
+"""The largest error, in units of the largest number expected; rounding makes a sixth of it or less."""
 LSE_TOLERANCE = 0.02
 _BATCH, _BLOCKS, _KV_HEADS, _DENSE_BLOCK = 2, 4, 2, 128
 
