@@ -26,6 +26,10 @@ def test_the_table_has_the_best_first_and_says_why(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert "960 tokens" in lines[0] and "6 heads × 16" in lines[0] and "4xh100" in lines[0]
     assert lines[1] == "random:density=0.3,cv=0.8 · 26% active"
+    assert lines[2] == (
+        "assumed kernel TFLOP/s: triton 300 sparse (estimate), cudnn 600 dense (FlashAttention-3 paper)"
+    )
+    assert lines[3].startswith("assumed host µs: call 50, attend 50, copy 6")
     first = next(line for line in lines if line.startswith("1 "))
     assert "1.00×" in first
     assert any(line.startswith("Why: " + first.split()[1]) for line in lines)
@@ -39,6 +43,7 @@ def test_json_is_ranked_and_has_every_figure(capsys):
     assert {"plan", "exposed", "imbalance", "bound", "intra_bytes", "inter_bytes", "memory"} <= set(plans[0])
     assert all(p["imbalance"] >= 1 and p["bound"] >= 1 for p in plans)
     assert found["why"]
+    assert found["assumed"]["kernel TFLOP/s"].startswith("triton 300 ")
 
 
 def test_what_is_saved_is_a_schedule_that_loads(tmp_path, capsys):

@@ -20,9 +20,10 @@ def call(*words: object) -> int:
 def test_the_table_has_a_row_for_each_size_and_a_timeline(capsys):
     assert call(*SWEEP, "--devices", "1,2,4,8") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[3:7]] == ["1", "2", "4", "8"]
-    assert "1.00×" in lines[3] and "100%" in lines[3]
+    assert [line.split()[0] for line in lines[5:9]] == ["1", "2", "4", "8"]
+    assert "1.00×" in lines[5] and "100%" in lines[5]
     assert any(line.startswith("rank 7") for line in lines)
+    assert lines[2].startswith("assumed kernel TFLOP/s: triton 300 sparse") and "host" in lines[3]
     assert max(map(len, lines)) <= 100
 
 

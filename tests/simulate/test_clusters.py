@@ -9,7 +9,7 @@ from weft.core.problem import Problem
 from weft.plan.choose import build
 from weft.simulate.clusters import cluster
 from weft.simulate.events import simulate
-from weft.simulate.gpus import DEVICES
+from weft.simulate.gpus import DENSE, DEVICES, SPARSE, default_backends, kernels_of
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -45,3 +45,34 @@ def test_a_ring_on_mi300x_has_one_of_seven_links():
 def test_what_is_no_cluster_says_what_is(name):
     with pytest.raises(InputError, match="There is no cluster.*Write 8xh100"):
         cluster(name)
+
+
+def test_a_cluster_names_its_kernels_and_their_sources():
+    h100 = cluster("8xh100")
+    assert (h100.kernel, h100.sparse_kernel) == ("cudnn, FlashAttention-3 paper", "triton, estimate")
+    assert h100.sparse_flops < h100.flops < 989e12, "the default kernel for sparse tiles is not the fastest"
+    fa4 = cluster("8xh100:fa4")
+    assert fa4.kernel.startswith("fa4, ") and fa4.sparse_kernel.startswith("fa4, ")
+    assert fa4.flops > h100.flops and fa4.sparse_flops > h100.sparse_flops
+    mixed = cluster("2x8xh100:fa4,cudnn_sparse")
+    assert mixed.kernel.startswith("fa4, ") and mixed.sparse_kernel.startswith("cudnn_sparse, ")
+    assert cluster("8xh100:exact").flops < 0.1 * h100.flops
+    with pytest.raises(InputError, match="No speed is known of 'fa5' on h100. Use one of .*cudnn.*fa4"):
+        cluster("8xh100:fa5")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_device_has_sourced_speeds_below_its_peak(device):
+    known = DEVICES[device].like or device
+    for table in (DENSE[known], SPARSE[known]):
+        for kernel in table.values():
+            assert 0 < kernel.backward < kernel.forward < DEVICES[known].tflops
+            assert kernel.source
+    chosen = kernels_of(device)
+    assert (chosen["dense"][0], chosen["sparse"][0]) == default_backends(DEVICES[device].arch)
+
+
+def test_a_card_with_pcie_is_its_sibling_behind_slower_links():
+    nvlink, pcie = cluster("8xa100"), cluster("8xa100pcie")
+    assert pcie.flops == nvlink.flops
+    assert pcie.intra.bandwidth == pytest.approx(32e9 * 0.88)

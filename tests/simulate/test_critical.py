@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cases import cases
+from weft.core.indices import Indices
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem
-from weft.core.schedule import Attend, Exchange, Schedule
+from weft.core.schedule import Attend, Exchange, Piece, Schedule
 from weft.core.topology import Link, Speed, Topology
 from weft.plan.choose import build
 from weft.schedule.measure import attend_works
@@ -201,3 +202,28 @@ def test_a_row_of_blocks_costs_in_every_call_that_goes_through_it():
     # A rank of a ring goes through its 128 rows of 2 heads twice, one of ulysses through 256 of 1 head once.
     ring, ulysses = (critical_path(build(name, problem, mask), topology) for name in ("ring", "ulysses"))
     assert (ring.seconds, ulysses.seconds) == pytest.approx((8.0, 4.0))
+
+
+def test_dense_and_sparse_tiles_have_speeds_of_their_own():
+    """The last head is dense: where it has a call of its own, the kernel for dense tiles computes it."""
+    tiles = np.ones((2, 4, 4), dtype=bool)
+    tiles[0, :, 2:] = False
+    mask = BlockMask.from_tiles(tiles, q_len=840, kv_len=840, block_q=210)
+    topology = replace(cluster(1, FREE, flops=4e9), sparse_flops=1e9, call_seconds=0.0)
+    price = AttendPrice(topology, of(1, heads=2), mask)
+    rows = Indices.span(0, 840)
+    pairs, work = 840 * 840, 4 * 8
+    both = Attend(0, Piece("q", Indices.span(0, 2), rows), Piece("kv", Indices.span(0, 2), rows))
+    assert price(1.5 * pairs, both) == pytest.approx(1.5 * pairs * work / 1e9)
+    last = Attend(0, Piece("q", Indices.of([1]), rows), Piece("kv", Indices.of([1]), rows))
+    assert price(pairs, last) == pytest.approx(pairs * work / 4e9)
+
+
+def test_a_backward_has_more_work_and_a_speed_of_its_own():
+    forward = dense("ring", 1)
+    topology = replace(cluster(1, FREE, flops=1e9), call_seconds=0.0)
+    alone = critical_path(forward, topology).seconds
+    assert critical_path(reverse(forward), topology).seconds == pytest.approx(2.5 * alone)
+    slower = replace(topology, backward_flops=0.5e9)
+    assert critical_path(reverse(forward), slower).seconds == pytest.approx(5 * alone)
+    assert critical_path(forward, slower).seconds == alone

@@ -10,7 +10,7 @@ import typer
 
 from weft.cli.options import Block, Cluster, Dtype, Frames, Json, Mask, Name, Size
 from weft.cli.tables import table
-from weft.cli.workload import Workload, read_topology
+from weft.cli.workload import Workload, assumed, assumed_lines, read_topology
 from weft.core import units
 from weft.core.files import check_place, writing
 
@@ -62,7 +62,7 @@ def run(
     if save:
         _save(plan, save)
     if as_json:
-        typer.echo(json.dumps(_plain(plan), indent=2))
+        typer.echo(json.dumps({**_plain(plan), "assumed": assumed(cluster, active)}, indent=2))
     else:
         _show(plan, work.model, cluster, show_all=show_all)
 
@@ -91,6 +91,7 @@ def _show(plan: Plan, model: Model, cluster: Topology, *, show_all: bool) -> Non
     if not any(work):
         typer.echo("Nothing is active: no rank has anything to do, and every plan takes no time.")
         return
+    typer.echo(assumed_lines(cluster, plan.schedule.attention[1]))
     # In a narrow terminal its lines wrap, and every figure is still there to read.
     Console(width=max(console.width, 100)).print(_table(plan))
     if show_all:

@@ -13,7 +13,7 @@ import typer
 from weft.cli.numbers import counts
 from weft.cli.options import Block, Cluster, Dtype, Frames, Json, Mask, Name, Size
 from weft.cli.tables import table
-from weft.cli.workload import Workload, read_topology
+from weft.cli.workload import Workload, assumed, assumed_lines, read_topology
 from weft.core.files import writing
 
 if TYPE_CHECKING:
@@ -73,9 +73,10 @@ def run(
         _report(found, report)
     if as_json:
         about = {"model": model, "mask": mask, "density": active.density, "topology": cluster.name}
+        about |= {"assumed": assumed(cluster, active)}
         typer.echo(json.dumps({**about, "layers": work.model.layers, "rows": rows}, indent=2))
     else:
-        typer.echo(f"{mask} · {active.density:.0%} active")
+        typer.echo(f"{mask} · {active.density:.0%} active\n{assumed_lines(cluster, active)}")
         _show(rows, found, work.model)
         if report:
             typer.echo(f"\n{report / 'index.html'}")

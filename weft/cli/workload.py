@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,6 +65,27 @@ def read_topology(text: str) -> Topology:
     from weft.simulate.clusters import cluster
 
     return Topology.from_toml(text) if text.endswith(".toml") or Path(text).is_file() else cluster(text)
+
+
+def assumed(topology: Topology, mask: BlockMask) -> dict[str, str]:
+    """Return the kernel speeds and the host costs that predictions for a mask rest on, in a line each."""
+    kernels = {"dense": topology.kernel} if mask.is_dense else {
+        "sparse": topology.sparse_kernel, "dense": topology.kernel
+    }  # fmt: skip
+    speeds: list[str] = []
+    for kind, kernel in kernels.items():
+        name, _, source = kernel.partition(", ")
+        flops = topology.attention_flops(sparse=kind == "sparse") / 1e12
+        speeds.append(f"{name or 'kernel'} {flops:,.3g} {kind}" + f" ({source})" * bool(source))
+    host = {field.name: 1e6 * getattr(topology.host, field.name) for field in fields(topology.host)}
+    costs = (
+        ", ".join(f"{name} {cost:.3g}" for name, cost in host.items()) if any(host.values()) else "nothing"
+    )
+    return {"kernel TFLOP/s": ", ".join(speeds), "host µs": costs}
+
+
+def assumed_lines(topology: Topology, mask: BlockMask) -> str:
+    return "\n".join(f"assumed {what}: {how}" for what, how in assumed(topology, mask).items())
 
 
 def _bare(name: str, size: str, frames: int) -> tuple[Model, tuple[int, int, int]] | None:

@@ -87,21 +87,15 @@ class Plan:
         second = others[0]
         if first.seconds >= 0.995 * second.seconds:
             return f"{first.name} and {second.name} are equally fast to half a percent."
-        gains = (
-            {
-                f"its slowest rank computes {_percent(a, b)} less": b - a
-                for a, b in [(max(first.timing.compute), max(second.timing.compute))]
-            }
-            | {
-                f"its slowest rank sends for {_percent(a, b)} less time": b - a
-                for a, b in [(max(first.timing.sending), max(second.timing.sending))]
-            }
-            | {
-                "more of its transfers are hidden": (second.seconds - max(second.timing.compute))
-                - (first.seconds - max(first.timing.compute))
-            }
-            | {"fewer of its launches outlast its devices": second.timing.launching - first.timing.launching}
-        )
+        one, two = first.timing, second.timing
+        computing, more = max(one.compute), max(two.compute)
+        sending, longer = max(one.sending), max(two.sending)
+        gains = {
+            f"its slowest rank computes {_percent(computing, more)} less": more - computing,
+            f"its slowest rank sends for {_percent(sending, longer)} less time": longer - sending,
+            "more of its transfers are hidden": two.waiting - one.waiting,
+            "its launches hold it up less": two.launching - one.launching,
+        }
         reason = max(gains, key=lambda gain: gains[gain])
         ahead = second.seconds / first.seconds - 1
         return f"{first.name} is {ahead:.1%} ahead of {second.name}: {reason}."

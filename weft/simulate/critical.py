@@ -29,6 +29,11 @@ class Timing:
     """Seconds of them in which devices are done and a host is not: the plan is bound by launches."""
 
     @property
+    def waiting(self) -> float:
+        """Seconds in which the busiest rank waits for data."""
+        return self.seconds - self.launching - max(self.compute)
+
+    @property
     def exposed(self) -> float:
         """Share of the time in which the busiest rank does not compute."""
         return max(0.0, 1 - max(self.compute) / self.seconds) if self.seconds else 0.0
