@@ -26,7 +26,7 @@ def checked_dtype(name: str) -> str:
 Name = Annotated[
     str, typer.Argument(help="A model (wan2.1-14b …), or a shape TOKENSxHEADSxDIM; tokens may be TxHxW.")
 ]
-Cluster = Annotated[str, typer.Option(help="8xh100, 4x8xa100, or a TOML of weft calibrate.")]
+Cluster = Annotated[str, typer.Option(help="8xh100, 4x8xa100, 8xh100:fa4, or a TOML of weft calibrate.")]
 Mask = Annotated[str, typer.Option(help="dense, svg:density=0.25, sta:…, random:…; see weft mask.")]
 Size = Annotated[str, typer.Option(help="Pixels, such as 1280x720; the model's own if left out.")]
 Frames = Annotated[int, typer.Option(help="Frames of the video; the model's own if 0.")]
