@@ -13,7 +13,6 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.run.copy_resources import KINDS, Made, compile_copies
 from tests.run.triton_resources import Case, Resources, cases, compile_all, small_cases
 from weft.run.kernels.triton_configs import BLOCKS, HEAD_DIMS, KERNELS, TARGETS, configs
 
@@ -105,24 +104,3 @@ def test_configurations_of_small_gpus_fit_their_shared_memory(
     assert len(small) < len(configs("sm_80", "grad_keys", 128, 64, 64))
     wanted = tuple(Case("sm_80", "grad_keys", 128, 64, config) for config in small)
     assert max(found.shared for found in compiled(wanted).values()) <= 99 * 1024
-
-
-@pytest.fixture(scope="module")
-def copies() -> dict[tuple[str, str], Made]:
-    wanted = [(target, kind) for target in TARGETS for kind in KINDS]
-    return dict(zip(wanted, compile_copies(wanted), strict=True))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("target", TARGETS)
-def test_fused_copies_have_no_spills_and_move_16_bytes(
-    copies: dict[tuple[str, str], Made], target: str, kind: str
-) -> None:
-    made = copies[target, kind]
-    assert made.spills == 0
-    wide = "dwordx4" if target.startswith("gfx") else "v4.b32"
-    single = ("ushort", "short") if target.startswith("gfx") else (".b16", ".u16")
-    assert any(each.endswith(wide) for each in made.accesses) == (kind != "odd address")
-    assert any(each.endswith(single) for each in made.accesses) == (kind == "odd address")
-    if "cast" in kind and target == "sm_90":
-        assert "cvt.rn.bf16x2.f32" in made.assembly, "casts round to the nearest"
