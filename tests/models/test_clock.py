@@ -59,3 +59,31 @@ def test_masks_of_mochi_whose_timesteps_rise() -> None:
         pipe(**given)
     sparse, dense = [int(word) for word in said.getvalue().split() if word.isdecimal()][:2]
     assert sparse == 2 * dense
+
+
+class Scheduler:
+    def step(self, x: int) -> int:
+        return x + 1
+
+
+def test_steps_of_a_scheduler_are_counted_and_timesteps_not_read() -> None:
+    clock, scheduler, prompts = Clock(), Scheduler(), [torch.zeros(2), torch.ones(2)]
+    clock.reset(3, told=True)
+    clock.follow(scheduler)
+    seen = []
+    for _ in range(3):
+        for prompt in prompts:
+            clock.tick({"timestep": torch.empty(1, device="meta"), "encoder_hidden_states": prompt})
+            seen.append(clock.now)
+        assert [scheduler.step(1), scheduler.step(2)] == [2, 3]  # two of one step
+    assert seen == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+    clock.reset()
+    assert "step" not in vars(scheduler), "left as it was"
+    assert ticks(clock, [900, 500], prompts[0]) == [(0, 0), (1, 0)]
+
+
+def test_a_timestep_that_is_the_same_tensor_is_read_once() -> None:
+    clock, time = Clock(), torch.tensor([900.0])
+    assert ticks(clock, [time, time], torch.zeros(2)) == [(0, 0), (0, 0)]
+    time.fill_(500.0)
+    assert ticks(clock, [time], torch.zeros(2))[0][0] == 1

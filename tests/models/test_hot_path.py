@@ -49,6 +49,16 @@ def without_padding(site: Any, mask: torch.Tensor, q: torch.Tensor) -> Any:
 
 @pytest.mark.parametrize("name", [name for name in ZOO if name not in SELECT_BY_VALUE])
 def test_parallelize_adds_nothing_that_waits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(name, monkeypatch, plan="usp:1x2")
+
+
+@pytest.mark.parametrize("sparse", ["sta", "radial"])
+def test_masks_that_stay_add_nothing_that_waits(sparse: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check("wan", monkeypatch, plan="ulysses", mask=sparse)
+
+
+def check(name: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+    """Compare a warm forward under weft with one of the model alone."""
     getattr(diffusers, ZOO[name].model)  # imported before anything is fake
     for module in ("weft.run.attention", "weft.models.parallelize"):
         monkeypatch.setattr(import_module(module), "check_devices", lambda *_: None)
@@ -71,7 +81,7 @@ def test_parallelize_adds_nothing_that_waits(name: str, monkeypatch: pytest.Monk
         seen.clear()
         model(**inputs)
         plain = faults(seen)
-        weft.parallelize(model, mesh=World(Transport(1, 2, collective=True)), plan="usp:1x2")
+        weft.parallelize(model, mesh=World(Transport(1, 2, collective=True)), **options)
         for _ in range(3):  # blocks grow with the second attention
             seen.clear()
             inside.clear()

@@ -127,6 +127,9 @@ class _Around(TorchFunctionMode):
             return self.seen.moved(args[0], [*args[1:], *(kwargs or {}).values()])
         if func in (torch.tensor, torch.as_tensor) and _goes_to_device((), kwargs or {}):
             return self.seen.moved(func(args[0], dtype=(kwargs or {}).get("dtype")), [])
+        if func in _READS and args[0].device.type == "cuda":
+            self.seen.reads.append(_told(func.__name__, [args[0]]))
+            return _READS[func]
         around = _ROUTES.get(func)
         if around is not None and isinstance(args[0], Tensor) and args[0].device.type == "cuda":
             return around(*args, **(kwargs or {}))
@@ -193,11 +196,14 @@ def _setitem(x: Tensor, index: Any, value: Any) -> None:
     part.fill_(value) if not isinstance(value, Tensor) else _copy(part, value.expand_as(part))
 
 
+_READS: dict[Any, Any] = {Tensor.__float__: 1.0, Tensor.__int__: 1, Tensor.__bool__: False, Tensor.item: 1}
+"""What reads of values that do not exist give."""
 _ROUTES: dict[Any, Callable[..., Any]] = {
     Tensor.copy_: _copy,
     Tensor.contiguous: _contiguous,
     Tensor.__getitem__: _getitem,
     Tensor.__setitem__: _setitem,
+    Tensor.data_ptr: lambda x: x.untyped_storage()._cdata,
 }
 
 

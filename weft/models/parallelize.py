@@ -138,7 +138,7 @@ class Woven:
         @wraps(plain.__call__)
         def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807 - it becomes one
             share_numbers(world, (args, kwargs))
-            woven.begin(_steps(plain.__call__, self, args, kwargs))
+            woven.begin(_steps(plain.__call__, self, args, kwargs), getattr(self, "scheduler", None))
             try:
                 return plain.__call__(self, *args, **kwargs)
             finally:
@@ -155,9 +155,10 @@ class Woven:
         found = (getattr(region, "sparsity", None) for region in self.regions.values())
         return [each for each in found if isinstance(each, Sparsity)]
 
-    def begin(self, steps: int | None) -> None:
+    def begin(self, steps: int | None, scheduler: Any = None) -> None:
         """A run of so many steps, if that is known."""
         self.clock.reset(steps, told=True)
+        self.clock.follow(scheduler)
         for sparsity in self.sparsities:
             sparsity.reset()
 
