@@ -1,0 +1,183 @@
+"""What `auto` takes on which GPU, what a named backend refuses, and that the document says the same."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.run.backend_table import BARE, FULL, MARKS, cells, table
+from weft.core.errors import InputError
+from weft.run.kernels import choice, choose, composite, machine
+from weft.run.kernels.choice import Machine, cannot, decide
+from weft.run.kernels.rules import ARCHITECTURES, Work
+
+DOCUMENT = Path(__file__).parents[2] / "docs/kernels_gpu.md"
+ALL = list(cells())
+
+
+def work(block: int = 0, head_dim: int = 128, **options: Any) -> Work:
+    return Work(
+        bool(block), options.pop("backward", False), head_dim, block_q=block, block_k=block, **options
+    )
+
+
+def test_the_document_has_the_table_of_choices() -> None:
+    assert DOCUMENT.read_text().partition(MARKS[0])[2].partition(MARKS[1])[0].strip() == table()
+
+
+def test_the_document_gives_the_reason_of_every_choice() -> None:
+    text = DOCUMENT.read_text()
+    assert all(f"`{name}`" in text and reason in text for name, reason in choice.WHY.items())
+
+
+def test_16_bit_operands_are_never_computed_in_float32() -> None:
+    assert {machine.arch for _, machine, _ in ALL} == set(ARCHITECTURES)
+    assert {found.backend for *_, found in ALL} == set(choice.RULES) - {"exact"}
+
+
+def test_a_choice_is_the_first_that_serves_and_the_others_say_why_not() -> None:
+    for asked, there, found in ALL:
+        assert not cannot(found.backend, asked, there) and found.candidates[0] == found.backend
+        assert all(found.passed.values()) and found.reason == choice.WHY[found.backend]
+        before = choice.order(asked, there)[: len(found.passed)]
+        assert tuple(found.passed) == before
+
+
+def test_nothing_is_taken_that_is_not_installed() -> None:
+    for asked, there, found in ALL:
+        assert found.backend not in choice.NEEDS or found.backend in there.installed
+        bare = decide(asked, Machine(there.arch))
+        assert bare.backend in ("flash", "gather")
+
+
+@pytest.mark.parametrize(
+    ("arch", "asked", "bare", "full"),
+    [
+        ("sm_80", work(), "flash", "flash"),
+        ("sm_90", work(), "cudnn", "fa4"),
+        ("sm_100", work(), "cudnn", "fa4"),
+        ("sm_90", work(backward=True), "cudnn", "fa4"),
+        ("gfx942", work(), "flash", "flash"),
+        ("gfx950", work(64), "triton", "triton"),
+        ("sm_89", work(128), "triton", "triton"),
+        ("sm_90", work(64), "triton", "cudnn_sparse"),
+        ("sm_90", work(64, 64, backward=True), "triton", "triton"),
+        ("sm_90", work(128, 64, backward=True), "triton", "fa4"),
+        ("sm_100", work(128), "triton", "cudnn_sparse"),
+        ("sm_90", work(128, group=2, backward=True), "triton", "fa4"),
+        ("sm_90", work(48), "gather", "gather"),
+        ("sm_80", work(64, 256), "gather", "gather"),
+        ("sm_90", work(64, 72), "triton", "fa4"),
+    ],
+)
+def test_the_choice_for_common_shapes(arch: str, asked: Work, bare: str, full: str) -> None:
+    assert decide(asked, Machine(arch, BARE)).backend == bare
+    assert decide(asked, Machine(arch, FULL)).backend == full
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_wide_operands_go_to_the_exact_path(dtype: str) -> None:
+    for block in (0, 64):
+        assert decide(work(block, dtype=dtype), Machine("sm_90", FULL)).backend == "exact"
+
+
+def test_what_the_user_activated_in_torch_comes_before_cudnn() -> None:
+    assert decide(work(), Machine("sm_90", BARE, activated=True)).backend == "flash"
+
+
+def test_a_judge_passes_the_choice_on_and_its_reason_is_kept() -> None:
+    found = decide(work(), Machine("sm_90", FULL), lambda name, _: "wrong" * (name in ("fa4", "cudnn")))
+    assert found.backend == "flash" and found.passed == {"fa4": "wrong", "cudnn": "wrong"}
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A GPU without packages, whose kernels are never made."""
+    monkeypatch.setattr(composite, "machine_of", lambda _: Machine("sm_90", BARE))
+    monkeypatch.setattr(composite, "make", lambda name: Made(name))
+    composite._say_gather.cache_clear()
+    return torch.device("cuda:0")
+
+
+class Made:
+    def __init__(self, name: str) -> None:
+        self.name, self.grouped = name, name != "gather"
+
+
+@pytest.mark.parametrize(
+    ("backend", "asked", "name"),
+    [
+        ("auto", work(), "cudnn"),
+        ("auto", work(64), "dense cudnn, sparse triton"),
+        ("triton", work(64), "triton"),
+        ("gather", work(64), "dense cudnn, sparse gather"),
+        ("flash", work(), "flash"),
+        ("auto", work(dtype="float32"), "exact"),
+    ],
+)
+def test_a_composite_tells_its_whole_choice(
+    hopper: torch.device, backend: str, asked: Work, name: str
+) -> None:
+    found = choose(backend, asked.dtype, str(hopper), asked)
+    assert found.name == name and found.grouped == ("gather" not in name)
+
+
+def test_the_two_directions_may_have_different_backends(
+    hopper: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(composite, "machine_of", lambda _: Machine("sm_90", FULL))
+    found = choose("cudnn_sparse", "bfloat16", str(hopper), work(64, 64))
+    assert found.name == "dense fa4, sparse cudnn_sparse and triton"
+
+
+@pytest.mark.parametrize(
+    ("backend", "asked", "message"),
+    [
+        ("flash", work(64), r"dense tiles.*takes 'triton'"),
+        ("gather", work(), r"sparse tiles.*takes 'cudnn'"),
+        ("fa4", work(), r"needs flash-attn-4.*takes 'cudnn'"),
+        ("triton", work(48), r"multiples of 64 tokens, not 48 by 48.*takes 'gather'"),
+        ("cudnn", work(head_dim=20), r"multiples of 8, not 20.*takes 'flash'"),
+        ("flash", work(dtype="float32"), r"bfloat16 and float16, not float32.*takes 'exact'"),
+        ("cpu", work(), r"on the CPU, not bfloat16 on cuda"),
+    ],
+)
+def test_a_backend_that_cannot_serve_is_refused_with_what_would(
+    hopper: torch.device, backend: str, asked: Work, message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        choose(backend, asked.dtype, str(hopper), asked)
+
+
+def test_a_failed_parity_test_refuses_a_named_backend(hopper: torch.device) -> None:
+    with pytest.raises(InputError, match="off by 700.*takes 'flash'"):
+        choose("cudnn", "bfloat16", str(hopper), work(), lambda name, _: "off by 700" * (name == "cudnn"))
+
+
+def test_gathering_is_said_aloud_once(hopper: torch.device, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "weft"):
+        for _ in range(3):
+            choose("auto", "bfloat16", str(hopper), work(48))
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2, "once for each direction"
+    assert "blocks of 48 by 48 tokens" in said[0] and "triton: its blocks are multiples of 64" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch"),
+    {(8, 0): "sm_80", (8, 6): "sm_86", (9, 0): "sm_90", (10, 3): "sm_100", (12, 1): "sm_120"}.items(),
+)
+def test_the_machine_is_what_torch_says(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], arch: str
+) -> None:
+    machine.arch_of.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    for version, there in ((91500, False), (92000, True)):
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
+        found = machine.machine_of(torch.device("cuda:0"))
+        assert found.arch == arch and ("cudnn" in found.installed) == there and not found.activated
+    machine.arch_of.cache_clear()
