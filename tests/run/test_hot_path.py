@@ -18,6 +18,8 @@ from weft.plan.choose import build
 from weft.run.call import work_of
 from weft.run.execute import Executor
 from weft.run.kernels import choose
+from weft.run.switch import _Request
+from weft.run.world import World
 from weft.simulate.clusters import cluster
 
 TOKENS, RANKS, DIM = 599, 4, 64
@@ -74,6 +76,24 @@ def test_grouped_heads_are_not_copied(name: str, mask: str) -> None:
         assert not seen.faults
         if mask == "dense":
             assert not seen.names["aten::index_select"], "keys and values are read as they lie"
+
+
+@pytest.mark.parametrize("way", ["time → space", "space → time", "time →"])
+def test_switches_wait_for_nothing(way: str) -> None:
+    sizes = {"batch": 2, "time": 13, "space": 30, "channels": 24}
+    source, _, target = way.partition(" →")
+    shape = list(sizes.values())
+    shape[list(sizes).index(source)] = len(range(*Layout.even(sizes[source], RANKS).shards[1][0]))
+    with fake_cuda() as seen, torch.no_grad():
+        world = World(Transport(1, RANKS, collective=True))
+        x = torch.empty(shape, dtype=torch.bfloat16, device="cuda")
+        for _ in range(3):
+            seen.clear()
+            request = _Request(x, sizes, world, "test")
+            there = request.redistribution(source, target.strip() or None)
+            there.adjoint.run(there.run(x))  # and its gradient
+        assert seen.names
+        assert not seen.faults
 
 
 @pytest.mark.parametrize("fault", ["reads", "copies", "mixed", "widened"])
