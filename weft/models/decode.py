@@ -237,4 +237,5 @@ class _Decode:
         messages = {rank: x.view(torch.uint8) for rank, x in flat.items()}
         mine = messages.pop(comm.rank, None)
         sends = [] if mine is None else [(peer, mine) for peer in range(comm.size) if peer != comm.rank]
+        comm.warm_up(next(iter(flat.values())).device)
         comm.post(sends, list(messages.items()), "decoded tiles", TAG).finish()

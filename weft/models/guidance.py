@@ -31,6 +31,7 @@ from torch.utils._pytree import PyTree, TreeSpec, tree_flatten, tree_leaves, tre
 
 from weft.core.errors import InputError
 from weft.models.adapter import parameters
+from weft.run.groups import split
 from weft.run.switch import everyone
 from weft.run.world import world_of
 
@@ -68,15 +69,11 @@ class Halves:
     def of(group: dist.ProcessGroup) -> Halves:
         """Made once for each group of an even number of ranks, by all of its ranks together."""
         if group not in _halves:
-            ranks = sorted(dist.get_process_group_ranks(group))
-            size = len(ranks) // 2
-            branch, place = divmod(ranks.index(dist.get_rank()), size)
-            # Everybody makes the half before the pair: nobody waits for one who waits for him.
-            half, pair = (
-                dist.new_group(members, use_local_synchronization=True)
-                for members in (ranks[branch * size :][:size], ranks[place::size])
-            )
-            _halves[group] = Halves(branch, half, pair)
+            size = group.size() // 2
+            # Create the groups in the same order on every rank; otherwise two ranks wait for each other.
+            half = split(group, [range(size), range(size, 2 * size)])
+            pair = split(group, [(place, place + size) for place in range(size)])
+            _halves[group] = Halves(group.rank() // size, half, pair)
         return _halves[group]
 
 

@@ -104,6 +104,7 @@ def _exchange_seconds(a: int, b: int, size: int, device: torch.device, messages:
         if lender:
             lender.end()
 
+    comm.warm_up(device)
     dist.barrier()
     return _seconds(exchange, device, repeats=40 if size == SMALL else 10)
 

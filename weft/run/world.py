@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from datetime import timedelta
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,8 +17,8 @@ from weft.run.arena import Arena
 from weft.run.comm import Comm, Message, shm, symmetric
 from weft.run.comm.group import GroupComm
 from weft.run.comm.onesided import OneSidedComm
+from weft.run.groups import join_world
 
-PATIENCE = timedelta(minutes=10)
 TRANSPORTS = ("auto", "group", "shm", "symmetric")
 
 
@@ -134,7 +133,7 @@ def init_world(store: Any) -> None:
     An old store still has the addresses of ranks that may be gone.
     """
     rank, world = place()
-    dist.init_process_group(_backend(), store=store, rank=rank, world_size=world, timeout=PATIENCE)
+    join_world(store=store, rank=rank, world_size=world)
 
 
 def machines() -> int:
@@ -147,12 +146,8 @@ def _join() -> bool:
     """Under torchrun, join the world that the environment describes; else we are alone."""
     if not is_launched():
         return False
-    dist.init_process_group(_backend(), timeout=PATIENCE)
+    join_world()
     return True
-
-
-def _backend() -> str:
-    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
 def axes_of(mesh: Any) -> str | None:

@@ -30,6 +30,7 @@ from weft.models.parallelize import parallelize, restore
 from weft.models.resume import remember_prompts
 from weft.run.channel import Channel
 from weft.run.devices import default_dtype, device
+from weft.run.groups import new_group
 from weft.run.listener import Tunnel, listen
 from weft.run.secure import Address, connect
 from weft.run.stores import file_store, open_store, serve_store
@@ -248,8 +249,8 @@ def _join() -> tuple[int, dict[tuple[int, ...], Any]]:
         return rank, {(0,): None}
     found: dict[tuple[int, ...], Any] = {}
     for ranks in groups(world):
-        group: Any = dist.group.WORLD if len(ranks) == world else dist.new_group(list(ranks))
-        if rank in ranks:
+        group = new_group(ranks)
+        if group is not None:
             found[ranks] = group
             if len(ranks) % 2 == 0:
                 Halves.of(group)
