@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from weft.core.errors import InputError
 from weft.run.kernels import Kernel, Sums, choose, guarded
 from weft.run.kernels.rules import Work
 from weft.run.kernels.tiles import Blocks, Tiles
+
+_chosen = lru_cache(64)(choose)
 
 
 def attend(  # noqa: PLR0913 - the sizes that a list of blocks does not tell
@@ -26,8 +29,8 @@ def attend(  # noqa: PLR0913 - the sizes that a list of blocks does not tell
 ) -> Sums:
     """(out, lse) of q [B, H, S, D] over the active blocks of k, v [B, H, T, D]; None is all of them.
 
-    Lengths are those of the tensors; only the last block may be ragged. Both results are float32 or
-    better, lse is natural-log and carries no gradient.
+    Lengths are those of the tensors; only the last block may be ragged. The output is float32 or better, or
+    in 16 bits where a GPU backend computes in them; lse is float32 or better, natural-log, without gradient.
     """
     q_len, kv_len = q.shape[2], k.shape[2]
     expected = (q.shape[1], -(-q_len // block_q), -(-kv_len // block_k))
@@ -38,9 +41,15 @@ def attend(  # noqa: PLR0913 - the sizes that a list of blocks does not tell
     tiles = Tiles(None, block_q, block_k, q_len, kv_len, listed=blocks)
     dtype = str(q.dtype).removeprefix("torch.")
     work = Work(
-        blocks is not None, backward=False, head_dim=q.shape[3], dtype=dtype, block_q=block_q, block_k=block_k
+        blocks is not None,
+        backward=False,
+        head_dim=q.shape[3],
+        dtype=dtype,
+        block_q=block_q,
+        block_k=block_k,
+        group=q.shape[1] // k.shape[1],
     )
-    kernel = choose(backend, dtype, str(q.device), work)
+    kernel = _chosen(backend, dtype, str(q.device), work)
     out, lse = _Attend.apply(q, k, v, tiles, scale, kernel)
     return out, lse
 

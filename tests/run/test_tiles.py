@@ -1,0 +1,78 @@
+"""Lists of blocks: made where the mask lies, without a look at its values."""
+
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.run.hot_path import fake_cuda
+from weft.run.kernels import guarded, make
+from weft.run.kernels.attend import attend
+from weft.run.kernels.tiles import Blocks, Tiles
+
+
+@st.composite
+def masks(draw: st.DrawFn) -> np.ndarray:
+    shape = draw(st.integers(1, 4)), draw(st.integers(1, 6)), draw(st.integers(1, 6))
+    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
+    return rng.random(shape) < draw(st.sampled_from((0.0, 0.2, 0.6, 1.0)))
+
+
+def rows(blocks: Blocks) -> list[list[int]]:
+    starts = blocks.starts.tolist()
+    return [blocks.kv[a:b].tolist() for a, b in zip(starts, starts[1:], strict=False)]
+
+
+@given(active=masks(), spare=st.integers(0, 9))
+def test_lists_have_the_active_blocks_ascending_whatever_room_they_have(
+    active: np.ndarray, spare: int
+) -> None:
+    expected = [np.flatnonzero(row).tolist() for row in active.reshape(-1, active.shape[2])]
+    exact, roomy = Blocks.of(active), Blocks.of(active, room=int(active.sum()) + spare)
+    assert rows(exact) == rows(roomy) == expected
+    assert exact.kv.shape[0] == active.sum() and exact.kv.dtype == exact.starts.dtype == torch.int32
+
+
+@given(active=masks(), spare=st.integers(0, 9))
+def test_lists_can_be_turned_back_and_inverted(active: np.ndarray, spare: int) -> None:
+    blocks = Blocks.of(active, room=int(active.sum()) + spare)
+    assert np.array_equal(blocks.active.numpy(), active)
+    assert rows(blocks.inverted) == rows(Blocks.of(active.swapaxes(1, 2).copy()))
+
+
+def test_tiles_of_lists_are_those_of_the_mask() -> None:
+    active = np.random.default_rng(3).random((2, 3, 4)) < 0.5
+    ours, theirs = Tiles(active, 8, 8, 20, 30), Tiles(None, 8, 8, 20, 30, listed=Blocks.of(active))
+    device = torch.device("cpu")
+    assert ours.sparse and theirs.sparse and not Tiles(None, 8, 8, 8, 8).sparse
+    assert rows(ours.lists(device)) == rows(theirs.lists(device))
+    assert np.array_equal(ours.host, theirs.host)
+    assert torch.equal(ours.mask(device), theirs.mask(device))
+    assert ours.token_mask is not None and torch.equal(ours.token_mask, theirs.token_mask)
+
+
+def test_lists_are_made_once_for_each_device() -> None:
+    tiles = Tiles(np.eye(3, dtype=bool)[None], 8, 8, 24, 24)
+    device = torch.device("cpu")
+    assert tiles.lists(device) is tiles.lists(device) and tiles.mask(device) is tiles.mask(device)
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_a_mask_on_the_device_is_attended_to_without_the_host(group: int) -> None:
+    shape = 1, 4, 200, 64
+    with fake_cuda() as seen:
+        q, grad = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        k, v = (torch.empty(1, 4 // group, 200, 64, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        seen.clear()
+        blocks = Blocks.of(torch.empty(4, 4, 4, dtype=torch.bool, device="cuda"))
+        assert blocks.kv.device.type == "cuda" and blocks.kv.shape[0] == prod((4, 4, 4))
+        out, lse = attend(q, k, v, blocks, scale=0.1, block_q=64, block_k=64)
+        tiles = Tiles(None, 64, 64, 200, 200, listed=blocks)
+        make("triton").attend_backward(grad, q, k, v, (out, guarded(lse)), tiles, 0.1)
+        assert not seen.faults
+        assert {"triton::forward", "triton::grad_keys", "aten::scatter_"} <= seen.names.keys()
