@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Lock
 from typing import Any
 from unittest.mock import patch
 
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 from tests.cases import random_case
+from tests.run.dense import Truth
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem, Switch
@@ -32,8 +34,11 @@ from weft.program.lower import lower
 from weft.program.steps import Cast, Copy, Program, Target, View, accesses
 from weft.run import bind, fused
 from weft.run.bind import Bound, Frame
+from weft.run.comm.threads import ThreadComm, run_threads
 from weft.run.copies import Copier, Slots
+from weft.run.execute import Executor
 from weft.run.fused import FusedCopier
+from weft.run.kernels import choose
 from weft.schedule.reverse import reverse
 from weft.schedule.switch import switch
 
@@ -142,7 +147,7 @@ def random_programs(seed: int) -> None:
     rng = np.random.default_rng(seed)
     dtype = ("bfloat16", "float16", "float32", "float64")[seed % 4]
     count = 0
-    while count < 12:
+    while count < 8:
         case = random_case(rng, 60, max_ranks=6, dtype=dtype)
         count += check_both(case.schedule, rng, [int(rng.integers(4)) for _ in range(3)])
 
@@ -187,18 +192,51 @@ def rows_that_add_to_the_same_place_add_in_order() -> None:
     assert adds > 0, "no sum of several parts was tried"
 
 
+def whole_executor(name: str, ranks: int) -> None:
+    """Forward and backward of all ranks, bit for bit those with torch's copies."""
+    tokens = Layout.even(50, ranks, prefix=3)
+    problem = Problem(batch=2, heads=4, kv_heads=2, head_dim=16, q=tokens, kv=tokens, dtype="bfloat16")
+    truth = Truth.of(problem, BlockMask.dense(4, 50))
+    schedule = build(name, problem, truth.mask)
+    lock, original = Lock(), fused.launch
+
+    def launch(*given: Any) -> None:
+        with lock:  # the interpreter is for one thread
+            launches.append(name)
+            original(*given)
+
+    def job(comm: ThreadComm) -> list[Tensor]:
+        executor = Executor(schedule, comm, choose("exact"))
+        inputs, found = truth.inputs(comm.rank), list[Tensor]()
+        for _ in range(2):
+            out, saved = executor.forward(*inputs, truth.scale, keep=True)
+            found += [out, *executor.backward(truth.slope(comm.rank), inputs, out, saved, truth.scale)]
+        return found
+
+    launches: list[str] = []
+    expected = run_threads(ranks, job)
+    assert not launches
+    with patch.object(bind, "copier_of", FusedCopier), patch.object(fused, "launch", launch):
+        found = run_threads(ranks, job)
+    assert launches
+    for ours, theirs in zip(found, expected, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(ours, theirs, strict=True))
+
+
 def the_sample_is_right_on_this_device() -> None:
     assert fused._is_right(CPU)
 
 
-def checks() -> dict[str, Callable[[], None]]:
+def checks(seeds: int = 4) -> dict[str, Callable[[], None]]:
     plain = [switches, rows_that_add_to_the_same_place_add_in_order, the_sample_is_right_on_this_device]
     found: dict[str, Callable[[], None]] = {check.__name__: check for check in plain}
     for name, ranks, head_dim in STRATEGIES:
         found[f"{name} on {ranks}, head dim {head_dim}"] = lambda a=name, b=ranks, c=head_dim: strategy(
             a, b, c
         )
-    for seed in range(8):
+    for name, ranks in (("ulysses", 3), ("usp:2x2", 4)):
+        found[f"whole executor, {name}"] = lambda a=name, b=ranks: whole_executor(a, b)
+    for seed in range(seeds):
         found[f"random programs {seed}"] = lambda seed=seed: random_programs(seed)
     return found
 
@@ -221,7 +259,7 @@ def main() -> None:
     """Every check, in the interpreter: the traceback of each that failed, as JSON."""
     _round_to_bfloat16()
     failed: dict[str, str] = {}
-    for name, check in checks().items():
+    for name, check in checks(int(sys.argv[1])).items():
         try:
             check()
         except Exception:
@@ -229,25 +267,35 @@ def main() -> None:
     sys.stdout.write(json.dumps(failed))
 
 
-@pytest.fixture(scope="module")
-def failed() -> dict[str, str]:
+def failures(seeds: int, timeout: float) -> dict[str, str]:
     if find_spec("triton") is None:
         pytest.skip("triton is not installed")
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.run.test_fused"],
+        [sys.executable, "-W", "ignore", "-m", "tests.run.test_fused", str(seeds)],
         cwd=ROOT,
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=timeout,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
+@pytest.fixture(scope="module")
+def failed() -> dict[str, str]:
+    return failures(4, 240)
+
+
 @pytest.mark.parametrize("name", checks())
 def test_in_the_interpreter(failed: dict[str, str], name: str) -> None:
     assert name not in failed, failed[name]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_many_random_programs_in_the_interpreter() -> None:
+    assert not failures(80, 1700)
 
 
 if __name__ == "__main__":

@@ -58,8 +58,9 @@ class Bound:
         self._landed: dict[tuple[Slot, int], Slots] = {}
 
     def unbind(self) -> None:
-        self.calls, self.fixed, self.flats = [], {}, {}
-        self._landed.clear()
+        self.calls = []
+        for views in (self.fixed, self.flats, self._landed):  # the copier has them too
+            views.clear()
 
     @torch.inference_mode(mode=False)  # views outlive the mode of the call that makes them
     def bind(self, block: Tensor, lent: Tensor | None) -> None:

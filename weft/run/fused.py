@@ -36,8 +36,9 @@ _log = logging.getLogger(__name__)
 
 
 class Table(NamedTuple):
-    """The arguments of a launch that stay the same."""
+    """A kernel and the arguments of its launch that stay the same."""
 
+    kernel: Any
     boxes: Tensor
     tiles: Tensor
     constants: dict[str, Any]
@@ -128,7 +129,8 @@ class FusedCopy:
         pairs = tuple([_triton_pair(*pair, add=self.add) for pair in kinds])
         constants = {"PAIRS": pairs, "VEC": made.vector, "ROWS": made.rows, "COLS": made.columns}
         boxes, tiles = (torch.from_numpy(x).to(self.copier.device) for x in (made.table, made.tiles))
-        return Table(boxes, tiles, constants | {"ADD": self.add, "num_warps": NUM_WARPS})
+        kernel = import_module("weft.run.kernels.triton_copy").copy_boxes
+        return Table(kernel, boxes, tiles, constants | {"ADD": self.add, "num_warps": NUM_WARPS})
 
     def _end(
         self, place: Place, bases: list[Tensor], addresses: tuple[int, ...]
@@ -152,10 +154,9 @@ def copier_of(axes: Axes, device: torch.device, fixed: Slots) -> Copier | FusedC
 
 
 def launch(table: Table, addresses: tuple[int, ...]) -> None:
-    boxes, tiles, constants = table
+    kernel, boxes, tiles, constants = table
     if isinstance(boxes, FakeTensor) or not tiles.numel():
         return
-    kernel = import_module("weft.run.kernels.triton_copy").copy_boxes
     with torch.cuda.device(boxes.device) if boxes.is_cuda else nullcontext():
         kernel[(tiles.numel(),)](boxes, tiles, addresses, **constants)
 
