@@ -89,6 +89,12 @@ def test_what_the_user_activated_in_torch_comes_before_cudnn() -> None:
     assert decide(work(), Machine("sm_90", BARE, activated=True)).backend == "flash"
 
 
+def test_deterministic_algorithms_leave_out_backwards_that_are_not() -> None:
+    strict = Machine("sm_90", FULL, deterministic=True)
+    assert [decide(work(backward=backward), strict).backend for backward in (False, True)] == ["fa4", "flash"]
+    assert decide(work(64, backward=True), strict).backend == "triton"
+
+
 def test_a_judge_passes_the_choice_on_and_its_reason_is_kept() -> None:
     found = decide(work(), Machine("sm_90", FULL), lambda name, _: "wrong" * (name in ("fa4", "cudnn")))
     assert found.backend == "flash" and found.passed == {"fa4": "wrong", "cudnn": "wrong"}
@@ -139,7 +145,7 @@ def test_the_two_directions_may_have_different_backends(
     [
         ("flash", work(64), r"dense tiles.*takes 'triton'"),
         ("gather", work(), r"sparse tiles.*takes 'cudnn'"),
-        ("fa4", work(), r"needs flash-attn-4.*takes 'cudnn'"),
+        ("fa4", work(), r"needs flash-attn-4, which is not here.*takes 'cudnn'"),
         ("triton", work(48), r"multiples of 64 tokens, not 48 by 48.*takes 'gather'"),
         ("cudnn", work(head_dim=20), r"multiples of 8, not 20.*takes 'flash'"),
         ("flash", work(dtype="float32"), r"bfloat16 and float16, not float32.*takes 'exact'"),
@@ -179,5 +185,12 @@ def test_the_machine_is_what_torch_says(
     for version, there in ((91500, False), (92000, True)):
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
         found = machine.machine_of(torch.device("cuda:0"))
-        assert found.arch == arch and ("cudnn" in found.installed) == there and not found.activated
+        assert found == Machine(arch, choice.installed() | ({"cudnn"} if there else set()))
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+        assert "cudnn" not in machine.machine_of(torch.device("cuda:0")).installed
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert machine.machine_of(torch.device("cuda:0")).deterministic
+    finally:
+        torch.use_deterministic_algorithms(False)
     machine.arch_of.cache_clear()

@@ -85,11 +85,15 @@ def packed(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def aligned(x: Tensor) -> Tensor:
-    """Rows in one piece that begin at multiples of 16 bytes, as GPU kernels load them."""
-    unit = 16 // x.element_size()
-    strides = (stride for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1)
-    if x.stride(-1) == 1 and not any(n % unit for n in (x.storage_offset(), *strides)):
+def aligned(x: Tensor, size: int = 16) -> Tensor:
+    """Rows in one piece, 16 bytes or a multiple of it apart, as GPU kernels load them.
+
+    The first lies at a multiple of `size` bytes; memory itself is allocated at multiples of 256.
+    """
+    width = x.element_size()
+    strides = (stride for stride, count in zip(x.stride()[:-1], x.shape[:-1], strict=True) if count > 1)
+    begins = x.storage_offset() * width % size == 0
+    if x.stride(-1) == 1 and begins and not any(stride * width % 16 for stride in strides):
         return x
     return x.clone(memory_format=torch.contiguous_format)
 

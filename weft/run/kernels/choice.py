@@ -31,8 +31,10 @@ DISTRIBUTIONS = {
 """Python packages that a backend needs besides torch."""
 
 NEEDS = {name: " and ".join(names) for name, names in DISTRIBUTIONS.items()} | {
-    "cudnn": "cuDNN newer than 9.15.0, which attends wrongly to lengths that 128 does not divide",
+    "cudnn": "cuDNN newer than 9.15.0, and torch.backends.cuda.enable_cudnn_sdp(True)",
 }
+
+NOT_DETERMINISTIC = ("fa4", "cudnn", "cudnn_sparse")
 
 # Torch's own flash attention is FlashAttention-2: mma.sync, without the wgmma of sm_90 and the tcgen05 of
 # sm_100, which cuDNN's has. Torch itself prefers cuDNN's there.
@@ -59,6 +61,8 @@ class Machine:
     installed: frozenset[str] = frozenset()
     activated: bool = False
     """Whether the user activated FA3 or FA4 in torch, which then is what `flash` calls."""
+    deterministic: bool = False
+    """Whether the user asked torch for deterministic algorithms."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +91,10 @@ def cannot(backend: str, work: Work, machine: Machine) -> str:
     """Return why a backend cannot do this work on this machine; "" if it can."""
     if why := RULES[backend](work, machine.arch):
         return why
+    if machine.deterministic and work.backward and backend in NOT_DETERMINISTIC:
+        return "its backward is not deterministic, which torch.use_deterministic_algorithms asks for."
     if backend in NEEDS and backend not in machine.installed:
-        return f"it needs {NEEDS[backend]}; that is not installed."
+        return f"it needs {NEEDS[backend]}, which is not here."
     return ""
 
 

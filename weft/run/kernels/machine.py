@@ -15,10 +15,16 @@ _CUDNN = 91500
 
 
 def machine_of(device: torch.device) -> Machine:
-    """The architecture of a GPU, what is installed for it, and whether the user activated FA3 or FA4."""
-    libraries = {"cudnn"} if (torch.backends.cudnn.version() or 0) > _CUDNN else set[str]()
+    """The architecture of a GPU, what is installed for it, and what the user asked of torch."""
+    cudnn = (torch.backends.cudnn.version() or 0) > _CUDNN and torch.backends.cuda.cudnn_sdp_enabled()
     current = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)
-    return Machine(arch_of(device), choice.installed() | libraries, activated=current() is not None)
+    strict = torch.are_deterministic_algorithms_enabled()
+    return Machine(
+        arch_of(device),
+        choice.installed() | ({"cudnn"} if cudnn else set()),
+        activated=current() is not None,
+        deterministic=strict and not torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
 
 
 @cache
