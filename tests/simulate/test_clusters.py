@@ -1,5 +1,7 @@
 """Clusters by name: what the sources say is what a schedule meets."""
 
+from pathlib import Path
+
 import pytest
 
 from weft.core.errors import InputError
@@ -9,7 +11,7 @@ from weft.core.problem import Problem
 from weft.plan.choose import build
 from weft.simulate.clusters import cluster
 from weft.simulate.events import simulate
-from weft.simulate.gpus import DENSE, DEVICES, SPARSE, default_backends, kernels_of
+from weft.simulate.gpus import DENSE, DEVICES, SPARSE, Kernel, default_backends, kernels_of
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -76,3 +78,16 @@ def test_a_card_with_pcie_is_its_sibling_behind_slower_links():
     nvlink, pcie = cluster("8xa100"), cluster("8xa100pcie")
     assert pcie.flops == nvlink.flops
     assert pcie.intra.bandwidth == pytest.approx(32e9 * 0.88)
+
+
+def in_words(table: dict[str, Kernel], default: str) -> str:
+    bold = {name: f"**{name}**" if name == default else name for name in table}
+    return "; ".join(f"{bold[name]} {k.forward:g} / {k.backward:g} ({k.source})" for name, k in table.items())
+
+
+@pytest.mark.parametrize("device", DENSE)
+def test_the_documents_have_the_speeds_that_are_assumed(device):
+    arch = DEVICES[device].arch
+    dense, sparse = default_backends(arch)
+    row = f"| `{device}` | {arch} | {in_words(DENSE[device], dense)} | {in_words(SPARSE[device], sparse)} |"
+    assert row in (Path(__file__).parents[2] / "docs/planning.md").read_text().splitlines()

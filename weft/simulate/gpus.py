@@ -68,26 +68,25 @@ class Kernel(NamedTuple):
     source: str
 
 
-FA3 = "FlashAttention-3 paper"
 GUESS = "estimate"
 DENSE: dict[str, dict[str, Kernel]] = {
     "a100": {
-        # Remembered; pytorch#192799 has a median of 136 over smaller shapes, and cuDNN equal or behind [V].
-        "flash": Kernel(190, 165, "FlashAttention-2 paper"),
-        "cudnn": Kernel(185, 145, "pytorch#192799 beside flash"),
+        # pytorch#192799 has a median of 136 over smaller shapes, and cuDNN equal or behind [V].
+        "flash": Kernel(190, 165, "FlashAttention-2 paper, remembered"),
+        "cudnn": Kernel(185, 145, "estimate, from pytorch#192799"),
         "exact": Kernel(14, 11, GUESS),
     },
     "h100": {
         # The Flux shape: flash 329, cuDNN 631, FA3 632 [V]; the paper at 16k: 370 and 322, 595 and 516 [V].
-        "flash": Kernel(330, 290, "pytorch#142132"),
-        "cudnn": Kernel(600, 515, FA3),
-        "fa4": Kernel(640, 560, f"{FA3}: as FA3"),
+        "flash": Kernel(330, 290, "pytorch#142132; backward an estimate"),
+        "cudnn": Kernel(600, 515, "FlashAttention-3 paper"),
+        "fa4": Kernel(640, 560, "estimate, as FlashAttention-3"),
         "exact": Kernel(30, 25, GUESS),  # three TF32 products for one: 25-40
     },
     "h20": {  # flash-attention#1310, forward at 2k tokens [V]; backward by the shares of an H100
-        "flash": Kernel(84, 73, "flash-attention#1310"),
-        "cudnn": Kernel(129, 110, "flash-attention#1310"),
-        "fa4": Kernel(126, 110, "flash-attention#1310: as FA3"),
+        "flash": Kernel(84, 73, "flash-attention#1310; backward an estimate"),
+        "cudnn": Kernel(129, 110, "flash-attention#1310; backward an estimate"),
+        "fa4": Kernel(126, 110, "estimate, as FlashAttention-3"),
         "exact": Kernel(15, 12, GUESS),
     },
     "b200": {
