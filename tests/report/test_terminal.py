@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.report.toys import schedule, two_ranks
-from weft.core.timeline import Timeline
+from weft.core.timeline import Span, Timeline
 from weft.report.terminal import load_lines, text_gantt
 from weft.simulate.clusters import cluster
 from weft.simulate.events import simulate
@@ -44,3 +46,10 @@ def test_bars_are_as_long_as_loads_and_show_the_extremes():
 
 def test_loads_of_nothing_are_bars_of_nothing():
     assert all("█" not in line for line in load_lines([0, 0, 0]))
+
+
+def test_a_host_that_is_behind_is_waiting():
+    late = Span(1, "compute", "launch", "launches", 4.0, 8.0)
+    first, second, *_ = text_gantt(replace(two_ranks(), spans=(*two_ranks().spans, late)), width=53)
+    assert second == "rank 1  " + "█" * 5 + "░" * 10 + "█" * 5 + "░" * 20 + "  25%"
+    assert "░" not in first

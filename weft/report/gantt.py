@@ -144,7 +144,7 @@ def _bar(case: Case, bar: Bar, y: float, scale: float, hop: int) -> list[Shape]:
         tip += f" → rank {span.peer}, {units.size(span.num_bytes)}" if bar.spans == 1 else ""
         return [Rect(x, y + UPPER, width, LOWER, colour, 0.5 * strength, "send", tip)]
     top, height = (y, UPPER) if span.lane == "compute" else (y + UPPER, LOWER)
-    if span.kind in ("wait", "barrier"):
+    if span.kind in ("wait", "barrier", "launch"):
         return [Rect(x, top, width, height, kind=span.kind, tip=tip, hatched=True)]
     faint = 0.65 if span.kind == "copy" else 1.0
     found: list[Shape] = [Rect(x, top, width, height, colour, faint * strength, span.kind, tip)]

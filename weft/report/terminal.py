@@ -46,7 +46,7 @@ def _row(timeline: Timeline, rank: int, columns: int) -> str:
     share = np.zeros((2, columns))
     for span in timeline.of(rank):
         if span.lane == "compute" and timeline.seconds:
-            kind = 1 if span.kind in ("wait", "barrier") else 0
+            kind = 1 if span.kind in ("wait", "barrier", "launch") else 0
             _spread(share[kind], span.start / timeline.seconds, span.end / timeline.seconds)
     idle = 1 - share.sum(axis=0)
     order = np.argmax([*share, idle], axis=0)
