@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from tests.adversary import run_adversary
 from tests.cases import Case, cases, kinds
 from tests.run.cuda_contracts import ContractError, CudaOps
 from tests.run.dense import Truth, error
+from tests.run.hot_path import fake_cuda
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem
@@ -171,6 +173,38 @@ def test_a_stand_in_raises_where_cuda_would(rule: str, broken: dict[str, Any]) -
         q = torch.empty(q.numel() + offset, dtype=q.dtype)[offset:].view(q.shape)
     with pytest.raises(ContractError, match=rule):
         CudaOps()._scaled_dot_product_flash_attention(q, k, v, 0.0, False, False, scale=0.3)
+
+
+@pytest.mark.parametrize("name", [name for name in dir(CudaOps) if name.startswith("_scaled")])
+def test_a_stand_in_is_called_as_the_operator_is(name: str) -> None:
+    schema = getattr(torch.ops.aten, name).default._schema
+    ours = list(inspect.signature(getattr(CudaOps, name)).parameters.values())[1:]
+    flags = [each.kind == each.KEYWORD_ONLY for each in ours]
+    theirs = [each.kwarg_only for each in schema.arguments]
+    assert flags == theirs[: len(flags) - 1] + [True]
+    assert all(each.has_default_value() for each in schema.arguments[len(flags) - 1 :])
+
+
+@pytest.mark.parametrize("make", [Flash, Cudnn, Gather, Exact])
+def test_operators_of_torch_take_what_they_are_given(make: Callable[[], Kernel]) -> None:
+    dtype = torch.float32 if make is Exact else torch.bfloat16
+    tiles = (
+        dense_tiles()
+        if make is not Gather
+        else Tiles(np.eye(3, dtype=bool)[None].repeat(4, 0), 16, 16, 37, 37)
+    )
+    heads = (4, 2, 2, 4) if make in (Flash, Cudnn) else (4, 4, 4, 4)
+    with fake_cuda() as seen:
+        q, k, v, grad = (torch.empty(2, each, 37, 40, dtype=dtype, device="cuda") for each in heads)
+        kernel = make()
+        for _ in range(2):
+            seen.clear()
+            out, lse = kernel.attend(q, k, v, tiles, 0.3)
+            grads = kernel.attend_backward(grad, q, k, v, (out, lse), tiles, 0.3)
+        assert not seen.faults or make is Gather and set(seen.faults) == {"widened"}
+        assert (out.shape, out.dtype) == (q.shape, dtype)
+        assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
+        assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
 
 
 def test_the_log_sum_exp_of_memory_efficient_attention_must_be_padded() -> None:

@@ -38,6 +38,13 @@ def test_lists_have_the_active_blocks_ascending_whatever_room_they_have(
     assert exact.kv.shape[0] == active.sum() and exact.kv.dtype == exact.starts.dtype == torch.int32
 
 
+def test_heads_of_large_masks_are_listed_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    active = np.random.default_rng(5).random((5, 4, 7)) < 0.4
+    whole = Blocks.of(active)
+    monkeypatch.setattr("weft.run.kernels.tiles.TILES_AT_ONCE", 2 * 4 * 7)
+    assert rows(Blocks.of(active)) == rows(whole)
+
+
 @given(active=masks(), spare=st.integers(0, 9))
 def test_lists_can_be_turned_back_and_inverted(active: np.ndarray, spare: int) -> None:
     blocks = Blocks.of(active, room=int(active.sum()) + spare)

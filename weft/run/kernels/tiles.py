@@ -15,6 +15,8 @@ from weft.core.mask import BlockMask, BoolArray
 from weft.core.schedule import Attend
 
 _HOST = torch.device("cpu")
+TILES_AT_ONCE = 1 << 24
+"""For which places in a list are found at once: each takes 16 bytes for that long."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,12 +46,15 @@ class Blocks:
             room = int(tiles.sum()) if tiles.device == _HOST else tiles.numel()
         starts = torch.zeros(heads * q_blocks + 1, dtype=torch.int32, device=tiles.device)
         torch.cumsum(tiles.sum(-1).flatten(), 0, dtype=torch.int32, out=starts[1:])
-        flat = tiles.flatten()
-        # Every active tile has its place; all others share one behind the end.
-        places = torch.where(flat, flat.cumsum(0) - 1, room)
         columns = torch.arange(kv_blocks, dtype=torch.int32, device=tiles.device)
         kv = torch.zeros(room + 1, dtype=torch.int32, device=tiles.device)
-        kv.scatter_(0, places, columns.expand(heads, q_blocks, -1).reshape(-1))
+        firsts = starts[:-1].view(heads, q_blocks, 1)
+        at_once = max(1, TILES_AT_ONCE // max(1, q_blocks * kv_blocks))
+        for some in (slice(head, head + at_once) for head in range(0, heads, at_once)):
+            part = tiles[some]
+            # Every active tile has its place; all others share one behind the end.
+            places = torch.where(part, firsts[some] + part.cumsum(-1) - 1, room)
+            kv.scatter_(0, places.reshape(-1), columns.expand_as(part).reshape(-1))
         return Blocks(heads, q_blocks, kv_blocks, starts, kv[:room])
 
     @cached_property
