@@ -69,6 +69,19 @@ def test_every_module_says_what_it_is() -> None:
     assert silent == []
 
 
+def test_only_streams_asks_torch_for_streams_and_events() -> None:
+    asking = [
+        f"{place(path)}:{node.lineno}"
+        for path in sources("weft")
+        if place(path) != "weft/run/streams.py"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and node.attr in ("Stream", "Event", "ExternalStream", "current_stream", "default_stream", "stream")
+        and ast.unparse(node.value) in ("torch.cuda", "cuda", "torch")
+    ]
+    assert asking == []
+
+
 def test_only_lowering_turns_a_schedule_into_steps() -> None:
     steps = {"Post", "Wait", "Copy", "View", "Fill", "Cast", "Attention", "Gradient"}
     makers: set[str] = set()

@@ -303,6 +303,7 @@ class FakeEvent:
 def test_events_of_a_gpu_become_times_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     host = iter((10**9, 2 * 10**9))
     monkeypatch.setattr(clocks, "time", SimpleNamespace(monotonic_ns=lambda: next(host)))
     clock = clocks.CudaClock(torch.device("cuda"))

@@ -2,12 +2,15 @@
 
 The layers of one model may each have a plan of their own, and only one of them runs at a time on a stream.
 Programs on different streams of a device may run at the same time, so each stream has a block of its own.
+
+A CUDA graph uses the addresses that its capture saw, whenever it is replayed. So the block of a program that
+is captured leaves the arena, and stays where it is until the process ends; later runs get another one.
 """
 
 from __future__ import annotations
 
 from typing import Protocol
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -26,12 +29,18 @@ class Tenant(Protocol):
         ...
 
 
+_of_graphs: list[Tenant] = []
+"""Programs that were captured, with the memory and the tables that they view."""
+
+
 class Arena:
     """One flat block for each device and stream, as large as the largest program that is bound to it."""
 
     def __init__(self) -> None:
         self._blocks: dict[tuple[torch.device, int], Tensor] = {}
         self._tenants: dict[tuple[torch.device, int], WeakSet[Tenant]] = {}
+        self.retired: WeakKeyDictionary[Tenant, Tensor] = WeakKeyDictionary()
+        """Tenants of blocks that were left to graphs. Only a capture may still run them."""
 
     def block(self, device: torch.device, stream: int, tenant: Tenant) -> Tensor:
         """Return the block of a stream, large enough for a tenant, which views it until it is unbound."""
@@ -49,6 +58,15 @@ class Arena:
             block = self._blocks[key] = _empty(needed, device)
         return block
 
+    def capture(self, tenant: Tenant) -> None:
+        """Leave a tenant and its block to CUDA graphs."""
+        key = next((key for key, tenants in self._tenants.items() if tenant in tenants), None)
+        if key is not None:
+            block = self._blocks.pop(key)
+            # The others stay bound, since the same graph may capture them next; it could not bind them.
+            self.retired.update(dict.fromkeys(self._tenants.pop(key), block))
+        _of_graphs.append(tenant)
+
     def clear(self) -> None:
         """Give all memory back; what runs next asks for its own."""
         for tenants in self._tenants.values():
@@ -63,8 +81,3 @@ class Arena:
 @torch.inference_mode(mode=False)  # a block outlives the mode of the call that makes it
 def _empty(size: int, device: torch.device) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, device=device)
-
-
-def stream_of(device: torch.device) -> int:
-    """The number of the stream that work on a device is queued on now."""
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from weft.run import streams
 from weft.run.comm import Comm
 
 ROUNDS = 8
@@ -46,12 +47,10 @@ class CudaClock:
         self.device = device
         self.begin()
 
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return event
+    def mark(self) -> streams.Event:
+        return streams.record(self.device, timing=True)
 
-    def nanoseconds(self, marks: list[torch.cuda.Event]) -> list[int]:
+    def nanoseconds(self, marks: list[streams.Event]) -> list[int]:
         if marks:
             marks[-1].synchronize()
         # The time between two events is a 32-bit float: the further from the beginning, the coarser.

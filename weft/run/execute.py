@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from weft.core.codec import digest
+from weft.core.errors import InputError
 from weft.core.schedule import Schedule
 from weft.program.lower import lower
 from weft.program.slots import Slot
 from weft.program.steps import Program, Target
-from weft.run import trace
-from weft.run.arena import Arena, stream_of
+from weft.run import streams, trace
+from weft.run.arena import Arena
 from weft.run.bind import Bound, Frame
 from weft.run.comm import Comm, Lender
 from weft.run.copies import Planes, Slots
@@ -22,6 +23,8 @@ from weft.schedule.reverse import reverse
 
 trace.follow_environment()
 
+CAPTURED = -1
+"""In place of a stream: what graphs run, on whatever stream they are replayed."""
 FORWARD, SAVING, BACKWARD = "forward", "forward that saves", "backward"
 
 
@@ -60,9 +63,19 @@ class Runner:
     def begin(self, kind: str, frame: Frame, inputs: dict[str, Planes]) -> Bound:
         """Bind a program, if it is not yet, and give a frame its slots."""
         lender = frame.lender = frame.comm.begin(frame.device)
-        key = kind, lender, stream_of(frame.device)
+        stream = streams.current(frame.device)
+        if stream and streams.is_capturing(frame.device):  # stream 0 cannot be captured
+            bound = self._captured(kind, lender)
+        else:
+            bound = self._binding(kind, lender, stream, frame)
+        named = bound.program.slots
+        bound.begin(frame, {named[name]: planes for name, planes in inputs.items() if name in named})
+        return bound
+
+    def _binding(self, kind: str, lender: Lender | None, stream: int, frame: Frame) -> Bound:
+        key = kind, lender, stream
         bound = self._bound.get(key)
-        if bound is None:
+        if bound is None or (self.arena.retired and bound in self.arena.retired):
             if lender:
                 program = self.program(kind, lender.near)
             else:
@@ -70,11 +83,28 @@ class Runner:
             tag = self._tag + (kind == BACKWARD)
             bound = self._bound[key] = Bound(program, self.schedule_of(kind), tag, frame.device)
         if not bound.calls:
-            block = self.arena.block(frame.device, key[2], bound)
+            block = self.arena.block(frame.device, stream, bound)
             bound.bind(block, lender.lend({"window": bound.window.num_bytes})["window"] if lender else None)
-        named = bound.program.slots
-        bound.begin(frame, {named[name]: planes for name, planes in inputs.items() if name in named})
         return bound
+
+    def _captured(self, kind: str, lender: Lender | None) -> Bound:
+        """The program of an earlier run, which from now on is that of CUDA graphs: a capture can not bind."""
+        key = kind, lender, CAPTURED
+        if key not in self._bound:
+            runs = [each for each, bound in self._bound.items() if each[:2] == key[:2] and bound.calls]
+            if lender is not None:
+                raise InputError(
+                    "Messages in symmetric memory cannot be captured in a CUDA graph.",
+                    hint="Set WEFT_TRANSPORT=group.",
+                )
+            if not runs:
+                raise InputError(
+                    "A call that is captured in a CUDA graph has never run.",
+                    hint="Run it once with the same shapes, on any stream, before the capture.",
+                )
+            bound = self._bound[key] = self._bound.pop(runs[-1])
+            self.arena.capture(bound)
+        return self._bound[key]
 
 
 class Executor(Runner):

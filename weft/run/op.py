@@ -34,7 +34,12 @@ def forget(number: int) -> None:
     _executors.pop(number, None)
 
 
-@torch.library.custom_op("weft::attention", mutates_args=())
+# Inductor's CUDA graphs own all memory that lives between their runs, and weft's workspace does: with this
+# tag they end before an attention and begin again behind it. `torch.cuda.graph` captures whole calls.
+TAGS = (torch.Tag.cudagraph_unsafe,)
+
+
+@torch.library.custom_op("weft::attention", mutates_args=(), tags=TAGS)
 def attention_op(q: Tensor, k: Tensor, v: Tensor, executor: int, scale: float, keep: bool) -> list[Tensor]:
     """[output, *what the backward needs]."""
     out, saved = _executors[executor].forward(q, k, v, scale, keep=keep)
@@ -49,7 +54,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, executor: int, scale: float, keep: bool) 
     ]
 
 
-@torch.library.custom_op("weft::attention_backward", mutates_args=())
+@torch.library.custom_op("weft::attention_backward", mutates_args=(), tags=TAGS)
 def backward_op(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, saved: list[Tensor], executor: int, scale: float
 ) -> list[Tensor]:
