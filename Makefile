@@ -7,7 +7,7 @@ PIP := $(PY) -m pip --disable-pip-version-check
 
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
-.PHONY: demo test test-ranks test-values lint testbed bench soak dist docs clean
+.PHONY: demo test test-ranks test-values test-cuda lint testbed bench soak dist docs clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/weft.stamp
@@ -24,6 +24,14 @@ test-ranks: $(VENV)/test.stamp
 
 test-values: lint
 	$(PY) -m pytest $(RANKS:%=--ignore=%)
+
+# What needs the CUDA build of torch and the two optional packages, and no GPU: kernels are compiled, calls are made
+# with fake tensors. It is a second environment of 7 GB, in .venv-cuda.
+CUDA_VENV := .venv-cuda
+CUDA_TESTS := tests/cuda tests/run/test_hot_path.py tests/run/test_backends.py tests/run/test_packages.py
+
+test-cuda: $(CUDA_VENV)/test.stamp
+	$(CUDA_VENV)/bin/python -m pytest $(CUDA_TESTS)
 
 lint: $(VENV)/test.stamp
 	$(VENV)/bin/ruff check
@@ -58,7 +66,7 @@ docs: $(VENV)/docs.stamp
 	$(VENV)/bin/mkdocs build --strict --quiet
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(CUDA_VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
@@ -78,6 +86,19 @@ $(VENV)/weft.stamp: pyproject.toml $(VENV)/torch.stamp
 $(VENV)/test.stamp: pyproject.toml $(VENV)/torch.stamp
 	$(PIP) install -q -e '.[test]'
 	touch $@ $(VENV)/weft.stamp
+
+# PyPI's torch is the CUDA build; links in the settings of pip may lead to another one.
+CUDA_PIP := env -u PIP_FIND_LINKS PIP_CONFIG_FILE=/dev/null \
+  $(CUDA_VENV)/bin/python -m pip --disable-pip-version-check
+
+$(CUDA_VENV)/torch.stamp:
+	test -x $(CUDA_VENV)/bin/python || $(PYTHON) -m venv $(CUDA_VENV)
+	$(CUDA_PIP) install torch==2.13.0
+	touch $@
+
+$(CUDA_VENV)/test.stamp: pyproject.toml $(CUDA_VENV)/torch.stamp
+	$(CUDA_PIP) install -q -e '.[test,fa4,cudnn]'
+	touch $@
 
 $(VENV)/bench.stamp: pyproject.toml $(VENV)/torch.stamp
 	$(PIP) install -q -e '.[bench,models,serve,train]'
