@@ -8,10 +8,12 @@ from hypothesis import strategies as st
 
 from tests.cases import cases
 from weft.core.schedule import Attend, Piece, Schedule
-from weft.core.topology import Link, Topology
+from weft.core.topology import Host, Link, Topology
+from weft.program.lower import lower_all
 from weft.program.workspace import peak_memory
 from weft.schedule.measure import measure
 from weft.schedule.reverse import reverse
+from weft.simulate.costs import host_seconds
 from weft.simulate.events import simulate
 
 
@@ -26,6 +28,9 @@ def topologies(ranks: int) -> st.SearchStrategy[Topology]:
             replace(base, pair_bandwidth=3e5, half_bytes=100),
             replace(base, two_sided=True, comm_slowdown=0.25),
             replace(base, barriers=True),
+            replace(
+                base, two_sided=True, host=Host(call=1e-4, attend=3e-4, copy=1e-5, post=2e-4, message=1e-4)
+            ),
             replace(apart, nic_bandwidth=7e5, two_sided=True, barriers=True),
         ]
     )
@@ -51,6 +56,9 @@ def test_every_timeline_is_consistent(case, backward, data):
     assert timeline.seconds >= timeline.computing.max()
     for rank in range(case.problem.ranks):
         assert timeline.seconds >= report.sent(rank) / topology.intra.bandwidth * (1 - 1e-9)
+    alone = simulate(schedule, replace(topology, host=Host()))
+    hosts = [host_seconds(program, topology.host) for program in lower_all(schedule)]
+    assert timeline.seconds == max(alone.seconds, *hosts)
     if topology.cores:
         assert timeline.seconds >= _alone(schedule, topology) * (1 - 1e-9)
 

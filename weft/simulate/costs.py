@@ -92,9 +92,10 @@ class AttendPrice:
         call = self.topology.call_seconds + self.row_seconds * rows
         if self.topology.attention and (speed := self.measured_speed(pairs, op)):
             return call + self.flops * pairs / speed
-        cells = rows + kv.heads.size * kv.tokens.size
+        columns = kv.tokens.size
+        cells = rows + kv.heads.size * columns
         # A call whose tiles are all active goes to the kernel for dense ones, whatever the mask is elsewhere.
-        dense = pairs >= rows * kv.tokens.size
+        dense = pairs >= rows * columns
         pair_seconds = self.dense_seconds if dense else self.pair_seconds
         return call + max(pair_seconds * pairs, self.cell_seconds * cells)
 

@@ -62,7 +62,7 @@ def simulate(
         run = _Run(schedule, Prices(schedule, topology, works, seconds), programs)
         spans = run.play()
         if topology.host != NO_HOST:
-            spans += _launches(run.end, [host_seconds(program, topology.host) for program in programs])
+            spans += _launches(run.end(), [host_seconds(program, topology.host) for program in programs])
         peaks = tuple(memory_of(p).total for p in programs) if memory and ranks <= MEASURED else ()
         del run, programs  # before the collector looks through a million steps that nobody needs
     return Timeline(
@@ -88,8 +88,7 @@ class _Run:
         self.prices, self.topology, self.cores = prices, prices.topology, prices.topology.cores
         self.walks: list[Iterator[Step]] = [iter(program.steps) for program in programs]
         """What each rank has yet to do."""
-        self.now = self.end = 0.0
-        """Of the event at hand, and of the last one that counts."""
+        self.now = 0.0
         self.events: list[tuple[float, int, int, Task]] = []
         self.count = 0
         ranks = range(len(programs))
@@ -126,7 +125,6 @@ class _Run:
         while events:
             self.now, _, version, task = heappop(events)
             if task.version == version:
-                self.end = self.now
                 if not version:
                     self._begin(task)
                 elif task.peer < 0:
@@ -138,6 +136,10 @@ class _Run:
         for spans in self.sent:
             spans.sort(key=itemgetter(4, 5))
         return tuple(chain(*(spans for lanes in zip(self.sent, self.done, strict=True) for spans in lanes)))
+
+    def end(self) -> float:
+        """Return when the last device is done: every message is waited for, so computing ends last."""
+        return max((spans[-1].end for spans in self.done if spans), default=0.0)
 
     def _advance(self, rank: int) -> None:
         """Walk a rank's program until something takes time."""
