@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock
@@ -23,112 +23,30 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.dry import Launches, Transport, fused_launches
 from tests.cases import random_case
 from tests.run.dense import Truth
+from tests.run.twins import CPU, Twin
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem, Switch
 from weft.core.schedule import Schedule
 from weft.plan.choose import build
 from weft.program.lower import lower
-from weft.program.steps import Cast, Copy, Program, Target, View, accesses
+from weft.program.steps import Copy, Target
 from weft.run import bind, fused
-from weft.run.bind import Bound, Frame
+from weft.run.arena import Arena
 from weft.run.comm.threads import ThreadComm, run_threads
-from weft.run.copies import Copier, Slots
 from weft.run.execute import Executor
 from weft.run.fused import FusedCopier
 from weft.run.kernels import choose
+from weft.run.redistribute import Redistribution
 from weft.schedule.reverse import reverse
 from weft.schedule.switch import switch
 
 ROOT = Path(__file__).parents[2]
-CPU = torch.device("cpu")
 STRATEGIES = [("ulysses", 3, 72), ("usp:2x2", 4, 64), ("ring+balanced", 3, 128), ("ulysses+balanced", 3, 24)]
 SAVES = (frozenset[str](), frozenset({"q", "kv"}))
-
-
-def numbers(size: int, rng: np.random.Generator) -> Tensor:
-    """Bytes that are finite numbers in every dtype."""
-    data = rng.integers(0, 256, size + size % 2, dtype=np.uint8)
-    data[1::2] = 0x3F
-    return torch.from_numpy(data)[:size]
-
-
-def tensor(shape: tuple[int, ...], dtype: torch.dtype, rng: np.random.Generator, how: int = 0) -> Tensor:
-    """Random numbers: contiguous, tokens before heads, at an odd address, or with columns far apart."""
-    spread = {1: (0, 2, 1, 3), 3: (0, 1, 3, 2)}.get(how, tuple(range(len(shape))))
-    memory = tuple(shape[dim] for dim in spread)
-    count = int(np.prod(memory))
-    flat = numbers((count + 1) * dtype.itemsize, rng).view(dtype)
-    x = (flat[1:] if how == 2 else flat[:count]).view(memory)
-    return x.permute(tuple(np.argsort(spread)))
-
-
-class Twin:
-    """A program bound twice to memory with equal bytes: by torch's copies and by fused ones."""
-
-    def __init__(
-        self, program: Program, schedule: Schedule, rng: np.random.Generator, hows: list[int]
-    ) -> None:
-        self.program = program
-        block: Tensor | None = None
-        lives: list[tuple[Bound, Frame, list[Tensor]]] = []
-        seed = int(rng.integers(1 << 30))
-        for copier in (Copier, FusedCopier):
-            fresh = np.random.default_rng(seed)
-            bound = Bound(program, schedule, 0, CPU)
-            block, lent = (numbers(size, fresh) for size in (bound.num_bytes, bound.window.num_bytes))
-            with patch.object(bind, "copier_of", copier):
-                bound.bind(block, lent)
-            frame = Frame(None, None, 1.0, CPU)  # type: ignore[arg-type]
-            given = self._given(fresh, hows)
-            bound.begin(frame, given)
-            for root in program.roots:
-                if root.memory == "peer":
-                    bound._carve(root, numbers(root.num_bytes, fresh), frame.slots, {})
-            for planes in frame.slots.values():
-                for x in planes:
-                    if x.is_contiguous() and not any(x is y for some in given.values() for y in some):
-                        x.copy_(tensor(tuple(x.shape), x.dtype, fresh))
-            lives.append((bound, frame, [block, lent]))
-        self.lives = lives
-
-    def _given(self, rng: np.random.Generator, hows: list[int]) -> Slots:
-        """Tensors of the caller and of kernels, in any strides."""
-        given: Slots = {}
-        for slot in self.program.roots:
-            if slot.memory in ("input", "saved", "kernel") and slot.shape:
-                planes, *shape = slot.shape
-                how = hows if len(shape) == 4 else [0]
-                given[slot] = tuple(
-                    tensor(tuple(shape), getattr(torch, slot.dtype), rng, how[plane % len(how)])
-                    for plane in range(planes)
-                )
-        return given
-
-    def check(self) -> int:
-        """Run every copy both ways; return how many there were."""
-        count = 0
-        (one, a, old), (two, b, new) = self.lives
-        for step, plain, fast in zip(self.program.steps, one.calls, two.calls, strict=True):
-            if isinstance(step, Copy | Cast | View):
-                plain(a)
-                fast(b)
-            if isinstance(step, Copy | Cast):
-                count += 1
-                for x, y in [*zip(old, new, strict=True), *_written(step, a.slots, b.slots)]:
-                    assert torch.equal(_bits(x), _bits(y)), step
-        return count
-
-
-def _written(step: Copy | Cast, a: Slots, b: Slots) -> Iterator[tuple[Tensor, Tensor]]:
-    for slot in accesses(step)[1]:
-        yield from zip(a[slot], b[slot], strict=True)
-
-
-def _bits(x: Tensor) -> Tensor:
-    return x.contiguous().view(torch.uint8) if x.numel() else x
 
 
 def check_both(schedule: Schedule, rng: np.random.Generator, hows: list[int]) -> int:
@@ -164,19 +82,20 @@ def strategy(name: str, ranks: int, head_dim: int) -> None:
     assert check_both(schedule, rng, [1, 0, 2]) > 0
 
 
+def switch_of(shape: tuple[int, ...], dims: tuple[int, int | None], ranks: int, dtype: str) -> Switch:
+    before = Layout.even(shape[dims[0]], ranks, dim="a")
+    after = Layout.replicated(1, ranks, dim="whole")
+    if dims[1] is not None:
+        after = Layout.even(shape[dims[1]], ranks, dim="b")
+    return Switch(before=before, after=after, shape=shape, dims=dims, dtype=dtype)
+
+
 def switches() -> None:
     rng = np.random.default_rng(0)
     for dims in ((1, 2), (2, 1), (0, 3), (3, 0), (2, None), (1, 3)):
         shape = tuple(int(n) for n in rng.integers(2, 9, 4))
-        ranks = 3
-        before = Layout.even(shape[dims[0]], ranks, dim="a")
-        if dims[1] is None:
-            after = Layout.replicated(1, ranks, dim="whole")
-        else:
-            after = Layout.even(shape[dims[1]], ranks, dim="b")
         for dtype in ("bfloat16", "float32"):
-            problem = Switch(before=before, after=after, shape=shape, dims=dims, dtype=dtype)
-            check_both(switch(problem), rng, [0])
+            check_both(switch(switch_of(shape, dims, 3, dtype)), rng, [0])
 
 
 def rows_that_add_to_the_same_place_add_in_order() -> None:
@@ -290,6 +209,23 @@ def failed() -> dict[str, str]:
 @pytest.mark.parametrize("name", checks())
 def test_in_the_interpreter(failed: dict[str, str], name: str) -> None:
     assert name not in failed, failed[name]
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize(("dims", "launches"), [((1, 2), 3), ((2, 1), 3), ((0, 1), 1), ((1, None), 2)])
+def test_a_switch_packs_once_and_unpacks_once(dims: tuple[int, int | None], launches: int) -> None:
+    shape, ranks = (2, 17, 45, 16), 8
+    schedule = switch(switch_of(shape, dims, ranks, "bfloat16"))
+    arena, transport = Arena(), Transport(1, ranks, collective=True)
+    redistribution = Redistribution(schedule, transport, arena, name="a switch")  # type: ignore[arg-type]
+    own = [schedule.problem.before.rows(1) if at == dims[0] else n for at, n in enumerate(shape)]  # type: ignore[union-attr]
+    with fused_launches() as launched:
+        x = torch.empty(own, dtype=torch.bfloat16, device="meta")
+        redistribution.run(x)
+        launched.clear()
+        with Launches() as others:
+            redistribution.run(x)
+    assert len(launched) == launches and not others.names
 
 
 @pytest.mark.soak
