@@ -14,7 +14,8 @@ from weft.cli.workload import Workload, read_topology
 from weft.core.topology import Topology
 from weft.plan.choose import choose
 from weft.run import gpus
-from weft.run.call import Options, Tensors, schedule_for, topology_for
+from weft.run.call import Options, Tensors, schedule_for
+from weft.run.gpus import topology_for
 from weft.run.kernels import choice, machine
 from weft.run.kernels.choice import Machine, decide
 from weft.simulate.clusters import cluster
@@ -217,6 +218,13 @@ def test_installed_packages_change_the_speeds(patch):
     gpus.device_name.cache_clear()
     Box(cudnn=91000).install(patch)
     assert topology_for(None, 8) == cluster("8xh100:flash,triton"), "this cuDNN is wrong, and not used"
+
+
+def test_a_named_backend_has_its_own_speed(patch):
+    Box().install(patch)
+    for backend in ("exact", "flash", "fa4"):
+        assert topology_for(None, 8, backend=backend) == cluster(f"8xh100:{backend}")
+    assert topology_for(None, 8, backend="reference") == cluster("8xh100"), "nobody knows its speed"
 
 
 @pytest.mark.parametrize("arch", sorted({device.arch for device in DEVICES.values()}))

@@ -33,7 +33,7 @@ from weft.plan.choose import Plan, choose
 from weft.plan.counts import head_loads
 from weft.plan.strategy import Strategy
 from weft.run.attention import let_go
-from weft.run.call import topology_for
+from weft.run.gpus import topology_for
 from weft.schedule.measure import measure
 
 EVERY = 11  # one sparse call in so many is judged; few models have a multiple of it as layers

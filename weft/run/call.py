@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -16,10 +15,10 @@ from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.problem import ITEM_BYTES, Problem
 from weft.core.schedule import Schedule
-from weft.core.topology import Link, Topology
+from weft.core.topology import Topology
 from weft.plan.choose import Plan, build
+from weft.run.gpus import topology_for
 from weft.run.kernels.rules import Work
-from weft.run.world import machines, place
 from weft.schedule.verify import verify
 
 _layout_of = lru_cache(1024)(Layout)
@@ -174,36 +173,8 @@ def schedule_for(
     )
     mask = BlockMask.dense(heads, q.size, kv.size) if options.mask is None else options.mask
     name = axes if axes and options.plan == "auto" else options.plan
-    return build(name, problem, mask, topology_for(options.topology, ranks, tensors.devices[0]))
-
-
-# Until `weft calibrate` says better: shared memory inside a machine, 10 Gbit/s between machines.
-SOMEWHERE = Topology(
-    name="not calibrated",
-    intra=Link(latency=3e-5, bandwidth=1e10),
-    inter=Link(latency=1e-4, bandwidth=1.25e9),
-    nic_bandwidth=1.25e9,
-)
-
-
-def topology_for(given: Topology | None, ranks: int, device: torch.device | None = None) -> Topology:
-    """Return what the caller says, else what was calibrated here, else the table's entry for this GPU.
-
-    It must be the same on all ranks, or they will not agree. `device` is that of the tensors, where known.
-    """
-    if given is not None:
-        return given
-    if path := os.environ.get("WEFT_TOPOLOGY"):
-        found = Topology.from_toml(path)
-        return replace(found, devices=ranks) if found.machines == 1 and not found.links else found
-    # A group of some of the ranks may lie anywhere: only of all of them is it known.
-    whole = ranks == place()[1] and ranks % machines() == 0
-    several = machines() if whole else 1
-    if torch.cuda.is_available() and (device is None or device.type == "cuda"):
-        from weft.run.gpus import topology_here
-
-        return topology_here(several, ranks // several, device)
-    return replace(SOMEWHERE, machines=several, devices=ranks // several)
+    topology = topology_for(options.topology, ranks, tensors.devices[0], options.backend)
+    return build(name, problem, mask, topology)
 
 
 def work_of(schedule: Schedule) -> Work:

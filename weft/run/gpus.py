@@ -1,24 +1,28 @@
-"""GPUs of this machine: the row of `simulate.gpus` that a rank's device has, by its name and its links.
+"""GPUs of this machine: what a planner takes for a topology where none was given or calibrated.
 
-A planner without a calibrated topology takes it from here. Each rank asks its own device and no other rank,
-so ranks with different GPUs need a topology that they share (WEFT_TOPOLOGY). Nothing here has run on a GPU.
+It is the row of `simulate.gpus` that the name of a rank's device and its links lead to. Each rank asks its
+own device and no other rank, so ranks with different GPUs need a topology that they share (WEFT_TOPOLOGY).
+Nothing here has run on a GPU.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import re
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
 
-from weft.core.topology import Topology
+from weft.core.topology import Link, Topology
+from weft.run import world
 from weft.run.kernels.choice import decide
 from weft.run.kernels.machine import arch_of, machine_of
 from weft.run.kernels.rules import Work
 from weft.simulate.clusters import cluster
-from weft.simulate.gpus import DEVICES, PCIE_5, default_backends
+from weft.simulate.gpus import DEVICES, PCIE_5, default_backends, known_backends
 
 _log = logging.getLogger("weft")
 
@@ -52,16 +56,50 @@ TYPICAL = [Work(sparse, backward=False, head_dim=128, block_q=64, block_k=64) fo
 """What the planner's kernels are chosen for; what a call gets may differ with its head dim and blocks."""
 
 
-def topology_here(machines: int, devices: int, device: torch.device | None = None) -> Topology:
+# Until `weft calibrate` says better: shared memory inside a machine, 10 Gbit/s between machines.
+SOMEWHERE = Topology(
+    name="not calibrated",
+    intra=Link(latency=3e-5, bandwidth=1e10),
+    inter=Link(latency=1e-4, bandwidth=1.25e9),
+    nic_bandwidth=1.25e9,
+)
+
+
+def topology_for(
+    given: Topology | None, ranks: int, device: torch.device | None = None, backend: str = "auto"
+) -> Topology:
+    """Return what the caller says, else what was calibrated here, else the table's entry for this GPU.
+
+    It must be the same on all ranks, or they will not agree. `device` is that of the tensors, where known.
+    """
+    if given is not None:
+        return given
+    if path := os.environ.get("WEFT_TOPOLOGY"):
+        found = Topology.from_toml(path)
+        return replace(found, devices=ranks) if found.machines == 1 and not found.links else found
+    # A group of some of the ranks may lie anywhere: only of all of them is it known.
+    whole = ranks == world.place()[1] and ranks % world.machines() == 0
+    several = world.machines() if whole else 1
+    if torch.cuda.is_available() and (device is None or device.type == "cuda"):
+        return topology_here(several, ranks // several, device, backend)
+    return replace(SOMEWHERE, machines=several, devices=ranks // several)
+
+
+def topology_here(
+    machines: int, devices: int, device: torch.device | None = None, backend: str = "auto"
+) -> Topology:
     """Return the cluster of so many GPUs such as `device`, or the current one, with its kernels."""
     index = torch.cuda.current_device() if device is None or device.index is None else device.index
     name = device_name(index)
     machine = machine_of(torch.device("cuda", index))
-    dense, sparse = (decide(work, machine).backend for work in TYPICAL)
-    if dense == "flash" and machine.activated:
-        dense = "fa4"  # the user has told torch to call FA3 or FA4 by that name
-    usual = (dense, sparse) == default_backends(DEVICES[name.removesuffix("pcie")].arch)
-    return cluster(f"{machines}x" * (machines > 1) + f"{devices}x{name}" + f":{dense},{sparse}" * (not usual))
+    chosen = [decide(work, machine).backend for work in TYPICAL]
+    if chosen[0] == "flash" and machine.activated:
+        chosen[0] = "fa4"  # the user has told torch to call FA3 or FA4 by that name
+    if backend in known_backends(name):
+        chosen = [backend]
+    usual = tuple(chosen) == default_backends(DEVICES[name.removesuffix("pcie")].arch)
+    kernels = "" if usual else f":{','.join(chosen)}"
+    return cluster(f"{machines}x" * (machines > 1) + f"{devices}x{name}{kernels}")
 
 
 @cache

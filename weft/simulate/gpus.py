@@ -194,12 +194,17 @@ def default_backends(arch: str) -> tuple[str, str]:
     return "cudnn" if arch in ("sm_90", "sm_100") else "flash", "triton"
 
 
+def known_backends(name: str) -> list[str]:
+    """Return the backends whose speed on a device is known, for tiles of either kind."""
+    known = device_of(name).like or name
+    return sorted({*DENSE[known], *SPARSE[known]})
+
+
 def kernels_of(name: str, backends: tuple[str, ...] = ()) -> dict[str, tuple[str, Kernel]]:
     """Return backend and speed for "dense" tiles, by the first that can, and "sparse" ones, by the last."""
-    device = device_of(name)
+    device, legal = device_of(name), known_backends(name)
     known = device.like or name
     tables = {"dense": DENSE[known], "sparse": SPARSE[known]}
-    legal = sorted({*tables["dense"], *tables["sparse"]})
     if unknown := [each for each in backends if each not in legal]:
         raise InputError(
             f"No speed is known of {unknown[0]!r} on {name}.", hint=f"Use one of {', '.join(legal)}."

@@ -19,8 +19,8 @@ from weft.core.mask import BlockMask
 from weft.models.producers import Where
 from weft.models.sparsity import problem_of
 from weft.plan.choose import choose
-from weft.run.call import topology_for
 from weft.run.exchange import broadcast_json
+from weft.run.gpus import topology_for
 
 DRIFT = 1 / 16
 """How far the share of a head may move before its block's plan is chosen again."""
