@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from weft.models.guidance import Halves
@@ -162,6 +163,24 @@ def test_weft_s_world_communicates_on_streams_of_high_priority(monkeypatch: pyte
         True,
     )
     assert (cpu, plain["pg_options"]) == ("gloo", None)
+
+
+@pytest.mark.parametrize(("high", "environment", "lines"), [(True, "0", 0), (False, "1", 0), (False, "0", 1)])
+def test_a_user_s_group_of_normal_priority_is_logged(
+    high: bool,
+    environment: str,
+    lines: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("TORCH_NCCL_HIGH_PRIORITY", environment)
+    backend = SimpleNamespace(options=SimpleNamespace(is_high_priority_stream=high))
+    group: Any = SimpleNamespace(_get_backend=lambda _: backend, group_name="7")
+    with caplog.at_level("INFO", "weft.run"):
+        groups.note_priority(group, torch.device("cuda"))
+    assert [("group 7" in line, "set TORCH_NCCL_HIGH_PRIORITY=1" in line) for line in caplog.messages] == [
+        (True, True)
+    ] * lines
 
 
 def halves() -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from math import inf
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -209,15 +210,21 @@ def test_the_rendezvous_is_made_as_torch_wants_it(monkeypatch: pytest.MonkeyPatc
 
     def empty(size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         assert device.type == "cuda"
-        return torch.empty(size, dtype=dtype)
+        this.memory = torch.empty(size, dtype=dtype)
+        return this.memory.view(-1)  # what torch counts references of; the board keeps the memory itself
+
+    def rendezvous(x: Tensor, _: Any) -> Any:
+        this.owner = ref(x)
+        return board.rendezvous(this.memory, this.rank)
 
     monkeypatch.setattr(symmetric_memory, "empty", empty)
-    monkeypatch.setattr(symmetric_memory, "rendezvous", lambda x, _: board.rendezvous(x, this.rank))
+    monkeypatch.setattr(symmetric_memory, "rendezvous", rendezvous)
 
     def job(base: ThreadComm) -> int:
         this.rank = base.rank
         found, reason = symmetric.meet("the group", base)  # type: ignore[arg-type]
         assert isinstance(found, SymmetricWindow), reason
+        assert this.owner() is not None  # else torch would give the memory to the next who asks
         return found.allocate(1, 10).numel()
 
     assert run_threads(2, job) == [10, 10]

@@ -259,6 +259,7 @@ def test_a_group_that_failed_raises_the_same_at_each_call() -> None:
         first = str(run.errors()[0])
         for call in (
             swap,
+            lambda comm: comm.begin(CPU),
             lambda comm: comm.gather_numbers([1]),
             lambda comm: comm.warm_up(torch.device("meta")),
             lambda comm: comm.all_to_all([(0, torch.zeros(1))], [(0, torch.zeros(1))], "all"),

@@ -8,6 +8,8 @@ are shared. They run on streams of high priority, or a message would wait for th
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -17,6 +19,9 @@ import torch
 import torch.distributed as dist
 
 PATIENCE = timedelta(minutes=10)
+PRIORITY = "TORCH_NCCL_HIGH_PRIORITY"
+
+_log = logging.getLogger("weft.run")
 
 _made: WeakValueDictionary[tuple[int, ...], dist.ProcessGroup] = WeakValueDictionary()
 """By their ranks in the world."""
@@ -65,6 +70,19 @@ def split(parent: dist.ProcessGroup, parts: Sequence[Sequence[int]]) -> dist.Pro
             pg_options=_options(_backend(parent)),
         )
     return group
+
+
+def note_priority(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Log it if a group, which then is not weft's, communicates on a stream of normal priority."""
+    options = getattr(group._get_backend(device), "options", None)
+    is_high = getattr(options, "is_high_priority_stream", True) or os.environ.get(PRIORITY, "0") != "0"
+    if not is_high:
+        _log.info(
+            "The process group %s runs NCCL on a stream of normal priority: its messages wait for attention "
+            "that is under way. Leave init_process_group to weft, or set %s=1.",
+            group.group_name,
+            PRIORITY,
+        )
 
 
 def _backend(group: dist.ProcessGroup) -> str:

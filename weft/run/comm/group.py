@@ -20,6 +20,7 @@ from weft.run import streams
 from weft.run.comm import Message, Transit, rollcall
 from weft.run.comm.watcher import Watcher
 from weft.run.exchange import host_device
+from weft.run.groups import note_priority
 
 SIGN_SECONDS = 2.0
 """For ranks to say that a collective failed for them too."""
@@ -40,6 +41,8 @@ class GroupComm:
 
     def begin(self, device: torch.device) -> None:
         """Messages may lie anywhere."""
+        del device
+        self._check()
 
     def warm_up(self, device: torch.device) -> None:
         if device.type == "cpu" or device in self._warm or self.size == 1:
@@ -53,6 +56,12 @@ class GroupComm:
         work = dist.all_reduce(torch.zeros(1, device=device), group=self.group, async_op=True)
         self._watched([work], "warm-up", self._with_all(), device).finish()
         self._warm.add(device)
+        note_priority(self.group, device)
+
+    def _check(self) -> None:
+        """Raise what ended the group, if it has a watcher that saw it end."""
+        if self._watcher is not None:
+            self._watcher.check()
 
     @property
     def watcher(self) -> Watcher:
@@ -158,6 +167,7 @@ class GroupComm:
     def gather_numbers(self, numbers: list[int]) -> list[list[int]]:
         if self.size == 1:
             return [numbers]  # a collective of one takes half a millisecond
+        self._check()
         mine = torch.tensor(numbers, dtype=torch.int64, device=host_device(self.group))
         everyone = [torch.empty_like(mine) for _ in range(self.size)]
         try:

@@ -43,7 +43,8 @@ class Handle(Protocol):
 class SymmetricWindow:
     """A rendezvous that all ranks have made, with a window in host memory for the words."""
 
-    def __init__(self, handle: Handle, mail: Window, ranks: int) -> None:
+    def __init__(self, handle: Handle, mail: Window, ranks: int, memory: Tensor | None = None) -> None:
+        self._memory = memory  # torch would give what nobody holds to the next who asks
         self.rank, self.near, self.device_type = mail.rank, mail.near, handle.device.type
         self._handle, self._mail = handle, mail
         self._half = handle.buffer_size // HALVES
@@ -116,7 +117,7 @@ def meet(group: dist.ProcessGroup, base: Comm) -> tuple[Window | None, str]:
     assert mail is not None
     device = torch.device("cuda", torch.cuda.current_device())
     memory = symmetric_memory.empty(HALVES * CAPACITY, dtype=torch.uint8, device=device)
-    return SymmetricWindow(symmetric_memory.rendezvous(memory, group), mail, base.size), ""
+    return SymmetricWindow(symmetric_memory.rendezvous(memory, group), mail, base.size, memory), ""
 
 
 def _ms(seconds: float) -> int:
