@@ -11,19 +11,28 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from tests.run.dense import error
+from tests.adversary import run_adversary
+from tests.run.dense import Truth, error
 from weft.core.errors import InputError
+from weft.core.layout import Layout
+from weft.core.mask import BlockMask
+from weft.core.problem import Problem
+from weft.plan.choose import build
+from weft.run.execute import Executor
 from weft.run.kernels import gpu
 from weft.run.kernels.gpu import Gpu
 from weft.run.kernels.reference import Reference
@@ -297,6 +306,41 @@ def merging_in_one_launch_is_merging() -> None:
             same(*(z.float().masked_fill(z.isnan(), 0.0) for z in (x, y)))
 
 
+class OneAtATime(Gpu):
+    """The interpreter is not thread safe, and ranks are threads."""
+
+    lock = threading.RLock()
+
+    def attend(self, *given: Any, **options: Any) -> Any:
+        with self.lock:
+            return super().attend(*given, **options)
+
+    def attend_backward(self, *given: Any) -> Any:
+        with self.lock:
+            return super().attend_backward(*given)
+
+
+def whole_executor(name: str, heads: int, kv_heads: int) -> None:
+    """Forward and backward of two ranks, in float16, with a prefix that both have."""
+    layout = Layout.even(190, 2, prefix=20)
+    problem = Problem(
+        batch=1, heads=heads, kv_heads=kv_heads, head_dim=32, q=layout, kv=layout, dtype="float16"
+    )
+    tiles = np.random.default_rng(2).random((heads, 3, 3)) < 0.6
+    tiles[0, 0], tiles[:, 1] = False, True
+    mask = BlockMask.from_tiles(tiles, q_len=190, kv_len=190, block_q=64)
+    truth, schedule, kernel = Truth.of(problem, mask), build(name, problem, mask), OneAtATime()
+
+    def job(comm: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+        executor, inputs = Executor(schedule, comm, kernel), truth.inputs(comm.rank)
+        out, saved = executor.forward(*inputs, truth.scale, keep=True)
+        return out, executor.backward(truth.slope(comm.rank), inputs, out, saved, truth.scale)
+
+    results = run_adversary(2, job)
+    assert truth.output_error([out for out, _ in results]) < 5e-3
+    assert truth.gradient_error([grads for _, grads in results]) < 5e-3 * truth.size
+
+
 def what_it_cannot_serve_it_refuses() -> None:
     q, k, v, grad = SHAPES["square"].operands()
     tiles = SHAPES["square"].tiles()
@@ -335,6 +379,10 @@ def checks() -> dict[str, Callable[[], None]]:
         what_it_cannot_serve_it_refuses,
     ]
     found: dict[str, Callable[[], None]] = {check.__name__: check for check in plain}
+    for name, heads, kv_heads in (("ring", 4, 2), ("ulysses+balanced", 3, 3), ("ulysses", 6, 3)):
+        found[f"executor, {name}, {heads} heads over {kv_heads}"] = partial(
+            whole_executor, name, heads, kv_heads
+        )
     for name, shape in SHAPES.items():
         found[f"forward, {name}"] = lambda shape=shape: forward_is_the_reference(shape)
         found[f"backward, {name}"] = lambda shape=shape: backward_is_the_reference(shape)
