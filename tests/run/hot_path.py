@@ -237,6 +237,8 @@ def fake_cuda(capability: tuple[int, int] = (9, 0), name: str = "NVIDIA H100 80G
     with ExitStack() as stack:
         for function, value in facts.items():
             stack.enter_context(patch.object(torch.cuda, function, lambda *_, value=value, **__: value))
+        # The optional packages have tests of their own; what is recorded must not depend on them.
+        stack.enter_context(patch("weft.run.kernels.choice.installed", lambda: frozenset({"triton"})))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         seen = stack.enter_context(Seen())
         stack.enter_context(_Around(seen))
