@@ -28,7 +28,8 @@ test-values: lint
 # What needs the CUDA build of torch and the two optional packages, and no GPU: kernels are compiled, calls are made
 # with fake tensors. It is a second environment of 7 GB, in .venv-cuda.
 CUDA_VENV := .venv-cuda
-CUDA_TESTS := tests/cuda tests/run/test_hot_path.py tests/run/test_backends.py tests/run/test_packages.py
+CUDA_TESTS := tests/cuda tests/models/test_hot_path.py $(addprefix tests/run/test_,\
+  backends.py hot_path.py package_hot_path.py packages.py parity.py select.py tiles.py)
 
 test-cuda: $(CUDA_VENV)/test.stamp
 	$(CUDA_VENV)/bin/python -m pytest $(CUDA_TESTS)
