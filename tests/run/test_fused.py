@@ -27,18 +27,21 @@ from bench.dry import Launches, Transport, fused_launches
 from tests.cases import random_case
 from tests.run.dense import Truth
 from tests.run.twins import CPU, Twin
+from weft.core.errors import InputError
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem, Switch
 from weft.core.schedule import Schedule
 from weft.plan.choose import build
 from weft.program.lower import lower
+from weft.program.slots import Slot
 from weft.program.steps import Copy, Target
 from weft.run import bind, fused
 from weft.run.arena import Arena
 from weft.run.comm.threads import ThreadComm, run_threads
+from weft.run.copies import ATTENTION, Copier
 from weft.run.execute import Executor
-from weft.run.fused import FusedCopier
+from weft.run.fused import FusedCopier, Table
 from weft.run.kernels import choose
 from weft.run.redistribute import Redistribution
 from weft.schedule.reverse import reverse
@@ -226,6 +229,42 @@ def test_a_switch_packs_once_and_unpacks_once(dims: tuple[int, int | None], laun
         with Launches() as others:
             redistribution.run(x)
     assert len(launched) == launches and not others.names
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+def test_a_table_is_made_once_for_strides_and_not_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables: list[Table] = []
+    monkeypatch.setattr(fused, "launch", lambda table, _: tables.append(table))
+    source, target = (Slot(name, "input", 0, shape=(1, 1, 2, 3, 24)) for name in ("source", "target"))
+    copy = FusedCopier(ATTENTION, CPU, {}).cast(source, target)
+    x, y = torch.zeros(1, 2, 3, 24), torch.zeros(1, 2, 3, 24)
+    copy({source: (x,), target: (y,)})
+    monkeypatch.setattr(fused, "is_capturing", lambda _: True)
+    copy({source: (y,), target: (x,)})
+    assert tables[0] is tables[1]
+    with pytest.raises(InputError, match="captured"):
+        copy({source: (x.mT.contiguous().mT,), target: (y,)})
+    monkeypatch.setattr(fused, "is_capturing", lambda _: False)
+    copy({source: (x.mT.contiguous().mT,), target: (y,)})
+    assert tables[2] is not tables[0]
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+def test_a_kernel_that_does_not_run_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fused._is_right.cache_clear()
+    monkeypatch.setattr(fused, "launch", lambda *_: None)  # it computes nothing
+    assert not fused._is_right(CPU) and "result is wrong" in caplog.text
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no C compiler")
+
+    fused._is_right.cache_clear()
+    monkeypatch.setattr(fused, "launch", fail)
+    assert not fused._is_right(CPU) and "no C compiler" in caplog.text
+    fused._is_right.cache_clear()
+    assert isinstance(fused.copier_of(ATTENTION, CPU, {}), Copier)
 
 
 @pytest.mark.soak

@@ -19,12 +19,14 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from weft.core.errors import InputError
 from weft.core.schedule import Piece
 from weft.program.places import overlap
 from weft.program.slots import Positions, Slot
 from weft.program.steps import Segment
 from weft.run.boxes import WIDEST, End, Part, plan, runs_of
 from weft.run.copies import ATTENTION, Axes, Copier, Launch, Slots, offset_of
+from weft.run.streams import is_capturing
 
 NUM_WARPS = 4
 MAX_TABLES = 16
@@ -111,10 +113,19 @@ class FusedCopy:
         key = (*[(x.dtype, x.stride(), at % WIDEST) for x, at in zip(bases, addresses, strict=True)],)
         table = self._tables.get(key)
         if table is None:
-            if len(self._tables) >= MAX_TABLES:
-                self._tables.clear()
-            table = self._tables[key] = self._table(bases, addresses)
+            table = self._new_table(key, bases, addresses)
         launch(table, addresses)
+
+    def _new_table(self, key: tuple[object, ...], bases: list[Tensor], addresses: tuple[int, ...]) -> Table:
+        if is_capturing(self.copier.device):
+            raise InputError(
+                "A captured call has tensors of strides, dtypes or alignments that it never ran with.",
+                hint="Run it once with tensors like these before the capture.",
+            )
+        if len(self._tables) >= MAX_TABLES:
+            self._tables.clear()
+        self._tables[key] = self._table(bases, addresses)
+        return self._tables[key]
 
     def _table(self, bases: list[Tensor], addresses: tuple[int, ...]) -> Table:
         kinds: dict[tuple[torch.dtype, torch.dtype], int] = {}

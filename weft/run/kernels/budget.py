@@ -96,7 +96,7 @@ class Budget:
     def to(self, device: torch.device) -> Budget:
         """On a device: one number for all rows is written there, more are copied."""
         values = self.values
-        if values.device != device and not any(values.stride()):
+        if values.device.type == "cpu" != device.type and not any(values.stride()):
             return Budget(torch.full(values.shape, values[0, 0].item(), dtype=values.dtype, device=device))
         return Budget(values.to(device))
 
