@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 
 from tests.models.toys import seeded
+from tests.serve.hosting import until
 from tests.worlds import world
 from weft.core.errors import CommError
 from weft.models import checkpoint, media
@@ -187,12 +188,18 @@ def test_an_image_is_a_first_frame(alone: Server, tmp_path: Path) -> None:
             assert picture.size == (24, 16)
 
 
-def test_a_stopped_job_goes_on(alone: Server) -> None:
+def test_a_stopped_job_goes_on(alone: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = alone.made([0], [job(3)])
-    alone.run([0], [job(3)])
-    alone.channels[0].send({"do": "stop", "batch": "video_3"})
-    told = alone.told(0)
-    said, state = told[-1]
+
+    def wants_stop(inbox: Inbox, batch: str) -> bool:
+        until(lambda: inbox._stops == batch)  # or the job could be done before it is read
+        return True
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Inbox, "wants_stop", wants_stop)
+        alone.run([0], [job(3)])
+        alone.channels[0].send({"do": "stop", "batch": "video_3"})
+        said, state = alone.told(0)[-1]
     assert said["told"] == "stopped"
     assert said["step"] < STEPS
     assert alone.made([0], [job(3)], state) == expected  # a stop is of one run only
