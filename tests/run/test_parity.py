@@ -15,6 +15,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from weft.core.errors import AgreementError, InputError
+from weft.run import attention
+from weft.run.agree import refuse
 from weft.run.comm.threads import ThreadComm, run_threads
 from weft.run.kernels import parity
 from weft.run.kernels.choice import Machine, decide
@@ -254,6 +256,34 @@ def test_ranks_that_try_different_backends_do_not_wait_for_each_other() -> None:
 
     with pytest.raises(AgreementError, match="different parity tests: rank 0 has backend flash"):
         run_threads(3, job)
+
+
+def test_a_rank_that_cannot_take_part_ends_the_test_of_all() -> None:
+    def job(comm: ThreadComm) -> str:
+        if comm.rank == 1:
+            refuse(comm, InputError("q has no heads."))
+            return "refused"
+        with pytest.raises(AgreementError, match="Rank 1 cannot take part: q has no heads"):
+            parity.judge(comm, CUDA, lambda *_: "")("fa4", WORKS[0])
+        return "raised"
+
+    assert run_threads(3, job) == ["raised", "refused", "raised"]
+
+
+def test_a_call_does_not_meet_again_after_a_failed_parity_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks have heard of it in the same meeting, and left."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise AgreementError("Rank 1 cannot take part.")
+
+    def met(*_: Any) -> None:
+        raise AssertionError("a second meeting")
+
+    monkeypatch.setattr(attention, "choose_kernel", fail)
+    monkeypatch.setattr(attention, "refuse", met)
+    x = torch.zeros(1, 1, 4, 8)
+    with pytest.raises(AgreementError, match="Rank 1 cannot"):
+        attention.attention(x, x, x, tokens=4)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

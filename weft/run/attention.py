@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._guards import TracingContext
 
-from weft.core.errors import InputError, WeftError
+from weft.core.errors import AgreementError, InputError, WeftError
 from weft.core.layout import Layout, Runs
 from weft.core.mask import BlockMask
 from weft.core.schedule import Schedule
@@ -119,6 +119,8 @@ def _new_executor(call: Call, world: World, counts: Counts | None, axes: str | N
         schedule = schedule_for(tensors, options, rank=comm.rank, ranks=comm.size, counts=counts, axes=axes)
         tested = judge(comm, device) if device.type == "cuda" else None
         kernel = choose_kernel(options.backend, tensors.dtype, str(device), work_of(schedule), tested)
+    except AgreementError:
+        raise  # a meeting of all ranks raised it, so nobody waits for this one
     except WeftError as error:
         refuse(comm, error)
         raise
