@@ -58,6 +58,8 @@ class World:
         self.store = dist.HashStore()
         self.members = [Member(self, rank) for rank in range(size)]
         self.host_waits = 0
+        self.names = list(range(size))
+        """Of its ranks, in the world."""
 
 
 class NcclWork:
@@ -142,6 +144,7 @@ def fake_nccl(*, threads: bool) -> Iterator[None]:
         all_gather=all_gather,
         all_reduce=all_reduce,
         PrefixStore=dist.PrefixStore,
+        get_process_group_ranks=lambda member: member.world.names,
         distributed_c10d=SimpleNamespace(_world=SimpleNamespace(pg_map=_Stores())),
     )
     run = nullcontext() if threads else patch.object(Watcher, "start", _only_note)

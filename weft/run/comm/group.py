@@ -255,7 +255,7 @@ class GroupTransit:
 def _watcher_of(group: dist.ProcessGroup) -> Watcher:
     # A connection of its own: the store's other users may block in it.
     store = dist.PrefixStore("weft watcher", _store_of(group).clone())
-    return Watcher(store, group.rank(), group.size(), lambda: _abort(group))
+    return Watcher(store, group.rank(), dist.get_process_group_ranks(group), lambda: _abort(group))
 
 
 def _store_of(group: dist.ProcessGroup) -> Any:

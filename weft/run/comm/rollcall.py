@@ -43,31 +43,33 @@ def key(message: Message) -> str:
     return f"{message[0]} {message[1]}"
 
 
-def verdict(answers: Sequence[Answer | None], operation: str, seconds: float) -> tuple[int, str]:
+def verdict(
+    answers: Sequence[Answer | None], operation: str, seconds: float, names: Sequence[int]
+) -> tuple[int, str]:
     """Return the rank that is late, and a message that says so, the same for all ranks.
 
     answers     by rank; None of those that did not answer.
     operation   what the rank that called the roll waits for, and how long it has waited.
+    names       what the world calls the ranks of the group.
     """
     waiting = [rank for rank, answer in enumerate(answers) if answer is not None and answer.waits]
-    waited = f"{_ranks(waiting)} waited {seconds:.1f} s in {operation}"
+    waited = f"{_ranks(waiting, names)} waited {seconds:.1f} s in {operation}"
     if lost := [rank for rank, answer in enumerate(answers) if answer is None]:
-        return lost[0], f"{_ranks(lost).capitalize()} did not answer a roll call, and {waited}."
+        return lost[0], f"{_ranks(lost, names).capitalize()} did not answer a roll call, and {waited}."
     behind = Counter(peer for rank in waiting for peer in _missing(rank, answers))
     late = [(-count, rank) for rank, count in behind.items() if rank not in waiting]
     if late:
         rank = min(late)[1]
-        answer = answers[rank]
-        assert answer is not None
+        answer = _answer(answers, rank)
         where = "its device has not come to it yet" if answer.queued else "it has not called it"
-        last = f", the last operation of rank {rank} is {answer.operation}" if answer.operation else ""
-        return rank, f"Rank {rank} is late: {waited}, and {where}{last}."
+        last = f"; the last operation that it called is {answer.operation}" if answer.operation else ""
+        return rank, f"Rank {names[rank]} is late: {waited}, and {where}{last}."
     if behind:
         rank = min(behind, key=lambda rank: (-behind[rank], rank))
-        return rank, f"Rank {rank} and the others wait for each other: {waited}."
-    peers = sorted({int(each.split()[1]) for rank in waiting[:1] for each in _answer(answers, rank).waits})
+        return rank, f"Rank {names[rank]} and the others wait for each other: {waited}."
+    peers = [int(name.split()[1]) for rank in waiting[:1] for name in _answer(answers, rank).waits]
     rank = min(peers, default=0)
-    return rank, f"A message of rank {rank} does not arrive: {waited}, in which all of them take part."
+    return rank, f"A message of rank {names[rank]} does not arrive: {waited}, in which all of them take part."
 
 
 def _missing(rank: int, answers: Sequence[Answer | None]) -> set[int]:
@@ -86,9 +88,6 @@ def _answer(answers: Sequence[Answer | None], rank: int) -> Answer:
     return answer
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    if not ranks:
-        return "no rank"
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+def _ranks(ranks: Sequence[int], names: Sequence[int]) -> str:
+    *first, last = [str(names[rank]) for rank in ranks] or ["?"]
+    return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"

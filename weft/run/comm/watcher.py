@@ -20,7 +20,7 @@ import json
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
@@ -31,6 +31,7 @@ from weft.run import streams
 from weft.run.comm.rollcall import Answer, Message, key, verdict
 
 MAX_POLL_SECONDS = 0.25
+MAX_TIMEOUT = 1e6
 POLLS = 64
 """Polls of the oldest operation in a time-out."""
 LOOKS = 8
@@ -75,8 +76,9 @@ _watchers: WeakSet[Watcher] = WeakSet()
 class Watcher:
     """One rank's watcher of the operations of one process group."""
 
-    def __init__(self, store: Store, rank: int, size: int, abort: Callable[[], None]) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, store: Store, rank: int, members: Sequence[int], abort: Callable[[], None]) -> None:
+        """`members` are the ranks of the group as the world counts them: messages name ranks so."""
+        self.rank, self.members = rank, members
         self.failure: Callable[[], CommError] | None = None
         """Once the group has failed: what each call raises."""
         self.timeout = float("inf")
@@ -100,7 +102,7 @@ class Watcher:
 
     def start(self, timeout: float) -> None:
         """Answer roll calls from now on, and look as often as `timeout` needs."""
-        self.timeout = min(self.timeout, timeout)
+        self.timeout = min(self.timeout, timeout, MAX_TIMEOUT)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="weft-watcher", daemon=True)
             _watchers.add(self)
@@ -138,8 +140,8 @@ class Watcher:
             if waiting is not None and waited > waiting.timeout:
                 text = str(error).splitlines()[0] if str(error) else type(error).__name__
                 self._fail(
-                    f"Rank {self.rank} waited {waited:.1f} s in {waiting.label}, and the store of the ranks "
-                    f"does not answer: the rank that serves it, usually rank 0, is lost ({text})."
+                    f"Rank {self.members[self.rank]} waited {waited:.1f} s in {waiting.label}, and the store of "
+                    f"the ranks does not answer: the rank that serves it, usually rank 0, is lost ({text})."
                 )
 
     def _advance(self, now: float) -> Operation | None:
@@ -187,7 +189,7 @@ class Watcher:
             self._answer = answer
             self._store.set(f"answer {self.rank}", json.dumps(answer.to_plain()))
         if waiting is not None and self._awaited is not None and waited >= waiting.timeout:
-            late, message = verdict(self._answers(self._awaited), waiting.label, waited)
+            late, message = verdict(self._answers(self._awaited), waiting.label, waited, self.members)
             self._store.compare_set(VERDICT, "", json.dumps([late, message]))
         if self._store.check([VERDICT]):
             self._fail(json.loads(self._store.get(VERDICT))[1])
@@ -205,7 +207,7 @@ class Watcher:
     def _answers(self, call: int) -> list[Answer | None]:
         """What each rank has said to a roll call, or to a later one."""
         answers: list[Answer | None] = []
-        for rank in range(self.size):
+        for rank in range(len(self.members)):
             name = f"answer {rank}"
             answer = Answer(**json.loads(self._store.get(name))) if self._store.check([name]) else None
             answers.append(answer if answer is not None and answer.call >= call else None)
