@@ -148,20 +148,20 @@ class _Run:
             if self.barriers and not self._meet(rank, step.op):
                 self.walks[rank] = chain((step,), walk)  # after the barrier
                 return
-            if isinstance(step, Wait):
+            if type(step) is Wait:
                 key = (step.op, rank, step.peer) if step.sent else (step.op, step.peer, rank)
                 if key not in there:
                     self.since[rank], self.waiting[rank], self.waits[rank] = self.now, key, step
                     return
                 continue
             seconds = self.prices.seconds(step)
-            if seconds or isinstance(step, ATTENTIONS):
+            if seconds or type(step) in ATTENTIONS:
                 task = self.computing[rank] = Task(rank, step, seconds, self.now)
                 self.dirty[task] = None
                 if self.cores:
                     self._share_cores(task, 1)
                 return
-            if isinstance(step, Post):
+            if type(step) is Post:
                 self._post(rank, step)
         if self.barriers:
             self._meet(rank, inf)
@@ -241,9 +241,9 @@ class _Run:
             self._share_cores(task, -1)
         self.dirty.pop(task, None)
         self.computing[rank] = None
-        kind = "attend" if isinstance(step, ATTENTIONS) else "copy"
+        kind = "attend" if type(step) in ATTENTIONS else "copy"
         self.done[rank].append(Span(rank, "compute", kind, span_name(step), task.start, self.now, step.op))
-        if isinstance(step, Post):
+        if type(step) is Post:
             self._post(rank, step)
         self._advance(rank)
 
