@@ -175,8 +175,12 @@ def test_without_tensorboard_it_says_so_once(tmp_path, monkeypatch, capsys):
     assert len(records(tmp_path)) == 3 and not (tmp_path / "tensorboard").exists()
 
 
-def test_tensorboard_has_the_scalars_once(tmp_path):
+@pytest.mark.parametrize("writers", [0, 9, 99])
+def test_tensorboard_has_the_scalars_once(tmp_path, writers, monkeypatch):
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    event_file_writer = pytest.importorskip("tensorboard.summary.writer.event_file_writer")
+    counter = event_file_writer.AtomicCounter(writers)
+    monkeypatch.setattr(event_file_writer, "_global_uid", counter)  # part of the names of files
     with closing(Journal(tmp_path, total=9)) as journal:
         journal.write("run", 0, ranks=2)
         for n in range(1, 6):

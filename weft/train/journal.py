@@ -174,4 +174,8 @@ def _replace(path: Path, lines: list[bytes], wanted: list[bool]) -> None:
 def _writer(folder: Path, purge: int | None) -> SummaryWriter:
     from torch.utils.tensorboard import SummaryWriter
 
+    # TensorBoard reads files in the order of their names, which begin with the second that they were made in.
+    seconds = [int(path.name.split(".")[3]) for path in folder.glob("events.out.tfevents.*")]
+    while int(time.time()) <= max(seconds, default=0):
+        time.sleep(0.05)
     return SummaryWriter(str(folder), purge_step=purge)
