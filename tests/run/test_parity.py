@@ -229,6 +229,13 @@ def test_the_next_candidate_is_taken(machine: dict[str, Any]) -> None:
     assert "its dq is off by" in passed["fa4"]
 
 
+def test_a_call_without_messages_is_judged_by_its_rank_alone(machine: dict[str, Any]) -> None:
+    machine.update(fa4=WrongBackward(), flash=Right())
+    refusal = parity.judge(None, CUDA)
+    assert refusal("fa4", SPARSE_BACKWARD).startswith("its dq is off by")
+    assert refusal("flash", SPARSE_BACKWARD) == ""
+
+
 def test_a_rank_that_fails_alone_makes_all_refuse(caplog: pytest.LogCaptureFixture) -> None:
     asked: list[int] = []
 

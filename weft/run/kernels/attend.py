@@ -10,10 +10,14 @@ from torch import Tensor
 
 from weft.core.errors import InputError
 from weft.run.kernels import Kernel, Sums, choose, guarded
+from weft.run.kernels.parity import judge
 from weft.run.kernels.rules import Work
 from weft.run.kernels.tiles import Blocks, Tiles
 
-_chosen = lru_cache(64)(choose)
+
+@lru_cache(64)
+def _chosen(backend: str, dtype: str, device: str, work: Work) -> Kernel:
+    return choose(backend, dtype, device, work, judge(None, torch.device(device)))
 
 
 def attend(  # noqa: PLR0913 - the sizes that a list of blocks does not tell

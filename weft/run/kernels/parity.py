@@ -42,20 +42,22 @@ _agreed: WeakKeyDictionary[Comm, dict[tuple[str, Work], str]] = WeakKeyDictionar
 _known: dict[tuple[str, Work, torch.device], str] = {}
 
 
-def judge(comm: Comm, device: torch.device, trial: Trial | None = None) -> Judge:
+def judge(comm: Comm | None, device: torch.device, trial: Trial | None = None) -> Judge:
     """Return the judge of backends on a device. All ranks must ask it the same things in the same order.
 
-    It answers with the reason for a refusal, the same on all ranks, or with "".
+    It answers with the reason for a refusal, the same on all ranks, or with "". Without `comm`, for calls that
+    send no message, a rank judges for itself.
     """
-    agreed = _agreed.setdefault(comm, {})
+    trial = trial or verdict
+    agreed = _agreed.setdefault(comm, {}) if comm else {}
 
     def refusal(backend: str, work: Work) -> str:
         if backend in _UNTESTED or device.type != "cuda" or active_fake_mode() is not None:
             return ""
         if (backend, work) not in agreed:
-            why = (trial or verdict)(backend, work, device)
-            why = agreed[backend, work] = _agree(comm, backend, work, why)
-            if why and comm.rank == 0:
+            why = trial(backend, work, device)
+            why = agreed[backend, work] = _agree(comm, backend, work, why) if comm else why
+            if why and (comm is None or comm.rank == 0):
                 _log.warning("backend %s is not used for the %s: %s", backend, work, why)
         return agreed[backend, work]
 
