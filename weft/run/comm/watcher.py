@@ -140,8 +140,8 @@ class Watcher:
             if waiting is not None and waited > waiting.timeout:
                 text = str(error).splitlines()[0] if str(error) else type(error).__name__
                 self._fail(
-                    f"Rank {self.members[self.rank]} waited {waited:.1f} s in {waiting.label}, and the store of "
-                    f"the ranks does not answer: the rank that serves it, usually rank 0, is lost ({text})."
+                    f"Rank {self.members[self.rank]} waited {waited:.1f} s in {waiting.label}, and the store "
+                    f"does not answer: the rank that serves it, usually rank 0, is lost ({text})."
                 )
 
     def _advance(self, now: float) -> Operation | None:
