@@ -1,4 +1,4 @@
-"""Every backend against the reference, on the GPU that is here. It has never run: weft's machines have none."""
+"""Every backend against the reference, on the GPU that is here. It has never run: weft has seen none."""
 
 from __future__ import annotations
 

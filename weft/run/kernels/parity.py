@@ -45,8 +45,8 @@ _known: dict[tuple[str, Work, torch.device], str] = {}
 def judge(comm: Comm | None, device: torch.device, trial: Trial | None = None) -> Judge:
     """Return the judge of backends on a device. All ranks must ask it the same things in the same order.
 
-    It answers with the reason for a refusal, the same on all ranks, or with "". Without `comm`, for calls that
-    send no message, a rank judges for itself.
+    It answers with the reason for a refusal, the same on all ranks, or with "". Without `comm`, for calls
+    that send no message, a rank judges for itself.
     """
     trial = trial or verdict
     agreed = _agreed.setdefault(comm, {}) if comm else {}
