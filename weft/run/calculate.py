@@ -29,6 +29,7 @@ class Calculation:
         op = schedule.ops[step.op]
         assert isinstance(op, Attend)
         self.tiles = Tiles.of(mask, op)
+        self.is_full = mask.is_dense  # then no row is without keys
         q_at, kv_at = (
             on_device(slot.positions(piece), device)
             for slot, piece in ((step.q, step.q_piece), (step.kv, step.kv_piece))
@@ -70,7 +71,8 @@ class Calculation:
         step = self.step
         assert isinstance(step, Gradient)
         (grad,), (out,), (lse,) = self.grad(slots), self.out(slots), self.lse(slots)
-        done = out, guarded(lse.squeeze(-1))
+        lse = lse.squeeze(-1)
+        done = out, lse if self.is_full else guarded(lse)
         dq, dk, dv = kernel.attend_backward(grad, *self.operands(slots, kernel), done, self.tiles, scale)
         heads = step.kv_piece.heads.size
         if dk.shape[1] != heads or not self.aligned:

@@ -27,12 +27,9 @@ class Composite:
 
     def __init__(self, dense: Pair, sparse: Pair | None = None) -> None:
         self._dense, self._sparse = dense, sparse or dense
-        kernels = {*dense, *self._sparse}
-        self.grouped = all(kernel.grouped for kernel in kernels)
-        names = [
-            " and ".join(dict.fromkeys(kernel.name for kernel in pair)) for pair in (dense, sparse or ())
-        ]
-        self.name = names[0] if len({*names, ""}) == 2 else f"dense {names[0]}, sparse {names[1]}"
+        self.grouped = all(kernel.grouped for kernel in (*dense, *self._sparse))
+        one, other = _names(dense), _names(self._sparse)
+        self.name = one if one == other else f"dense {one}, sparse {other}"
 
     def attend(
         self,
@@ -55,6 +52,10 @@ class Composite:
         return kernel.attend_backward(grad, q, k, v, done, tiles, scale)
 
 
+def _names(pair: Pair) -> str:
+    return " and ".join(dict.fromkeys(kernel.name for kernel in pair))
+
+
 def compose(backend: str, work: Work, device: torch.device, judge: Judge | None = None) -> Composite:
     """Choose the kernels of a call on a GPU, or refuse the backend that was asked for, with the reason.
 
@@ -68,18 +69,18 @@ def compose(backend: str, work: Work, device: torch.device, judge: Judge | None 
     def kernel(part: Work) -> Kernel:
         name = backend
         if backend == "auto" or _why_not(backend, part, machine, judge):
-            name = choice.decide(part, machine, judge).backend
-        if name == "gather" and backend == "auto":
-            _say_gather(part, machine)
-        return made.setdefault(name, make(name))
+            found = choice.decide(part, machine, judge)
+            name = found.backend
+            if name == "gather":
+                _say_gather(str(part), tuple(found.passed.items()))
+        if name not in made:
+            made[name] = make(name)
+        return made[name]
 
-    kinds = (False, True) if work.sparse else (False,)
+    dense = replace(work, sparse=False, block_q=0, block_k=0)
     pairs = [
-        (
-            kernel(replace(work, sparse=sparse, backward=False)),
-            kernel(replace(work, sparse=sparse, backward=True)),
-        )
-        for sparse in kinds
+        (kernel(replace(kind, backward=False)), kernel(replace(kind, backward=True)))
+        for kind in ((dense, work) if work.sparse else (dense,))
     ]
     return Composite(*pairs)
 
@@ -99,8 +100,7 @@ def _why_not(backend: str, work: Work, machine: Machine, judge: Judge | None) ->
 
 
 @cache
-def _say_gather(work: Work, machine: Machine) -> None:
+def _say_gather(work: str, passed: tuple[tuple[str, str], ...]) -> None:
     """Once for each kind of work: it may be several times slower than a block-sparse kernel."""
-    passed = choice.decide(work, machine).passed
-    reasons = "; ".join(f"{name}: {why}" for name, why in passed.items())
+    reasons = " ".join(f"{name}: {why}" for name, why in passed)
     _log.warning("The %s gathers rows for torch's flash attention. %s", work, reasons)
