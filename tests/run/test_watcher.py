@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import _thread
 import pickle
 import re
 import threading
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tests.fake_nccl import World, fake_nccl, nccl_ranks, run_nccl, until
@@ -59,6 +63,23 @@ class Stand:
     def elapsed_time(self, end_event: streams.Event) -> float:
         del end_event
         return 0.0
+
+
+@pytest.fixture
+def caller() -> Iterator[int]:
+    """A thread that has made a call, and is interrupted."""
+    over = threading.Event()
+
+    def wait() -> None:
+        with suppress(CommError):
+            while not over.wait(0.01):
+                pass
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    yield thread.ident or 0
+    over.set()
+    thread.join()
 
 
 # Nothing on the hot path waits on the host
@@ -272,7 +293,7 @@ def test_a_group_that_failed_raises_the_same_at_each_call() -> None:
         assert str(pickle.loads(pickle.dumps(raised.value))) == first
 
 
-def test_a_lost_store_names_who_serves_it() -> None:
+def test_a_lost_store_names_who_serves_it(caller: int) -> None:
     class Gone:
         def __getattr__(self, name: str) -> Any:
             raise RuntimeError("Connection reset by peer\n at TCPStore.cpp")
@@ -282,7 +303,7 @@ def test_a_lost_store_names_who_serves_it() -> None:
     watcher.timeout = 8.0
     watcher.tick(0.0)
     assert watcher.failure is None  # nobody waits for anything
-    watcher._posted.append(Operation([Stand()], streams.record(CPU), "op 0", [("send", 0)], 8.0, 0))
+    watcher._posted.append(Operation([Stand()], streams.record(CPU), "op 0", [("send", 0)], 8.0, caller))
     watcher.tick(1.0)
     watcher.tick(10.0)
     with pytest.raises(CommError, match=r"Rank 5 waited 9.0 s in op 0.*rank 0, is lost \(Connection reset"):
@@ -290,14 +311,36 @@ def test_a_lost_store_names_who_serves_it() -> None:
     assert aborted
 
 
-def test_time_counts_from_when_the_stream_came_to_it() -> None:
+def test_what_autograd_posts_ends_the_main_thread() -> None:
+    """A backward runs in a thread of autograd, and an optimizer in the main thread must not use it."""
+    watcher = Watcher(dist.HashStore(), 0, [0, 1], lambda: None)
+    watcher.timeout = 8.0
+    over = threading.Event()
+
+    def backward() -> None:
+        watcher.watch([Stand()], streams.record(CPU), "op 0", [("send", 1)], 8.0)
+        with suppress(CommError):
+            over.wait(60.0)
+
+    _thread.start_new_thread(backward, ())
+    until(lambda: len(watcher._posted) == 1)
+    ticks = threading.Thread(target=lambda: [watcher.tick(now) for now in (0.0, 5.0, 9.0)])
+    with pytest.raises(CommError, match="Rank 1 did not answer"):
+        ticks.start()
+        for _ in range(4000):
+            threading.Event().wait(0.005)
+    over.set()
+    ticks.join()
+
+
+def test_time_counts_from_when_the_stream_came_to_it(caller: int) -> None:
     """A host may be far ahead of its device: what is queued is not late."""
     world = World(2)
     with fake_nccl(threads=False):
         watcher = GroupComm(world.members[0], 8.0).watcher  # pyright: ignore[reportArgumentType]
     works, events = [Stand(), Stand()], [Stand(), Stand()]
     for work, event in zip(works, events, strict=True):
-        watcher._posted.append(Operation([work], event, "op", [("send", 1)], 8.0, 0))
+        watcher._posted.append(Operation([work], event, "op", [("send", 1)], 8.0, caller))
     watcher.tick(0.0)
     watcher.tick(100.0)
     assert world.store.get("weft watcher/roll") == b"0"

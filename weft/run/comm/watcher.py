@@ -62,7 +62,7 @@ class Store(Protocol):
 class Operation(NamedTuple):
     """A post that is under way: its works, and the event of this rank's stream that they begin behind."""
 
-    works: list[Any]
+    works: Sequence[Work]
     event: streams.Event
     label: str
     messages: list[Message]
@@ -109,11 +109,10 @@ class Watcher:
             self._thread.start()
 
     def watch(
-        self, works: list[Any], event: streams.Event, label: str, messages: list[Message], timeout: float
+        self, works: Sequence[Work], event: streams.Event, label: str, messages: list[Message], timeout: float
     ) -> None:
         self._posted.append(Operation(works, event, label, messages, timeout, threading.get_ident()))
-        if self.failure is not None:
-            raise self.failure()
+        self.check()
 
     def check(self) -> None:
         """Raise what ended the group, if something did."""
@@ -225,7 +224,12 @@ class Watcher:
     def _interrupt(self, failure: Callable[[], CommError], done: set[int]) -> set[int]:
         """Raise in each thread that has something under way."""
         self._collect()
-        threads = {operation.thread for operation in self._under_way} - done
+        threads = {operation.thread for operation in self._under_way}
+        dummies = threading._DummyThread  # pyright: ignore[reportAttributeAccessIssue]
+        own = {thread.ident for thread in threading.enumerate() if not isinstance(thread, dummies)}
+        if threads - own:  # autograd posts from threads of its own; the main thread uses what they compute
+            threads.add(threading.main_thread().ident or 0)
+        threads -= {*done, threading.get_ident()}  # this thread may have the number of one that has ended
         for thread in threads:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(failure))
         return threads | done
