@@ -98,7 +98,7 @@ class Clocked:
 
     def __init__(self) -> None:
         self.kernel = choose_kernel("cpu")
-        self.name = self.kernel.name
+        self.name, self.grouped = self.kernel.name, self.kernel.grouped
         self.seconds = 0.0
 
     def attend(self, *given: Any, **options: Any) -> Any:

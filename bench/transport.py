@@ -113,6 +113,7 @@ class _Sleepy:
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel, self.name, self.awake = kernel, kernel.name, -1
+        self.grouped = kernel.grouped
         self.attend_backward = kernel.attend_backward
 
     def attend(self, *given: Any, **named: Any) -> Any:

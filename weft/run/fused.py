@@ -131,11 +131,11 @@ class FusedCopy:
         kinds: dict[tuple[torch.dtype, torch.dtype], int] = {}
         parts: list[Part] = []
         for source, target, at, to in self._parts:
-            (shape, *read), (_, *write) = (self._end(place, bases, addresses) for place in (source, target))
-            pair = read[0], write[0]
+            shape, dtype, read = self._end(source, bases, addresses)
+            _, into, write = self._end(target, bases, addresses)
             axes = self.copier.axes
             runs = {dim: runs_of(a, b) for dim, a, b in zip(axes, at, to, strict=True) if dim is not None}
-            parts.append(Part(kinds.setdefault(pair, len(kinds)), read[1], write[1], shape, runs))
+            parts.append(Part(kinds.setdefault((dtype, into), len(kinds)), read, write, shape, runs))
         made = plan(parts, add=self.add)
         pairs = tuple([_triton_pair(*pair, add=self.add) for pair in kinds])
         constants = {"PAIRS": pairs, "VEC": made.vector, "ROWS": made.rows, "COLS": made.columns}

@@ -39,7 +39,7 @@ def new_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
     assert world is not None
     if len(ranks) == world.size():
         return world
-    group = dist.new_group(list(ranks), pg_options=_options(_backend(world)))
+    group: Any = dist.new_group(list(ranks), pg_options=_options(_backend(world)))
     if world.rank() not in ranks:
         return None
     _made[tuple(ranks)] = group
@@ -58,10 +58,11 @@ def split(parent: dist.ProcessGroup, parts: Sequence[Sequence[int]]) -> dist.Pro
     assert world is not None
     if world.bound_device_id is not None:
         # `new_group` would split the world's communicator, for which all ranks of the world are needed.
-        return dist.split_group(parent, [list(part) for part in parts])
+        halves: Any = dist.split_group(parent, [list(part) for part in parts])
+        return halves
     everyone = dist.get_process_group_ranks(parent)
     members = tuple(everyone[rank] for rank in own)
-    group = _made.get(members)
+    group: Any = _made.get(members)
     if group is None:
         group = _made[members] = dist.new_group(
             list(members),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from contextlib import suppress
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 
@@ -53,7 +53,7 @@ def record(device: torch.device, *, timing: bool = False) -> Event:
         return _PASSED
     event = torch.cuda.Event(enable_timing=timing)
     event.record(torch.cuda.current_stream(device))
-    return event
+    return cast("Event", event)
 
 
 def ignore_captures() -> None:
