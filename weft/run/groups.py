@@ -64,12 +64,13 @@ def split(parent: dist.ProcessGroup, parts: Sequence[Sequence[int]]) -> dist.Pro
     members = tuple(everyone[rank] for rank in own)
     group: Any = _made.get(members)
     if group is None:
-        group = _made[members] = dist.new_group(
+        group = dist.new_group(
             list(members),
             use_local_synchronization=True,
             sort_ranks=False,
             pg_options=_options(_backend(parent)),
         )
+        _made[members] = group
     return group
 
 

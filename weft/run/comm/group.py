@@ -254,7 +254,7 @@ class GroupTransit:
 
 def _watcher_of(group: dist.ProcessGroup) -> Watcher:
     # A connection of its own: the store's other users may block in it.
-    store: Any = dist.distributed_c10d.PrefixStore("weft watcher", _store_of(group).clone())
+    store: Any = dist.PrefixStore("weft watcher", _store_of(group).clone())  # pyright: ignore
     return Watcher(store, group.rank(), dist.get_process_group_ranks(group), lambda: _abort(group))
 
 
