@@ -136,3 +136,15 @@ def test_bad_masks_say_which_rule_they_break(make, words):
 def test_nothing_is_not_a_length(make):
     with pytest.raises(InputError):
         make()
+
+
+def test_runs_of_heads_are_those_of_which_nothing_is_left_out():
+    tiles = np.zeros((7, 2, 3), dtype=bool)
+    tiles[[1, 2, 5]] = True
+    mask = BlockMask.from_tiles(tiles, q_len=8, kv_len=12, block_q=4, block_k=4)
+    assert mask.head_runs(Indices.span(0, 7)) == (
+        (0, 1, False), (1, 3, True), (3, 5, False), (5, 6, True), (6, 7, False),
+    )  # fmt: skip
+    assert mask.head_runs(Indices.of([1, 5])) == ((0, 2, False),), "one run is one call"
+    many = BlockMask.from_tiles(tiles[[0, 1] * 9], q_len=8, kv_len=12, block_q=4, block_k=4)
+    assert len(many.head_runs(Indices.span(0, 18))) == 1

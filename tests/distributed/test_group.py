@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tests.distributed.jobs import Worlds
 from weft.core.errors import CommError
 from weft.run.comm import group
-from weft.run.comm.group import GroupComm, GroupTransit
+from weft.run.comm.group import GroupComm
 
 
 def around_in_a_batch() -> list[int]:
@@ -18,7 +18,7 @@ def around_in_a_batch() -> list[int]:
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     sends = [(after, torch.tensor([comm.rank])), (before, torch.tensor([comm.rank + 10]))]
     receives = [(before, torch.zeros(1, dtype=torch.int64)), (after, torch.zeros(1, dtype=torch.int64))]
-    transit = GroupTransit(comm, *comm._post_batch(sends, receives), "a test")
+    transit = comm._post_batch(sends, receives, "a test", torch.device("cpu"))
     transit.wait_for(before)
     transit.finish()
     return [int(buffer) for _, buffer in receives]
@@ -30,7 +30,7 @@ def test_a_batch_brings_every_message_to_its_place(worlds: Worlds) -> None:
 
 def without_messages() -> int:
     comm = GroupComm(dist.group.WORLD, 20.0)
-    GroupTransit(comm, *comm._post_batch([], []), "a test").finish()
+    comm.post([], [], "a test", 0).finish()
     return comm.bytes_sent
 
 

@@ -217,3 +217,19 @@ def test_the_log_sum_exp_of_memory_efficient_attention_must_be_padded() -> None:
             ops._scaled_dot_product_efficient_attention_backward(
                 grad, q, k, v, None, out, wrong, *rest, scale=0.3
             )
+
+
+@pytest.mark.parametrize("name", ["ulysses", "usp:2x2", "ring+balanced"])
+def test_heads_of_which_nothing_is_left_out_go_to_the_dense_kernel(name: str) -> None:
+    case = replace(odd_case(name, 7), problem=replace(odd_case(name, 7).problem, heads=8, kv_heads=8))
+    rows, cols = -(-case.problem.q.size // 16), -(-case.problem.kv.size // 32)
+    tiles = np.random.default_rng(0).random((8, rows, cols)) < 0.4
+    tiles[[0, 1, 4, 7]] = True
+    sizes = {"q_len": case.problem.q.size, "kv_len": case.problem.kv.size, "block_q": 16, "block_k": 32}
+    ops, others = CudaOps(), CudaOps()
+    dense, sparse = Flash(ops), Gather(others)
+    check(
+        replace(case, mask=BlockMask.from_tiles(tiles, **sizes)), Composite((dense, dense), (sparse, sparse))
+    )
+    assert ops.calls.keys() == {"flash", "flash backward"}
+    assert others.calls.keys() == {"flash", "flash backward"}, "rows that were gathered"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -194,3 +195,10 @@ def test_the_machine_is_what_torch_says(
     finally:
         torch.use_deterministic_algorithms(False)
     machine.arch_of.cache_clear()
+
+
+def test_scales_that_are_not_above_0_are_computed_exactly() -> None:
+    for asked, there, found in ALL[::7]:
+        turned = replace(asked, positive=False)
+        assert decide(turned, there).backend == "exact"
+        assert "a scale above 0" in cannot(found.backend, turned, there)

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,9 @@ from weft.core.errors import InputError
 from weft.core.indices import Indices, IntArray
 
 BoolArray = npt.NDArray[np.bool_]
+HeadRuns = tuple[tuple[int, int, bool], ...]
+"""(first, end, whether all their tiles are active)."""
+MAX_HEAD_RUNS = 8
 
 
 @value
@@ -105,6 +109,24 @@ class BlockMask:
     @cached_property
     def is_dense(self) -> bool:
         return int(count_ones(to_words(self.bits)).sum()) == len(self.bits) * self.q_blocks * self.kv_blocks
+
+    def head_runs(self, heads: Indices) -> HeadRuns:
+        """Runs of some heads, by position, of which all tiles of the mask are active, and of others.
+
+        A GPU has faster kernels for the former. If there are too many to be worth calls of their own, or none
+        differs, it is one run.
+        """
+        full = self._full[np.asarray(self.pattern_of)[heads.array]]
+        edges = [0, *(np.flatnonzero(np.diff(full)) + 1).tolist(), len(full)]
+        if not 3 <= len(edges) <= MAX_HEAD_RUNS + 1:
+            return ((0, len(full), False),)
+        return tuple((a, b, bool(full[a])) for a, b in pairwise(edges))
+
+    @cached_property
+    def _full(self) -> BoolArray:
+        """By pattern, whether all tiles are active."""
+        tiles = self.q_blocks * self.kv_blocks
+        return np.array([int(count_ones(to_words(each[None])).sum()) == tiles for each in self.bits])
 
     @property
     def units(self) -> tuple[int, int]:

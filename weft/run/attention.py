@@ -118,7 +118,8 @@ def _new_executor(call: Call, world: World, counts: Counts | None, axes: str | N
         options = call.options.checked()
         schedule = schedule_for(tensors, options, rank=comm.rank, ranks=comm.size, counts=counts, axes=axes)
         tested = judge(comm, device) if device.type == "cuda" else None
-        kernel = choose_kernel(options.backend, tensors.dtype, str(device), work_of(schedule), tested)
+        work = work_of(schedule, options.scale)
+        kernel = choose_kernel(options.backend, tensors.dtype, str(device), work, tested)
     except AgreementError:
         raise  # a meeting of all ranks raised it, so nobody waits for this one
     except WeftError as error:

@@ -177,7 +177,7 @@ def schedule_for(
     return build(name, problem, mask, topology)
 
 
-def work_of(schedule: Schedule) -> Work:
+def work_of(schedule: Schedule, scale: float | None = None) -> Work:
     """Return what the backend of a call has to compute; the same on all ranks."""
     problem, mask = schedule.attention
     return Work(
@@ -188,6 +188,7 @@ def work_of(schedule: Schedule) -> Work:
         block_q=mask.block_q,
         block_k=mask.block_k,
         group=problem.heads // problem.kv_heads,
+        positive=scale is None or scale > 0,
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+from weft.core.indices import Indices
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem
 from weft.core.schedule import Attend, Schedule
@@ -82,6 +83,9 @@ class AttendPrice:
         dense, sparse = (topology.attention_flops(sparse=each, backward=backward) for each in (False, True))
         self.pair_seconds = self.flops / sparse + tiles * topology.tile_seconds
         self.dense_seconds = self.flops / dense + tiles * topology.tile_seconds
+        self.splits = dense != sparse and not mask.is_dense
+        self.full: dict[int, tuple[int, Indices]] = {}
+        """By the identity of heads, which are held: how many of them the mask leaves nothing out of."""
         self.row_seconds = topology.row_seconds * block_rows(problem, mask, 1, 1)
         cell = 2 * problem.row_elements * problem.item_bytes
         self.cell_seconds = cell / topology.memory_bandwidth if topology.memory_bandwidth else 0.0
@@ -94,10 +98,22 @@ class AttendPrice:
             return call + self.flops * pairs / speed
         columns = kv.tokens.size
         cells = rows + kv.heads.size * columns
-        # A call whose tiles are all active goes to the kernel for dense ones, whatever the mask is elsewhere.
-        dense = pairs >= rows * columns
-        pair_seconds = self.dense_seconds if dense else self.pair_seconds
-        return call + max(pair_seconds * pairs, self.cell_seconds * cells)
+        # Tiles that are all active go to the kernel for dense ones, whatever the mask is elsewhere.
+        dense = pairs if pairs >= rows * columns else self._full_heads(op) * q.tokens.size * columns
+        if 0 < dense < pairs:
+            call += self.topology.call_seconds
+        seconds = self.dense_seconds * dense + self.pair_seconds * (pairs - dense)
+        return call + max(seconds, self.cell_seconds * cells)
+
+    def _full_heads(self, op: Attend) -> int:
+        """Return how many heads of a call have a call of their own for dense tiles."""
+        if not self.splits:
+            return 0
+        heads = op.q.heads
+        if id(heads) not in self.full:
+            runs = self.mask.head_runs(heads) if heads.size == op.kv.heads.size else ()
+            self.full[id(heads)] = sum(end - first for first, end, full in runs if full), heads
+        return self.full[id(heads)][0]
 
     def measured_speed(self, pairs: float, op: Attend) -> float | None:
         """FLOP/s of the nearest measured call, if one is within a factor of two in each of its sizes."""

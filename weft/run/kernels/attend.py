@@ -52,6 +52,7 @@ def attend(  # noqa: PLR0913 - the sizes that a list of blocks does not tell
         block_q=block_q,
         block_k=block_k,
         group=q.shape[1] // k.shape[1],
+        positive=scale > 0,
     )
     kernel = _chosen(backend, dtype, str(q.device), work)
     out, lse = _Attend.apply(q, k, v, tiles, scale, kernel)

@@ -91,6 +91,8 @@ def cannot(backend: str, work: Work, machine: Machine) -> str:
     """Return why a backend cannot do this work on this machine; "" if it can."""
     if why := RULES[backend](work, machine.arch):
         return why
+    if not work.positive and backend != "exact":
+        return "it takes a scale above 0."
     if machine.deterministic and work.backward and backend in NOT_DETERMINISTIC:
         return "its backward is not deterministic, which torch.use_deterministic_algorithms asks for."
     if backend in NEEDS and backend not in machine.installed:

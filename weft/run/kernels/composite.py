@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,14 +43,31 @@ class Composite:
         *,
         fresh: bool = False,
     ) -> Sums:
-        kernel = (self._sparse if tiles.sparse else self._dense)[0]
-        return kernel.attend(q, k, v, tiles, scale, into, fresh=fresh)
+        if into is None or not self._splits(q, k, tiles):
+            return self._of(tiles)[0].attend(q, k, v, tiles, scale, into, fresh=fresh)
+        for first, end, part in tiles.by_heads:
+            heads: Any = [x.narrow(1, first, end - first) for x in (q, k, v, *into)]
+            self._of(part)[0].attend(*heads[:3], part, scale, (heads[3], heads[4]), fresh=fresh)
+        return into
 
     def attend_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, done: Sums, tiles: Tiles, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        kernel = (self._sparse if tiles.sparse else self._dense)[1]
-        return kernel.attend_backward(grad, q, k, v, done, tiles, scale)
+        if not self._splits(q, k, tiles):
+            return self._of(tiles)[1].attend_backward(grad, q, k, v, done, tiles, scale)
+        grads: list[tuple[Tensor, Tensor, Tensor]] = []
+        for first, end, part in tiles.by_heads:
+            heads: Any = [x.narrow(1, first, end - first) for x in (grad, q, k, v, *done)]
+            grads.append(self._of(part)[1].attend_backward(*heads[:4], (heads[4], heads[5]), part, scale))
+        dq, dk, dv = (torch.cat(parts, 1) for parts in zip(*grads, strict=True))
+        return dq, dk, dv
+
+    def _of(self, tiles: Tiles) -> Pair:
+        return self._sparse if tiles.sparse else self._dense
+
+    def _splits(self, q: Tensor, k: Tensor, tiles: Tiles) -> bool:
+        """Whether heads of which nothing is left out have calls of their own, of the dense kernel."""
+        return self._dense is not self._sparse and q.shape[1] == k.shape[1] and len(tiles.by_heads) > 1
 
 
 def _names(pair: Pair) -> str:

@@ -29,6 +29,8 @@ class Work:
     """Tokens of a block of the mask, where it is sparse."""
     group: int = 1
     """Most query heads that read one key/value head without a copy of it."""
+    positive: bool = True
+    """Whether the scale is above 0: fused kernels find the largest score before they scale it."""
 
     def __str__(self) -> str:
         blocks = f" in blocks of {self.block_q} by {self.block_k} tokens" if self.sparse else ""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.core.mask import BlockMask, BoolArray
+from weft.core.mask import BlockMask, BoolArray, HeadRuns
 from weft.core.schedule import Attend
 
 _HOST = torch.device("cpu")
@@ -91,6 +91,8 @@ class Tiles:
     block_k: int
     q_len: int
     kv_len: int
+    runs: HeadRuns = ()
+    """Heads of which the mask leaves nothing out, and others."""
     listed: Blocks | None = None
     """In place of `active`: tiles that were chosen on a device and are known there only."""
     _made: dict[Hashable, Any] = field(default_factory=dict, repr=False)
@@ -102,8 +104,18 @@ class Tiles:
             return Tiles(None, q_len, kv_len, q_len, kv_len)
         rows, cols = op.q.tokens.blocks(mask.block_q), op.kv.tokens.blocks(mask.block_k)
         active = mask.select(op.q.heads, rows, cols)
-        found = None if active.all() else active
-        return Tiles(found, mask.block_q, mask.block_k, q_len, kv_len)
+        if active.all():
+            return Tiles(None, mask.block_q, mask.block_k, q_len, kv_len)
+        runs = mask.head_runs(op.q.heads)
+        return Tiles(active, mask.block_q, mask.block_k, q_len, kv_len, runs)
+
+    @cached_property
+    def by_heads(self) -> tuple[tuple[int, int, Tiles], ...]:
+        """Parts of the heads, (first, end, tiles), for which a GPU has different kernels; one or more."""
+        if len(self.runs) < 2 or self.active is None:
+            return ((0, 0, self),)
+        sizes = self.block_q, self.block_k, self.q_len, self.kv_len
+        return tuple((a, b, Tiles(None if full else self.active[a:b], *sizes)) for a, b, full in self.runs)
 
     @property
     def sparse(self) -> bool:
