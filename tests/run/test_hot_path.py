@@ -27,6 +27,7 @@ STRATEGIES = ("ring", "zigzag", "ulysses", "gather", "usp:2x2", "torus:2x2", "ri
 MASKS = ("dense", "blocks of 64", "blocks of 128")
 GATHERED = "blocks of 48"
 """No block-sparse kernel takes them: rows are gathered."""
+MIXED = "dense heads, blocks of 64"
 
 
 def schedule(name: str, mask: str, *, heads: int = 8, kv_heads: int = 8) -> Schedule:
@@ -37,6 +38,10 @@ def schedule(name: str, mask: str, *, heads: int = 8, kv_heads: int = 8) -> Sche
     block = int(mask.split()[-1]) if mask != "dense" else 0
     dense = BlockMask.dense(heads, TOKENS)
     blocks = random_mask(heads, TOKENS, TOKENS, block=block, density=0.4) if block else dense
+    if "dense heads" in mask:
+        tiles = blocks.tiles.copy()
+        tiles[1:3] = True
+        blocks = BlockMask.from_tiles(tiles, q_len=TOKENS, kv_len=TOKENS, block_q=block)
     where = cluster("2x2xh100") if name.startswith("torus") else None
     return build(name, problem, blocks, where)
 
@@ -60,7 +65,8 @@ def warm_runs(plan: Schedule, rank: int, seen: Seen) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "mask"), [*product(STRATEGIES, MASKS), ("ring", GATHERED), ("ulysses", GATHERED)]
+    ("name", "mask"),
+    [*product(STRATEGIES, MASKS), ("ring", GATHERED), ("ulysses", GATHERED), ("usp:2x2", MIXED)],
 )
 def test_nothing_waits_and_nothing_is_widened(name: str, mask: str) -> None:
     with fake_cuda() as seen:

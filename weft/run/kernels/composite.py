@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from functools import cache
-from typing import Any
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -46,8 +45,9 @@ class Composite:
         if into is None or not self._splits(q, k, tiles):
             return self._of(tiles)[0].attend(q, k, v, tiles, scale, into, fresh=fresh)
         for first, end, part in tiles.by_heads:
-            heads: Any = [x.narrow(1, first, end - first) for x in (q, k, v, *into)]
-            self._of(part)[0].attend(*heads[:3], part, scale, (heads[3], heads[4]), fresh=fresh)
+            some = partial(Tensor.narrow, dim=1, start=first, length=end - first)
+            sums = some(into[0]), some(into[1])
+            self._of(part)[0].attend(some(q), some(k), some(v), part, scale, sums, fresh=fresh)
         return into
 
     def attend_backward(
@@ -57,8 +57,9 @@ class Composite:
             return self._of(tiles)[1].attend_backward(grad, q, k, v, done, tiles, scale)
         grads: list[tuple[Tensor, Tensor, Tensor]] = []
         for first, end, part in tiles.by_heads:
-            heads: Any = [x.narrow(1, first, end - first) for x in (grad, q, k, v, *done)]
-            grads.append(self._of(part)[1].attend_backward(*heads[:4], (heads[4], heads[5]), part, scale))
+            some = partial(Tensor.narrow, dim=1, start=first, length=end - first)
+            sums, backward = (some(done[0]), some(done[1])), self._of(part)[1].attend_backward
+            grads.append(backward(some(grad), some(q), some(k), some(v), sums, part, scale))
         dq, dk, dv = (torch.cat(parts, 1) for parts in zip(*grads, strict=True))
         return dq, dk, dv
 
