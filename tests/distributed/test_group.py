@@ -14,13 +14,14 @@ from weft.run.comm.group import GroupComm
 
 def around_in_a_batch() -> list[int]:
     """Rank r sends r to the next and r + 10 to the one before; gloo takes batches on CPUs too."""
-    comm = GroupComm(dist.group.WORLD, 20.0)
+    comm = GroupComm(dist.new_group(), 20.0)
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     sends = [(after, torch.tensor([comm.rank])), (before, torch.tensor([comm.rank + 10]))]
     receives = [(before, torch.zeros(1, dtype=torch.int64)), (after, torch.zeros(1, dtype=torch.int64))]
     transit = comm._post_batch(sends, receives, "a test", torch.device("cpu"))
     transit.wait_for(before)
     transit.finish()
+    comm.watcher.close()
     return [int(buffer) for _, buffer in receives]
 
 
