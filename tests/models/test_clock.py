@@ -79,6 +79,9 @@ def test_steps_of_a_scheduler_are_counted_and_timesteps_not_read() -> None:
     assert seen == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
     clock.reset()
     assert "step" not in vars(scheduler), "left as it was"
+    vars(scheduler)["step"] = "somebody else's"
+    clock.reset()
+    assert vars(scheduler)["step"] == "somebody else's"
     assert ticks(clock, [900, 500], prompts[0]) == [(0, 0), (1, 0)]
 
 

@@ -26,7 +26,7 @@ from weft.run.execute import Executor
 from weft.run.kernels import Kernel
 from weft.run.kernels.composite import Composite
 from weft.run.kernels.exact import Exact
-from weft.run.kernels.fused import Cudnn, Flash, Gather
+from weft.run.kernels.sdpa import Cudnn, Flash, Gather
 from weft.run.kernels.tiles import Tiles
 
 # Largest error over the largest number: partial results, and what is summed of them, are rounded to 8 bits.

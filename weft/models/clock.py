@@ -23,6 +23,7 @@ class Clock:
     """
 
     def __init__(self) -> None:
+        self._unfollow: Callable[[], Any] | None = None
         self.reset()
 
     def reset(self, steps: int | None = None, *, told: bool = False) -> None:
@@ -35,9 +36,9 @@ class Clock:
         self._last: tuple[Any, int | None] | None = None
         self._prompts: list[int] = []
         self._scheduled: bool | None = None
-        self._unfollow()
-
-    _unfollow: Callable[[], Any] = staticmethod(lambda: None)
+        if self._unfollow is not None:
+            self._unfollow()
+            self._unfollow = None
 
     def follow(self, scheduler: Any) -> None:
         """Count the steps of a scheduler until the next run."""

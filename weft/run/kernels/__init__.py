@@ -17,17 +17,18 @@ from weft.core.errors import InputError
 from weft.run.kernels.choice import Judge
 from weft.run.kernels.rules import Work
 from weft.run.kernels.tiles import Tiles
+from weft.run.merge import merged
 
-__all__ = ["BACKENDS", "Kernel", "Sums", "aligned", "choose", "guarded", "make", "packed"]
+__all__ = ["BACKENDS", "Kernel", "Merging", "Sums", "aligned", "choose", "guarded", "make", "packed"]
 
 _CLASSES = {
     "cpu": ("cpu", "Cpu"),
-    "cudnn": ("fused", "Cudnn"),
+    "cudnn": ("sdpa", "Cudnn"),
     "cudnn_sparse": ("cudnn_sparse", "CudnnSparse"),
     "exact": ("exact", "Exact"),
     "fa4": ("fa4", "Fa4"),
-    "flash": ("fused", "Flash"),
-    "gather": ("fused", "Gather"),
+    "flash": ("sdpa", "Flash"),
+    "gather": ("sdpa", "Gather"),
     "reference": ("reference", "Reference"),
     "triton": ("gpu", "Gpu"),
 }
@@ -73,6 +74,26 @@ class Kernel(Protocol):
         Its lse is +inf where a row has no tile at all, so that each of the row's weights is exactly 0.
         """
         ...
+
+
+class Merging:
+    """A kernel that computes the attention over its tiles alone; a sum with others is made afterwards."""
+
+    def attend_alone(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Sums:
+        raise NotImplementedError
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tiles: Tiles,
+        scale: float,
+        into: Sums | None = None,
+        *,
+        fresh: bool = False,
+    ) -> Sums:
+        return merged(self.attend_alone(q, k, v, tiles, scale), into, fresh=fresh)
 
 
 def guarded(lse: Tensor) -> Tensor:

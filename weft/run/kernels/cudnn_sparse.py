@@ -11,19 +11,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from weft.run.kernels import Sums, aligned
+from weft.run.kernels import Merging, Sums, aligned
 from weft.run.kernels.lists import block_sizes, padded_lists
 from weft.run.kernels.machine import arch_of
 from weft.run.kernels.package_rules import cudnn_sparse
 from weft.run.kernels.packages import check, load
 from weft.run.kernels.tiles import Tiles
-from weft.run.merge import merged
 
 SM90_ALIGNMENT = 128
 """Bytes that its forward on sm_90 for blocks of 64 takes for granted of pointers."""
 
 
-class CudnnSparse:
+class CudnnSparse(Merging):
     """16-bit operands and results, float32 log-sum-exp. Gradients are added in any order."""
 
     name = "cudnn_sparse"
@@ -34,17 +33,7 @@ class CudnnSparse:
         self._package = package or load(self.name, "cudnn.block_sparse_attention", "cudnn")
         self._arch = arch
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        tiles: Tiles,
-        scale: float,
-        into: Sums | None = None,
-        *,
-        fresh: bool = False,
-    ) -> Sums:
+    def attend_alone(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Sums:
         arch = self._arch or arch_of(q.device)
         check(cudnn_sparse, arch, q, k, tiles, scale, backward=False)
         rows, kernel = q.shape[2], (arch, tiles.block_q)
@@ -57,8 +46,7 @@ class CudnnSparse:
         result = self._package.block_sparse_attention_forward(
             q, k, v, lists.index, pack_gqa=False, allow_empty_block_nums=lists.has_empty, **options
         )
-        out, lse = result["o_tensor"][:, :, :rows], result["lse_tensor"][:, :, :rows]
-        return merged((out, lse), into, fresh=fresh)
+        return result["o_tensor"][:, :, :rows], result["lse_tensor"][:, :, :rows]
 
     def attend_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, done: Sums, tiles: Tiles, scale: float

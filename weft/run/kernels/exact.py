@@ -8,11 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.run.kernels import Sums, aligned, packed
+from weft.run.kernels import Merging, Sums, aligned, packed
 from weft.run.kernels.reference import Reference, widen
 from weft.run.kernels.rows import Grads, attend_rows, backward_rows
 from weft.run.kernels.tiles import Tiles
-from weft.run.merge import merged
 
 _aten: Any = torch.ops.aten
 _written_out = Reference()
@@ -20,7 +19,7 @@ LSE_ROWS = 32
 """Rows that memory-efficient attention's backward reads at a time: past the last they must weigh nothing."""
 
 
-class Exact:
+class Exact(Merging):
     """Flash attention of torch with its log-sum-exp, on CPU, and memory-efficient attention on GPUs.
 
     16-bit inputs are widened first: partial outputs are merged over ranks, and rounding each of them
@@ -34,24 +33,13 @@ class Exact:
         """`ops` has torch's operators for GPUs; tests give stand-ins that check what CUDA checks."""
         self._ops = ops
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        tiles: Tiles,
-        scale: float,
-        into: Sums | None = None,
-        *,
-        fresh: bool = False,
-    ) -> Sums:
+    def attend_alone(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Sums:
         q, k, v = (_ready(x) for x in (q, k, v))
 
         def forward(q: Tensor, k: Tensor, v: Tensor) -> Sums:
             return self._forward(q, k, v, scale)
 
-        done = attend_rows(forward, q, k, v, tiles) if tiles.sparse else forward(q, k, v)
-        return merged(done, into, fresh=fresh)
+        return attend_rows(forward, q, k, v, tiles) if tiles.sparse else forward(q, k, v)
 
     def attend_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, done: Sums, tiles: Tiles, scale: float

@@ -11,17 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.run.kernels import Sums, aligned
+from weft.run.kernels import Merging, Sums, aligned
 from weft.run.kernels.gpu import on_device
 from weft.run.kernels.lists import padded_lists
 from weft.run.kernels.machine import arch_of
 from weft.run.kernels.package_rules import fa4
 from weft.run.kernels.packages import check, load
 from weft.run.kernels.tiles import Tiles
-from weft.run.merge import merged
 
 
-class Fa4:
+class Fa4(Merging):
     """16-bit operands and results, float32 log-sum-exp. Gradients of queries are added in any order."""
 
     name = "fa4"
@@ -32,24 +31,14 @@ class Fa4:
         self._package = package or load(self.name, "flash_attn.cute.interface", "fa4")
         self._arch = arch
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        tiles: Tiles,
-        scale: float,
-        into: Sums | None = None,
-        *,
-        fresh: bool = False,
-    ) -> Sums:
+    def attend_alone(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Sums:
         check(fa4, self._arch or arch_of(q.device), q, k, tiles, scale, backward=False)
         q, k, v = (_tokens_first(x) for x in (q, k, v))
         with on_device(q.device):
             out, lse, *_ = self._package._flash_attn_fwd(
                 q, k, v, softmax_scale=scale, block_sparse_tensors=self._blocks(tiles, q), return_lse=True
             )
-        return merged((out.transpose(1, 2), lse), into, fresh=fresh)
+        return out.transpose(1, 2), lse
 
     def attend_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, done: Sums, tiles: Tiles, scale: float

@@ -5,33 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from weft.run.kernels import Sums, guarded
+from weft.run.kernels import Merging, Sums, guarded
 from weft.run.kernels.tiles import Tiles
-from weft.run.merge import merged
 
 
-class Reference:
+class Reference(Merging):
     """Softmax attention written out, in float32 or better."""
 
     name = "reference"
     grouped = False
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        tiles: Tiles,
-        scale: float,
-        into: Sums | None = None,
-        *,
-        fresh: bool = False,
-    ) -> Sums:
+    def attend_alone(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Sums:
         q, k, v = (widen(x) for x in (q, k, v))
         scores = self._scores(q, k, tiles, scale)
         lse = torch.logsumexp(scores, dim=-1)
         out = self._weights(scores, lse) @ v
-        return merged((out, lse), into, fresh=fresh)
+        return out, lse
 
     def attend_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, done: Sums, tiles: Tiles, scale: float

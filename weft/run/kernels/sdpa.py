@@ -14,18 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.core.errors import InputError
-from weft.run.kernels import Sums, aligned
+from weft.run.kernels import Merging, Sums, aligned
 from weft.run.kernels.rows import Grads, attend_rows, backward_rows
 from weft.run.kernels.rules import FLASH_DIMS
 from weft.run.kernels.tiles import Tiles
-from weft.run.merge import merged
 
 _aten: Any = torch.ops.aten
 LAST_TRAINED_DIM = 192
 """Torch's flash attention has no backward for head dims from 193 to 224 on sm_86, sm_89 and sm_120."""
 
 
-class Flash:
+class Flash(Merging):
     """torch.ops.aten._scaled_dot_product_flash_attention and its backward."""
 
     name = "flash"
@@ -36,19 +35,9 @@ class Flash:
         self._ops = ops or _aten
         self._seeds: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        tiles: Tiles,
-        scale: float,
-        into: Sums | None = None,
-        *,
-        fresh: bool = False,
-    ) -> Sums:
+    def attend_alone(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Sums:
         self._check(tiles)
-        return merged(self.forward(q, k, v, scale), into, fresh=fresh)
+        return self.forward(q, k, v, scale)
 
     def attend_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, done: Sums, tiles: Tiles, scale: float
@@ -146,21 +135,11 @@ class Gather(Flash):
     name = "gather"
     grouped = False
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        tiles: Tiles,
-        scale: float,
-        into: Sums | None = None,
-        *,
-        fresh: bool = False,
-    ) -> Sums:
+    def attend_alone(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Sums:
         def forward(q: Tensor, k: Tensor, v: Tensor) -> Sums:
             return self.forward(q, k, v, scale)
 
-        return merged(attend_rows(forward, q, k, v, tiles), into, fresh=fresh)
+        return attend_rows(forward, q, k, v, tiles)
 
     def attend_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, done: Sums, tiles: Tiles, scale: float
