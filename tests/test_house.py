@@ -82,6 +82,12 @@ def test_only_streams_asks_torch_for_streams_and_events() -> None:
     assert asking == []
 
 
+def test_one_file_joins_the_world() -> None:
+    """So that every world gets the options of NCCL."""
+    joining = [place(path) for path in sources("weft") if "init_process_group(" in path.read_text()]
+    assert joining == ["weft/run/groups.py"]
+
+
 def test_only_lowering_turns_a_schedule_into_steps() -> None:
     steps = {"Post", "Wait", "Copy", "View", "Fill", "Cast", "Attention", "Gradient"}
     makers: set[str] = set()

@@ -27,10 +27,10 @@ _made: WeakValueDictionary[tuple[int, ...], dist.ProcessGroup] = WeakValueDictio
 """By their ranks in the world."""
 
 
-def join_world(**meeting: Any) -> None:
+def join_world(timeout: timedelta = PATIENCE, **meeting: Any) -> None:
     """Make the world's group, with what torch needs to know of how the ranks meet."""
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, timeout=PATIENCE, pg_options=_options(backend), **meeting)
+    dist.init_process_group(backend, timeout=timeout, pg_options=_options(backend), **meeting)
 
 
 def new_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:

@@ -127,13 +127,10 @@ def get_ready(rank: int, size: int, threads: int, transport: str) -> None:
 
 def join_world(rank: int, size: int, timeout: float, directory: str) -> None:
     """The second call of every rank."""
-    import torch
-    import torch.distributed as dist
+    from weft.run import groups
 
-    meeting = f"file://{directory}/store"
-    limit = timedelta(seconds=timeout)
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, init_method=meeting, rank=rank, world_size=size, timeout=limit)
+    meeting = {"init_method": f"file://{directory}/store", "rank": rank, "world_size": size}
+    groups.join_world(timedelta(seconds=timeout), **meeting)
 
 
 def meet(seconds: float) -> None:
