@@ -1,0 +1,1 @@
+"""Doctor: what a GPU machine does, measured part by part, each in processes that may die."""
