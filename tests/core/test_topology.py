@@ -49,6 +49,7 @@ def test_toml_gives_what_python_gives(read):
 
 MEASURED = """
 two_sided = true
+transport = "symmetric"
 comm_slowdown = 0.1
 nic_bandwidth = 5e10
 [[attention]]
@@ -63,7 +64,7 @@ flops = 1e14
 def test_every_field_is_written_and_read_again(read):
     speed = Speed(tokens=2048, density=0.25, block=64, head_dim=128, flops=1e14)
     assert read(MEASURED) == Topology(
-        two_sided=True, comm_slowdown=0.1, nic_bandwidth=5e10, attention=(speed,)
+        two_sided=True, transport="symmetric", comm_slowdown=0.1, nic_bandwidth=5e10, attention=(speed,)
     )
     for text in (CLUSTER, MEASURED):
         assert read(read(text).to_toml()) == read(text)
@@ -116,6 +117,7 @@ def test_local_is_one_machine_on_loopback():
         ("devices = 2\n[[links]]\nfrom = 0\nto = 1\nlatensy = 0\nbandwidth = 1", "Did you mean 'latency'"),
         ("machines = ", "is not TOML"),
         ("two_sided = 1", "two_sided = 1. It is true or false"),
+        ("transport = 'shm'", "transport must be one of '', 'group', 'symmetric', got 'shm'"),
         ("barriers = 'no'", "barriers = 'no'. It is true or false"),
         ("comm_slowdown = 1.0", "comm_slowdown=1.0 leaves nothing. Give a share below 1"),
         ("pair_bandwidth = -1", "pair_bandwidth=-1.0. Give a number, 0 or more"),

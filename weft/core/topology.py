@@ -101,6 +101,7 @@ class Host:
 
 # A laptop until `weft calibrate` says better: gloo over loopback.
 LOOPBACK = Link(latency=1e-4, bandwidth=1e9)
+TRANSPORTS = ("", "group", "symmetric")
 COSTS = (
     "cores", "call_seconds", "tile_seconds", "row_seconds", "memory_bandwidth", "post_seconds",
     "pair_bandwidth", "nic_bandwidth", "half_bytes", "comm_slowdown",
@@ -155,6 +156,8 @@ class Topology:
     """The share of its compute speed that a device loses while two-sided messages come or go."""
     barriers: bool = False
     """All ranks meet before every exchange."""
+    transport: str = ""
+    """What carries messages faster, as `weft calibrate` measured it; empty: not measured."""
     attention: tuple[Speed, ...] = ()
     """Measured calls; where none is near, `flops` and `tile_seconds` tell."""
     links: tuple[tuple[int, int, Link], ...] = ()
@@ -178,6 +181,11 @@ class Topology:
         if self.comm_slowdown >= 1:
             raise InputError(
                 f"comm_slowdown={self.comm_slowdown} leaves nothing.", hint="Give a share below 1."
+            )
+        if self.transport not in TRANSPORTS:
+            raise InputError(
+                f"transport must be one of {', '.join(map(repr, TRANSPORTS))}, got {self.transport!r}.",
+                hint="Take it from `weft calibrate`, or leave it out.",
             )
         for source, target, _ in self.links:
             if not (0 <= source < self.ranks and 0 <= target < self.ranks):
