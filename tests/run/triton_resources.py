@@ -125,7 +125,7 @@ def _source(case: Case) -> Any:
     room = {"forward": "forward", "merge_rows": "merge"}.get(case.kernel, "backward")
     kernel = getattr(import_module(f"weft.run.kernels.triton_{room}"), case.kernel)
     constants: dict[Any, int] = {
-        "D": case.head_dim, "BLOCK_Q": case.block, "BLOCK_K": case.block, "DENSE": case.dense,
+        "D": case.head_dim, "DPAD": case.head_dim, "BLOCK_Q": case.block, "BLOCK_K": case.block, "DENSE": case.dense,
         "GROUP": case.group, "EVEN": case.even, "ADD": case.add, "BQ": case.config.bq, "BK": case.config.bk,
         "ROWS": 32, "NARROW": True, "WIDTH": case.head_dim, "FRESH": not case.add,
     }  # fmt: skip

@@ -105,11 +105,11 @@ class Gpu:
         given = (q, k, v, grad, delta, peak)
         sizes = (scale, q.shape[1], q.shape[2], k.shape[2])
         strides = _strides(q, k, v, grad)
-        constants = {**shape, "EVEN": k.shape[2] % shape["BLOCK_K"] == 0}
+        constants = {"DPAD": shape["D"], **shape, "EVEN": k.shape[2] % shape["BLOCK_K"] == 0}
         arguments = (*given, dq, blocks.starts, blocks.kv, *strides, *_strides(dq), *sizes)
         self._launch(self._backward.grad_queries, arguments, constants, q, over="q")
         turned = blocks.inverted if tiles.sparse else blocks
-        constants = {**shape, "EVEN": q.shape[2] % shape["BLOCK_Q"] == 0}
+        constants = {"DPAD": shape["D"], **shape, "EVEN": q.shape[2] % shape["BLOCK_Q"] == 0}
         arguments = (*given, dk, dv, turned.starts, turned.kv, *strides, *_strides(dk, dv), *sizes)
         self._launch(self._backward.grad_keys, arguments, constants, dk, over="k")
         if shape["GROUP"] > 1:
@@ -127,7 +127,7 @@ class Gpu:
         arguments = (grad, out, lse, delta, peak, narrow, *_strides(grad, out, lse, narrow), heads, rows)
         grid = -(-rows // _ROWS), batch * heads
         with on_device(q.device):
-            self._backward.prepare[grid](*arguments, D=head_dim, NARROW=not same, ROWS=_ROWS)
+            self._backward.prepare[grid](*arguments, D=head_dim, DPAD=head_dim, NARROW=not same, ROWS=_ROWS)
         return narrow, delta, peak
 
     def _launch(

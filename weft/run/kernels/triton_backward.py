@@ -18,17 +18,18 @@ def prepare(
     grad, out, lse, delta, peak, narrow,
     grad_strides, out_strides, lse_strides, narrow_strides,
     heads, q_len,
-    D: tl.constexpr, NARROW: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, DPAD: tl.constexpr, NARROW: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """delta = rowsum(grad · out), lse in units of log 2 with +inf for empty rows, and grad in 16 bits."""
     top = tl.program_id(0) * ROWS
     batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
-    rows, dims = tl.arange(0, ROWS), tl.arange(0, D)
+    rows, dims = tl.arange(0, ROWS), tl.arange(0, DPAD)
     inside = top + rows < q_len
+    held = inside[:, None] & (dims < D)[None, :]
     grad_at = corner(grad, grad_strides, batch, head, top) + rows[:, None] * grad_strides[2] + dims[None, :]
     out_at = corner(out, out_strides, batch, head, top) + rows[:, None] * out_strides[2] + dims[None, :]
-    slope = tl.load(grad_at, mask=inside[:, None], other=0.0).to(tl.float32)
-    result = tl.load(out_at, mask=inside[:, None], other=0.0).to(tl.float32)
+    slope = tl.load(grad_at, mask=held, other=0.0).to(tl.float32)
+    result = tl.load(out_at, mask=held, other=0.0).to(tl.float32)
     row_at = tl.program_id(1).to(tl.int64) * q_len + top + rows
     tl.store(delta + row_at, tl.sum(slope * result, 1), mask=inside)
     final = tl.load(corner(lse, lse_strides, batch, head, top) + rows * lse_strides[2], inside, 0.0)
@@ -36,7 +37,7 @@ def prepare(
     tl.store(peak + row_at, tl.where(final == -INFINITY, INFINITY, final * LOG2E), mask=inside)
     if NARROW:
         narrow_at = corner(narrow, narrow_strides, batch, head, top) + rows[:, None] * narrow_strides[2]
-        tl.store(narrow_at + dims[None, :], slope.to(narrow.dtype.element_ty), mask=inside[:, None])
+        tl.store(narrow_at + dims[None, :], slope.to(narrow.dtype.element_ty), mask=held)
 
 
 @triton.jit
@@ -44,7 +45,7 @@ def grad_queries(
     q, k, v, grad, delta, peak, dq, starts, blocks,
     q_strides, k_strides, v_strides, grad_strides, dq_strides,
     scale, heads, q_len, k_len,
-    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    D: tl.constexpr, DPAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     DENSE: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -53,35 +54,39 @@ def grad_queries(
     batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     q_blocks, k_blocks = tl.cdiv(q_len, BLOCK_Q), tl.cdiv(k_len, BLOCK_K)
     first, count = line_of(starts, head, top // BLOCK_Q, q_blocks, k_blocks, DENSE)
-    rows, dims, columns = tl.arange(0, BQ), tl.arange(0, D), tl.arange(0, BK)
-    inside = top + rows < q_len
+    rows, dims, columns = tl.arange(0, BQ), tl.arange(0, DPAD), tl.arange(0, BK)
+    inside, real = top + rows < q_len, dims < D
+    held = inside[:, None] & real[None, :]
+    WHOLE: tl.constexpr = EVEN and D == DPAD
 
     q_at = corner(q, q_strides, batch, head, top) + rows[:, None] * q_strides[2] + dims[None, :]
     grad_at = corner(grad, grad_strides, batch, head, top) + rows[:, None] * grad_strides[2] + dims[None, :]
     row_at = tl.program_id(1).to(tl.int64) * q_len + top + rows
-    queries = tl.load(q_at, mask=inside[:, None], other=0.0)
-    slope = tl.load(grad_at, mask=inside[:, None], other=0.0)
+    queries = tl.load(q_at, mask=held, other=0.0)
+    slope = tl.load(grad_at, mask=held, other=0.0)
     row_delta = tl.load(delta + row_at, mask=inside, other=0.0)
     row_peak = tl.load(peak + row_at, mask=inside, other=INFINITY)
     k_spots = columns[:, None] * k_strides[2] + dims[None, :]
     v_spots = columns[None, :] * v_strides[2] + dims[:, None]
 
-    sums = tl.zeros([BQ, D], tl.float32)
+    sums = tl.zeros([BQ, DPAD], tl.float32)
     steps = count * (BLOCK_K // BK)
     left = tile_of(blocks, first, tl.full([], 0, tl.int32), steps, BLOCK_K, BK, DENSE)
     for step in range(steps):
         known = left + columns < k_len
-        keys = fetch(corner(k, k_strides, batch, head // GROUP, left) + k_spots, known[:, None], 0.0, EVEN)
+        k_at = corner(k, k_strides, batch, head // GROUP, left) + k_spots
+        keys = fetch(k_at, known[:, None] & real[None, :], 0.0, WHOLE)
         scores = tl.dot(queries, tl.trans(keys)) * (scale * LOG2E)
         if not EVEN:
             scores = tl.where(known[None, :], scores, -INFINITY)
         weights = tl.exp2(scores - row_peak[:, None])
-        values = fetch(corner(v, v_strides, batch, head // GROUP, left) + v_spots, known[None, :], 0.0, EVEN)
+        v_at = corner(v, v_strides, batch, head // GROUP, left) + v_spots
+        values = fetch(v_at, known[None, :] & real[:, None], 0.0, WHOLE)
         slopes = weights * (tl.dot(slope, values) - row_delta[:, None])
         sums = tl.dot(slopes.to(keys.dtype), keys, sums)
         left = tile_of(blocks, first, step + 1, steps, BLOCK_K, BK, DENSE)
     dq_at = corner(dq, dq_strides, batch, head, top) + rows[:, None] * dq_strides[2] + dims[None, :]
-    tl.store(dq_at, sums * scale, mask=inside[:, None])
+    tl.store(dq_at, sums * scale, mask=held)
 
 
 @triton.jit
@@ -89,7 +94,7 @@ def grad_keys(
     q, k, v, grad, delta, peak, dk, dv, starts, blocks,
     q_strides, k_strides, v_strides, grad_strides, dk_strides, dv_strides,
     scale, heads, q_len, k_len,
-    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    D: tl.constexpr, DPAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     DENSE: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -102,28 +107,31 @@ def grad_keys(
     batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     q_blocks, k_blocks = tl.cdiv(q_len, BLOCK_Q), tl.cdiv(k_len, BLOCK_K)
     first, count = line_of(starts, head, left // BLOCK_K, k_blocks, q_blocks, DENSE)
-    rows, dims, columns = tl.arange(0, BQ), tl.arange(0, D), tl.arange(0, BK)
-    known = left + columns < k_len
+    rows, dims, columns = tl.arange(0, BQ), tl.arange(0, DPAD), tl.arange(0, BK)
+    known, real = left + columns < k_len, dims < D
+    held = known[:, None] & real[None, :]
+    WHOLE: tl.constexpr = EVEN and D == DPAD
 
     k_at = corner(k, k_strides, batch, head // GROUP, left) + columns[:, None] * k_strides[2] + dims[None, :]
     v_at = corner(v, v_strides, batch, head // GROUP, left) + columns[:, None] * v_strides[2] + dims[None, :]
-    keys = tl.load(k_at, mask=known[:, None], other=0.0)
-    values = tl.load(v_at, mask=known[:, None], other=0.0)
+    keys = tl.load(k_at, mask=held, other=0.0)
+    values = tl.load(v_at, mask=held, other=0.0)
     q_spots = rows[:, None] * q_strides[2] + dims[None, :]
     grad_spots = rows[:, None] * grad_strides[2] + dims[None, :]
     row_top = tl.program_id(1).to(tl.int64) * q_len
 
-    k_sums, v_sums = tl.zeros([BK, D], tl.float32), tl.zeros([BK, D], tl.float32)
+    k_sums, v_sums = tl.zeros([BK, DPAD], tl.float32), tl.zeros([BK, DPAD], tl.float32)
     steps = count * (BLOCK_Q // BQ)
     top = tile_of(blocks, first, tl.full([], 0, tl.int32), steps, BLOCK_Q, BQ, DENSE)
     for step in range(steps):
         inside = top + rows < q_len
-        queries = fetch(corner(q, q_strides, batch, head, top) + q_spots, inside[:, None], 0.0, EVEN)
+        present = inside[:, None] & real[None, :]
+        queries = fetch(corner(q, q_strides, batch, head, top) + q_spots, present, 0.0, WHOLE)
         row_peak = fetch(peak + row_top + top + rows, inside, INFINITY, EVEN)
         scores = tl.dot(keys, tl.trans(queries)) * (scale * LOG2E)
         # Rows past the end have peak = inf, so their weights are 0; keys past the end are not stored.
         weights = tl.exp2(scores - row_peak[None, :])
-        slope = fetch(corner(grad, grad_strides, batch, head, top) + grad_spots, inside[:, None], 0.0, EVEN)
+        slope = fetch(corner(grad, grad_strides, batch, head, top) + grad_spots, present, 0.0, WHOLE)
         v_sums = tl.dot(weights.to(slope.dtype), slope, v_sums)
         row_delta = fetch(delta + row_top + top + rows, inside, 0.0, EVEN)
         slopes = weights * (tl.dot(values, tl.trans(slope)) - row_delta[None, :])
@@ -131,5 +139,5 @@ def grad_keys(
         top = tile_of(blocks, first, step + 1, steps, BLOCK_Q, BQ, DENSE)
     dk_at = corner(dk, dk_strides, batch, head, left) + columns[:, None] * dk_strides[2] + dims[None, :]
     dv_at = corner(dv, dv_strides, batch, head, left) + columns[:, None] * dv_strides[2] + dims[None, :]
-    tl.store(dk_at, k_sums * scale, mask=known[:, None])
-    tl.store(dv_at, v_sums, mask=known[:, None])
+    tl.store(dk_at, k_sums * scale, mask=held)
+    tl.store(dv_at, v_sums, mask=held)
