@@ -32,7 +32,7 @@ def page(
     cases: Sequence[Case], figures: Sequence[Figure], missing: Sequence[str], traces: Sequence[str]
 ) -> str:
     """The HTML of a report on one case, or on two that are compared."""
-    return _document(
+    return document(
         " against ".join(case.name for case in cases),
         " — ".join(dict.fromkeys(map(_about, cases))),
         figures,
@@ -55,7 +55,7 @@ def run_page(runs: Sequence[Run], figures: Sequence[Figure], missing: Sequence[s
     for label in labels:
         cells = "".join(f"<td>{escape(one.get(label, '–'))}</td>" for one in known)
         body.append(f'<tr><td>{label}</td>{cells}<td class="note">{escape(meaning.get(label, ""))}</td></tr>')
-    return _document(
+    return document(
         " against ".join(run.name for run in runs) if len(runs) < 3 else f"{len(runs)} training runs",
         " — ".join(dict.fromkeys(map(trained.about, runs))),
         figures,
@@ -72,7 +72,7 @@ def _layers(run: Run) -> str:
     return f"<details open><summary>Layers of {escape(run.name)}, now</summary>{table}</details>"
 
 
-def _document(title: str, about: str, figures: Sequence[Figure], missing: Sequence[str], **html: str) -> str:
+def document(title: str, about: str, figures: Sequence[Figure], missing: Sequence[str], **html: str) -> str:
     """The page itself, around its own words and what is HTML already."""
     template = Template(files("weft.report").joinpath("page.html").read_text(encoding="utf-8"))
     return template.substitute(

@@ -1,0 +1,220 @@
+"""The page of a doctor's report: what never ran before and now did, what held, and every number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+from weft.core import units
+from weft.doctor.figures import figures
+from weft.report.page import document
+
+Report = Mapping[str, Any]
+MARKS = {
+    "ok": ("✓", "c2", "holds"),
+    "wrong": ("✗", "alarm", "wrong numbers"),
+    "crashed": ("✗", "alarm", "crashed"),
+    "hung": ("✗", "alarm", "hung"),
+    "failed": ("✗", "alarm", "failed"),
+    "skipped": ("–", "muted", "skipped"),
+    "measured": ("·", "ink", ""),
+}
+BAD = ("wrong", "crashed", "hung", "failed")
+UNITS = {
+    "seconds": units.time, "predicted_seconds": units.time,
+    "bytes": units.size, "predicted_bytes": units.size,
+}  # fmt: skip
+LABELS = {
+    "gbytes_per_s": "GB/s", "microseconds": "µs", "tflops": "TFLOP/s", "torch_tflops": "torch's TFLOP/s",
+    "megabytes_sent": "MB sent",
+}  # fmt: skip
+SEND = (
+    "Attach <code>doctor.json</code> to an issue of the kind “A report from a GPU machine”. It has no host "
+    "names, user names, paths or addresses. <code>topology.toml</code> is for your plans: <code>weft plan "
+    "… --topology topology.toml</code>, or <code>WEFT_TOPOLOGY=topology.toml</code> for all ranks."
+)
+
+
+def page(report: Report) -> str:
+    """Return the HTML of a report, one file that needs nothing else."""
+    return document(
+        title_of(report),
+        _about(report),
+        figures(report),
+        (),
+        summary=f"{_marked(report)}<p>{escape(verdict(report))}</p>{_claims(report)}",
+        verdict=f'<h2>What was asked</h2><div class="scroll">{_parts(report)}</div>',
+        tables="".join(map(_details, report["parts"])) + _topology(report),
+        footer=SEND,
+    )
+
+
+def title_of(report: Report) -> str:
+    machine = report["machine"]
+    names = list(dict.fromkeys(gpu["name"] for gpu in machine["gpus"]))
+    what = " and ".join(names) or "CPUs"
+    machines = f", {machine['machines']} machines" if machine["machines"] > 1 else ""
+    return f"weft on {machine['ranks']} × {what}{machines}"
+
+
+def verdict(report: Report) -> str:
+    """Return one or two sentences: how many parts hold, and which do not."""
+    parts = report["parts"]
+    bad = [part for part in parts if part["status"] in BAD]
+    skipped = [part["name"] for part in parts if part["status"] == "skipped"]
+    held = sum(part["status"] == "ok" for part in parts)
+    told = [f"{held} of {len(parts)} parts hold."]
+    told += [f"{part['name']} {_ending(part)}." for part in bad]
+    if skipped:
+        told.append(f"Skipped: {', '.join(skipped)}.")
+    return " ".join(told)
+
+
+def _ending(part: Mapping[str, Any]) -> str:
+    if part["status"] == "wrong":
+        wrong = [check["name"] for check in part["checks"] if check["status"] == "wrong"]
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        return f"has wrong numbers in {wrong[0]}{more}" if wrong else "has wrong numbers"
+    under_way = part.get("under_way")
+    return part["status"] + (f" in {under_way}" if under_way else "")
+
+
+def _about(report: Report) -> str:
+    machine = report["machine"]
+    known = {
+        "weft": report["weft"], "torch": machine.get("torch"), "CUDA": machine.get("cuda"),
+        "NCCL": machine.get("nccl"), "cuDNN": machine.get("cudnn"), "driver": machine.get("driver"),
+        "triton": machine.get("triton"), **machine.get("packages", {}),
+    }  # fmt: skip
+    versions = [f"{name} {version}" for name, version in known.items() if version]
+    return " · ".join([report["date"], *versions, f"took {units.clock(float(report['seconds']))}"])
+
+
+def _marked(report: Report) -> str:
+    told = ""
+    if report.get("made_up"):
+        told = "This is a made-up example. None of its numbers was measured."
+    elif report["is_rehearsal"]:
+        told = "A rehearsal: CPUs stood in for GPUs. Nothing here ran on a GPU, and no time says anything."
+    return f'<p style="color:var(--alarm);font-weight:600">{told}</p>' if told else ""
+
+
+def _claims(report: Report) -> str:
+    """Everything that had never run on a GPU, and what became of it here."""
+    rows: list[str] = []
+    for part in report["parts"]:
+        for claim in part["claims"]:
+            mark, colour, word = MARKS[part["status"]]
+            if report["is_rehearsal"]:
+                mark, colour, word = "–", "muted", "not run on a GPU"
+            rows.append(
+                f'<tr><td style="color:var(--{colour})">{mark}</td>'
+                f'<td style="text-align:left;white-space:normal">{escape(claim)}</td>'
+                f'<td style="text-align:left;color:var(--{colour})">{word}</td></tr>'
+            )
+    return f"<h2>What had never run on a GPU before</h2><table>{''.join(rows)}</table>"
+
+
+def _parts(report: Report) -> str:
+    rows = ["<tr><th>part</th><th></th><th>time</th><th>checks</th></tr>"]
+    for part in report["parts"]:
+        mark, colour, word = MARKS[part["status"]]
+        count = len(part["checks"])
+        note = part["message"] or part["title"]
+        rows.append(
+            f'<tr><td><a href="#{part["name"]}" style="color:inherit">{escape(part["name"])}</a></td>'
+            f'<td style="text-align:left;color:var(--{colour})">{mark} {word}</td>'
+            f"<td>{units.time(float(part['seconds']))}</td><td>{count or ''}</td>"
+            f'<td class="note">{escape(note)}</td></tr>'
+        )
+    return f"<table>{''.join(rows)}</table>"
+
+
+def _details(part: Mapping[str, Any]) -> str:
+    """Every check; open where something is wrong."""
+    is_open = " open" if part["status"] in BAD else ""
+    mark, colour, _ = MARKS[part["status"]]
+    inside = [f"<p>{escape(part['message'])}</p>" if part["message"] else ""]
+    grid, others = _grid(part["checks"])
+    inside.append(grid)
+    if others:
+        inside.append(f'<div class="scroll"><table>{_checks(others)}</table></div>')
+    if part.get("traceback"):
+        inside.append(f'<pre class="scroll">{escape(part["traceback"])}</pre>')
+    return (
+        f'<details id="{part["name"]}"{is_open}><summary><span style="color:var(--{colour})">{mark}</span> '
+        f"{escape(part['title'])}</summary>{''.join(inside)}</details>"
+    )
+
+
+def _grid(checks: Sequence[Mapping[str, Any]]) -> tuple[str, list[Mapping[str, Any]]]:
+    """Return the checks of a matrix (dtype · head dim · tiles · direction) as one table, and the others.
+
+    Those that are wrong, or have more to say than an error, are among the others too.
+    """
+    cells: dict[tuple[str, str], dict[tuple[str, str], Mapping[str, Any]]] = {}
+    others: list[Mapping[str, Any]] = []
+    for check in checks:
+        words = check["name"].split(" · ")
+        if len(words) == 4:
+            cells.setdefault((words[0], words[1]), {})[words[2], words[3]] = check
+        if len(words) != 4 or check["status"] == "wrong" or len(check["numbers"]) > 2:
+            others.append(check)
+    if not cells:
+        return "", others
+    columns = list(dict.fromkeys(column for row in cells.values() for column in row))
+    head = "".join(f"<th>{escape(tiles)}<br>{escape(way)}</th>" for tiles, way in columns)
+    rows = [f"<tr><th></th>{head}</tr>"]
+    for (dtype, head_dim), row in cells.items():
+        told = "".join(_cell(row.get(column)) for column in columns)
+        rows.append(f"<tr><td>{escape(dtype)} · {escape(head_dim)}</td>{told}</tr>")
+    note = '<p class="note">The largest error against float64; ✗ where it is more than allowed.</p>'
+    return f'<div class="scroll"><table>{"".join(rows)}</table></div>{note}', others
+
+
+def _cell(check: Mapping[str, Any] | None) -> str:
+    if check is None:
+        return "<td></td>"
+    mark, colour, _ = MARKS[check["status"]]
+    told = _number("error", check["numbers"].get("error")) or escape(check["note"])
+    return f'<td style="color:var(--{colour})">{mark} {told}</td>'
+
+
+def _checks(checks: Sequence[Mapping[str, Any]]) -> str:
+    columns = list(dict.fromkeys(name for check in checks for name in check["numbers"]))
+    head = "".join(f"<th>{escape(LABELS.get(name) or name.replace('_', ' '))}</th>" for name in columns)
+    rows = [f"<tr><th>check</th><th></th>{head}</tr>"]
+    for check in checks:
+        mark, colour, _ = MARKS[check["status"]]
+        cells = "".join(f"<td>{_number(name, check['numbers'].get(name))}</td>" for name in columns)
+        rows.append(
+            f'<tr><td>{escape(check["name"])}</td><td style="color:var(--{colour})">{mark}</td>{cells}'
+            f'<td class="note">{escape(check["note"])}</td></tr>'
+        )
+    return "".join(rows)
+
+
+def _number(name: str, value: float | str | None) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, str):  # inf and nan, which JSON does not have
+        return escape(value)
+    if name in UNITS:
+        return UNITS[name](value)
+    if "error" in name or name == "allowed":
+        return f"{value:.1e}"
+    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
+
+
+def _topology(report: Report) -> str:
+    texts: Iterable[str] = (
+        check["data"]
+        for part in report["parts"]
+        for check in part["checks"]
+        if check["name"] == "topology" and check["data"]
+    )
+    text = next(iter(texts), "")
+    if not text:
+        return ""
+    return f"<details><summary>topology.toml</summary><pre class='scroll'>{escape(text)}</pre></details>"
