@@ -13,6 +13,7 @@ from weft.core.codec import _KINDS, digest, dumps, loads
 from weft.core.errors import InputError
 from weft.core.indices import EMPTY, Indices
 from weft.core.layout import Layout
+from weft.core.mask import AnyMask
 from weft.core.mesh import Mesh
 from weft.core.partition import Partition
 from weft.core.problem import Switch
@@ -31,6 +32,7 @@ VALUES = [
     PROBLEM,
     Switch.of(Layout.even(5, 2), Layout.even(3, 2), width=4),
     MASK,
+    AnyMask.like(MASK),
     WORK,
     Partition(((WORK,), ()), (Indices.span(0, 5), EMPTY), Indices.of([2])),
     Q,

@@ -52,7 +52,7 @@ class Twin:
             block, lent = (numbers(size, fresh) for size in (bound.num_bytes, bound.window.num_bytes))
             with patch.object(bind, "copier_of", copier):
                 bound.bind(block, lent)
-            frame = Frame(None, None, 1.0, CPU)  # type: ignore[arg-type]
+            frame = Frame(None, None, 1.0, CPU, None)  # type: ignore[arg-type]
             given = self._given(fresh, hows)
             bound.begin(frame, given)
             for root in program.roots:

@@ -104,7 +104,12 @@ class BlockMask:
     def select(self, heads: Indices, rows: Indices, cols: Indices) -> BoolArray:
         """The tiles of some heads, q *blocks* and kv *blocks*."""
         chosen = np.asarray(self.pattern_of)[heads.array]
-        return self.patterns[np.ix_(chosen, rows.array, cols.array)]
+        # Rows are taken as packed bits, an eighth of the bytes; of most pieces the columns are a run.
+        packed = self.bits[chosen].take(rows.array, axis=1)
+        tiles = np.unpackbits(packed, axis=2, count=self.kv_blocks).view(np.bool_)
+        if len(cols.runs) == 1:
+            return tiles[:, :, slice(*cols.runs[0])]
+        return tiles.take(cols.array, axis=2)
 
     @cached_property
     def is_dense(self) -> bool:
@@ -212,6 +217,8 @@ class BlockMask:
         return state.hexdigest()[:16]
 
     def __eq__(self, other: object) -> bool:
+        if isinstance(other, AnyMask):
+            return False
         return isinstance(other, BlockMask) and (self.grid, self.pattern_of, self.bits.tobytes()) == (
             other.grid,
             other.pattern_of,
@@ -230,6 +237,35 @@ class BlockMask:
             f"BlockMask({self.heads} heads{patterns}, {self.q_len}×{self.kv_len} tokens, "
             f"blocks {self.block_q}×{self.block_k}, {self.density:.1%} active)"
         )
+
+
+@value
+@dataclass(frozen=True, eq=False, repr=False)
+class AnyMask(BlockMask):
+    """Every mask on a grid: a schedule for it computes each of them, whichever tiles are active.
+
+    All keys go where any mask might read them, so it is for masks that change, not for those that stay.
+    """
+
+    @staticmethod
+    def like(mask: BlockMask) -> AnyMask:
+        one = np.ones((1, mask.q_blocks, mask.kv_blocks), dtype=bool)
+        sizes = mask.q_len, mask.kv_len, mask.block_q, mask.block_k
+        return AnyMask(*sizes, (0,) * mask.heads, np.packbits(one, axis=2))
+
+    @property
+    def is_dense(self) -> bool:  # type: ignore[override] - blocks stay whole, and kernels are those of sparse tiles
+        return False
+
+    @cached_property
+    def digest(self) -> str:
+        return hashlib.sha256(repr(("any", self.grid)).encode()).hexdigest()[:16]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AnyMask) and self.grid == other.grid
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
 
 
 def count_ones(packed: npt.NDArray[np.unsignedinteger[Any]]) -> IntArray:

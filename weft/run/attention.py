@@ -17,7 +17,7 @@ from weft.core.schedule import Schedule
 from weft.core.topology import Topology
 from weft.plan.choose import Plan
 from weft.run.agree import agree, count_rows, refuse
-from weft.run.call import Call, Counts, facts, schedule_for, work_of
+from weft.run.call import Call, Counts, check_mask, facts, schedule_for, work_of
 from weft.run.devices import check_devices
 from weft.run.execute import Executor
 from weft.run.kernels import choose as choose_kernel
@@ -27,6 +27,7 @@ from weft.run.world import World, axes_of, world_of
 
 Tokens = int | Layout | tuple[int, tuple[Runs, ...]] | None
 EXECUTORS = 1024  # of each world: some 20 steps of a 50-layer model whose masks all differ
+MASKS = 8  # of each executor for any mask: those of the branches of guidance, and of the step before
 
 
 def attention(  # noqa: PLR0913 - the one call users make; each option is a word of theirs
@@ -87,6 +88,9 @@ def _executor(call: Call, mesh: Any, timeout: float) -> Executor:
     world = world_of(mesh, float(timeout))
     comm = world.comm
     counts, axes = None, axes_of(mesh)
+    mask = call.mask
+    if call.serves_any_mask:
+        call = call._replace(mask=None)
     try:
         # Rows may change on some ranks only, so a look-up by local shapes could leave others waiting.
         if not call.tells_tokens:
@@ -106,7 +110,27 @@ def _executor(call: Call, mesh: Any, timeout: float) -> Executor:
             world.compiled[key] = executor
     elif len(world.compiled) > EXECUTORS // 2:
         world.compiled[key] = world.compiled.pop(key)  # to the end: it was used last
-    return executor
+    return _for_mask(executor, mask) if call.serves_any_mask else executor
+
+
+def _for_mask(executor: Executor, mask: BlockMask | None) -> Executor:
+    """Return an executor for any mask with the tiles of this one, which all ranks agree on."""
+    known = executor.masked
+    try:
+        check_mask(executor.schedule, mask)
+    except WeftError as error:
+        refuse(executor.comm, error)
+        raise
+    assert mask is not None
+    found = known.pop(mask, None)
+    if found is None:
+        agree(executor.comm, {"mask": mask.digest}, "masks")
+        found = executor.for_mask(mask)
+        register(found)
+        while len(known) >= MASKS:
+            forget(known.pop(next(iter(known))).number)
+    known[mask] = found  # at the end: it was used last
+    return found
 
 
 def _new_executor(call: Call, world: World, counts: Counts | None, axes: str | None) -> Executor:

@@ -21,6 +21,7 @@ from weft.run.comm import Comm, Lender, Transit
 from weft.run.copies import ATTENTION, Axes, Planes, Slots, in_turn, on_device, pick
 from weft.run.fused import copier_of
 from weft.run.kernels import Kernel
+from weft.run.kernels.tiles import TileSet
 
 Flats = dict[Slot, Tensor]
 """Buffers of messages, as bytes."""
@@ -29,10 +30,12 @@ Flats = dict[Slot, Tensor]
 class Frame:
     """One run of a program: tensors by slot, exchanges under way, and who does the work."""
 
-    __slots__ = ("comm", "device", "flats", "kernel", "lender", "scale", "slots", "transits")
+    __slots__ = ("comm", "device", "flats", "kernel", "lender", "scale", "slots", "tiles", "transits")
 
-    def __init__(self, comm: Comm, kernel: Kernel, scale: float, device: torch.device) -> None:
-        self.comm, self.kernel, self.scale, self.device = comm, kernel, scale, device
+    def __init__(
+        self, comm: Comm, kernel: Kernel, scale: float, device: torch.device, tiles: TileSet
+    ) -> None:
+        self.comm, self.kernel, self.scale, self.device, self.tiles = comm, kernel, scale, device, tiles
         self.lender: Lender | None = None
         self.slots: Slots = {}
         self.flats: Flats = {}
@@ -149,8 +152,8 @@ class Bound:
             return self._view(step)
         calculation = Calculation(step, self.schedule, self.device, self.fixed)
         if isinstance(step, Gradient):
-            return lambda frame: calculation.gradient(frame.slots, frame.kernel, frame.scale)
-        return lambda frame: calculation.attend(frame.slots, frame.kernel, frame.scale)
+            return lambda frame: calculation.gradient(frame.slots, frame.kernel, frame.tiles, frame.scale)
+        return lambda frame: calculation.attend(frame.slots, frame.kernel, frame.tiles, frame.scale)
 
     def _post(self, step: Post) -> Call:
         label, tag, op, collective = f"op {step.op} ({step.label})", self.tag, step.op, step.collective

@@ -14,11 +14,11 @@ from weft.program.slots import Slot
 from weft.program.steps import Attention, Gradient
 from weft.run.copies import Index, Planes, Slots, is_slice, on_device, pick, put
 from weft.run.kernels import Kernel, guarded
-from weft.run.kernels.tiles import Tiles
+from weft.run.kernels.tiles import TileSet
 
 
 class Calculation:
-    """Operands in their slots, the tiles of the mask, the heads that share keys."""
+    """Operands in their slots and the heads that share keys; the tiles are those of each run."""
 
     def __init__(
         self, step: Attention | Gradient, schedule: Schedule, device: torch.device, fixed: Slots
@@ -28,7 +28,7 @@ class Calculation:
         problem, mask = schedule.attention
         op = schedule.ops[step.op]
         assert isinstance(op, Attend)
-        self.tiles = Tiles.of(mask, op)
+        self.op = op
         self.is_full = mask.is_dense  # then no row is without keys
         q_at, kv_at = (
             on_device(slot.positions(piece), device)
@@ -56,24 +56,24 @@ class Calculation:
             k, v = k.index_select(1, self.kv_of), v.index_select(1, self.kv_of)
         return self.q(slots)[0], k, v
 
-    def attend(self, slots: Slots, kernel: Kernel, scale: float) -> None:
+    def attend(self, slots: Slots, kernel: Kernel, tiles: TileSet, scale: float) -> None:
         step = self.step
         assert isinstance(step, Attention)
         (out,), (lse,) = self.out(slots), self.lse(slots)
-        kernel.attend(
-            *self.operands(slots, kernel), self.tiles, scale, (out, lse.squeeze(-1)), fresh=step.first
-        )
+        operands, active = self.operands(slots, kernel), tiles.of(self.op)
+        kernel.attend(*operands, active, scale, (out, lse.squeeze(-1)), fresh=step.first)
         if not is_slice(self.sum_at):
             put(slots[step.out][0], self.sum_at, out, add=False)
             put(slots[step.lse][0], self.sum_at, lse, add=False)
 
-    def gradient(self, slots: Slots, kernel: Kernel, scale: float) -> None:
+    def gradient(self, slots: Slots, kernel: Kernel, tiles: TileSet, scale: float) -> None:
         step = self.step
         assert isinstance(step, Gradient)
         (grad,), (out,), (lse,) = self.grad(slots), self.out(slots), self.lse(slots)
         lse = lse.squeeze(-1)
         done = out, lse if self.is_full else guarded(lse)
-        dq, dk, dv = kernel.attend_backward(grad, *self.operands(slots, kernel), done, self.tiles, scale)
+        operands, active = self.operands(slots, kernel), tiles.of(self.op)
+        dq, dk, dv = kernel.attend_backward(grad, *operands, done, active, scale)
         heads = step.kv_piece.heads.size
         if dk.shape[1] != heads or not self.aligned:
             dk, dv = (self._by_kv_head(x, heads) for x in (dk, dv))

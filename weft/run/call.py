@@ -12,7 +12,7 @@ import torch
 from weft.core.backends import check_backend
 from weft.core.errors import InputError
 from weft.core.layout import Layout
-from weft.core.mask import BlockMask
+from weft.core.mask import AnyMask, BlockMask
 from weft.core.problem import ITEM_BYTES, Problem
 from weft.core.schedule import Schedule
 from weft.core.topology import Topology
@@ -153,6 +153,12 @@ class Call(NamedTuple):
         return Options(*self[5:])
 
     @property
+    def serves_any_mask(self) -> bool:
+        """Whether the plan is one for any mask of its grid: then the mask may change from call to call."""
+        schedule = self.plan.schedule if isinstance(self.plan, Plan) else self.plan
+        return isinstance(schedule, Schedule) and isinstance(schedule.mask, AnyMask)
+
+    @property
     def tells_tokens(self) -> bool:
         """Whether the options alone say how long the whole sequence is."""
         return self.tokens is not None or self.mask is not None or not isinstance(self.plan, str)
@@ -208,6 +214,18 @@ def facts(schedule: Schedule, tensors: Tensors, options: Options, kernel: str) -
         "strategy": f"{schedule.name} on {schedule.mesh}",
         "plan": schedule.digest,
     }
+
+
+def check_mask(schedule: Schedule, mask: BlockMask | None) -> None:
+    """The rules for the mask of a schedule that serves any."""
+    own = schedule.attention[1]
+    if mask is None or mask.grid != own.grid:
+        heads, q_len, kv_len, *blocks = own.grid
+        raise InputError(
+            f"The plan serves masks of {heads} heads, {q_len} × {kv_len} tokens in blocks of {blocks[0]} × "
+            f"{blocks[1]}; mask is {mask}.",
+            hint="Give a mask on that grid with each call.",
+        )
 
 
 def _given_schedule(tensors: Tensors, options: Options, rank: int, ranks: int) -> Schedule:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from functools import cached_property
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from weft.core.codec import digest
 from weft.core.errors import InputError
+from weft.core.mask import BlockMask
 from weft.core.schedule import Schedule
 from weft.program.lower import lower
 from weft.program.slots import Slot
@@ -19,6 +21,7 @@ from weft.run.bind import Bound, Frame
 from weft.run.comm import Comm, Lender
 from weft.run.copies import Planes, Slots
 from weft.run.kernels import Kernel
+from weft.run.kernels.tiles import TileSet
 from weft.schedule.reverse import reverse
 
 trace.follow_environment()
@@ -123,12 +126,24 @@ class Executor(Runner):
         """Executors that share an arena must run one after another, or on streams of their own."""
         super().__init__(schedule, comm, arena or Arena(), name)
         self.kernel, self._keep = kernel, keep
+        self.tiles = TileSet(schedule.attention[1])
         self.number = -1
         """What torch operations call it by, once it is registered."""
+        self.masked: dict[BlockMask, Executor] = {}
+        """Where the schedule is one for any mask: by mask, the least recently used first."""
+        self._reversed: list[Schedule] = []
 
-    @cached_property
+    def for_mask(self, mask: BlockMask) -> Executor:
+        """This executor for one of the masks that its schedule serves; programs and memory are shared."""
+        other = copy(self)
+        other.tiles = TileSet(mask)
+        return other
+
+    @property
     def backward_schedule(self) -> Schedule:
-        return reverse(self.schedule, keep=self._keep)
+        if not self._reversed:
+            self._reversed.append(reverse(self.schedule, keep=self._keep))
+        return self._reversed[0]
 
     def schedule_of(self, kind: str) -> Schedule:
         return self.backward_schedule if kind == BACKWARD else self.schedule
@@ -144,7 +159,7 @@ class Executor(Runner):
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, *, keep: bool
     ) -> tuple[Tensor, list[Tensor]]:
         """The output, and with `keep` what `backward` needs besides q, k, v and the output itself."""
-        frame = Frame(self.comm, self.kernel, scale, q.device)
+        frame = Frame(self.comm, self.kernel, scale, q.device, self.tiles)
         bound = self.run_program(SAVING if keep else FORWARD, frame, {"home q": (q,), "home kv": (k, v)})
         slots, program = frame.slots, bound.program
         (out,) = slots[program.slots["home o"]]
@@ -181,7 +196,7 @@ class Executor(Runner):
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) of this rank's shards; `out` may be None unless `reads_output`."""
-        frame = Frame(self.comm, self.kernel, scale, grad.device)
+        frame = Frame(self.comm, self.kernel, scale, grad.device, self.tiles)
         q, k, v = inputs
         given: dict[str, Planes] = {"home q": (q,), "home kv": (k, v), "home do": (grad,)}
         if out is not None:

@@ -70,7 +70,7 @@ class Redistribution(Runner):
 
 
 def _frame(comm: Comm, x: Tensor) -> Frame:
-    return Frame(comm, cast("Any", None), 1.0, x.device)
+    return Frame(comm, cast("Any", None), 1.0, x.device, cast("Any", None))
 
 
 def _result(bound: Bound, frame: Frame) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from weft.core.mask import BlockMask, BoolArray, HeadRuns
-from weft.core.schedule import Attend
+from weft.core.schedule import Attend, Piece
 
 _HOST = torch.device("cpu")
 TILES_AT_ONCE = 1 << 24
@@ -40,7 +40,9 @@ class Blocks:
         `room` is for how many tiles `kv` is made; by default for as many as there are on the host, and for
         all that there could be on a device.
         """
-        tiles = torch.as_tensor(active)
+        if isinstance(active, np.ndarray):
+            return _host_blocks(active)
+        tiles = active
         heads, q_blocks, kv_blocks = tiles.shape
         if room is None:
             room = int(tiles.sum()) if tiles.device == _HOST else tiles.numel()
@@ -77,6 +79,20 @@ class Blocks:
         if self.starts.device == device:
             return self
         return Blocks(self.heads, self.q_blocks, self.kv_blocks, self.starts.to(device), self.kv.to(device))
+
+
+def _host_blocks(active: BoolArray) -> Blocks:
+    """Of tiles on the host, in one pass of numpy: masks that change wait for it."""
+    heads, q_blocks, kv_blocks = active.shape
+    flat = active.reshape(-1, kv_blocks)
+    counts = np.count_nonzero(flat, axis=1)
+    starts = np.zeros(len(flat) + 1, dtype=np.int32)
+    np.cumsum(counts, out=starts[1:])
+    places = np.flatnonzero(flat)
+    places -= np.repeat(np.arange(len(flat)) * kv_blocks, counts)
+    return Blocks(
+        heads, q_blocks, kv_blocks, torch.from_numpy(starts), torch.from_numpy(places.astype(np.int32))
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,3 +173,22 @@ class Tiles:
             return None
         full = self.host.repeat(self.block_q, axis=1).repeat(self.block_k, axis=2)
         return torch.from_numpy(np.ascontiguousarray(full[:, : self.q_len, : self.kv_len]))
+
+
+class TileSet:
+    """The tiles of one mask, by the attends that compute them; each is made when it is first asked for."""
+
+    def __init__(self, mask: BlockMask) -> None:
+        self.mask = mask
+        self._by_op: dict[int, tuple[Attend, Tiles]] = {}
+        self._by_pieces: dict[tuple[Piece, Piece], Tiles] = {}
+
+    def of(self, op: Attend) -> Tiles:
+        known = self._by_op.get(id(op))
+        if known is None:
+            # Forward and backward attend the same pieces, and share what was made of their tiles.
+            key = op.q, op.kv
+            if key not in self._by_pieces:
+                self._by_pieces[key] = Tiles.of(self.mask, op)
+            known = self._by_op[id(op)] = op, self._by_pieces[key]  # with the op: its id stays its own
+        return known[1]
