@@ -33,7 +33,7 @@ from weft.core.schedule import Schedule
 from weft.core.topology import Topology
 from weft.masks.grid import TokenGrid
 from weft.masks.spec import mask_from_spec
-from weft.plan.balanced import Deals
+from weft.plan.balanced import Balancer
 from weft.plan.choose import build
 from weft.run.execute import Executor
 from weft.run.kernels import choose as choose_kernel
@@ -85,7 +85,7 @@ class Case:
 def schedules(case: Case) -> dict[str, Schedule]:
     return {
         "unbalanced": build(case.way, case.problem, case.mask),
-        "db-SP": dbsp_schedule(Deals(case.problem, case.mask, Topology.local(case.ranks)), case.way),
+        "db-SP": dbsp_schedule(Balancer(case.problem, case.mask, Topology.local(case.ranks)), case.way),
         "weft": build(f"{case.way}+balanced", case.problem, case.mask),
     }
 

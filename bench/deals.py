@@ -1,6 +1,6 @@
-"""Deals of heads and blocks as others have published them, for weft's planner to be compared with.
+"""Balancer of heads and blocks as others have published them, for weft's planner to be compared with.
 
-db-SP deals heads greedily too: that is `plan.heads.greedy`, from which weft's own begins.
+db-SP balancer heads greedily too: that is `plan.heads.greedy`, from which weft's own begins.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+from weft.plan.online import Plans, Policy, ratios
 
 from weft.core.indices import IntArray, split_evenly
 from weft.core.schedule import Schedule
-from weft.plan.balanced import Deals
+from weft.plan.assignment import Assignment, assemble, home
+from weft.plan.balanced import Balancer
 from weft.plan.blocks import Dealt, contiguous
 from weft.plan.counts import head_loads
-from weft.plan.heads import Grouping, greedy
-from weft.plan.online import Plans, Policy, ratios
-from weft.plan.roster import Roster, assemble, home
+from weft.plan.heads import Groups, greedy
 from weft.plan.split import whole
 from weft.plan.strategies import parse
 from weft.schedule.usp import usp
@@ -25,7 +25,7 @@ from weft.schedule.usp import usp
 PAST = 1.10  # the mean ratio of all layers with which db-SP plans them anew
 
 
-def snake(loads: npt.ArrayLike, groups: int) -> Grouping:
+def snake(loads: npt.ArrayLike, groups: int) -> Groups:
     """xDiT's deal: the sorted heads go round the groups forwards, then backwards, and so on."""
     dealt: list[list[int]] = [[] for _ in range(groups)]
     for place, head in enumerate(np.argsort(-np.asarray(loads), kind="stable").tolist()):
@@ -34,14 +34,14 @@ def snake(loads: npt.ArrayLike, groups: int) -> Grouping:
     return tuple(tuple(sorted(group)) for group in dealt)
 
 
-def dbsp_schedule(deals: Deals, way: str) -> Schedule:
+def dbsp_schedule(balancer: Balancer, way: str) -> Schedule:
     """Equal counts of heads by greedy, then db-SP's biased greedy on blocks, reward 2."""
-    problem, mask, strategy = deals.problem, deals.mask, parse(way, deals.problem.ranks)
-    shares = whole(greedy(head_loads(mask, deals.cost), strategy.ulysses))
+    problem, mask, strategy = balancer.problem, balancer.mask, parse(way, balancer.problem.ranks)
+    shares = whole(greedy(head_loads(mask, balancer.cost), strategy.ulysses))
     homes = home(problem.q, mask.block_q, strategy.mesh), home(problem.kv, mask.block_k, strategy.mesh)
-    rows, cols = dbsp_blocks(deals.tiles(shares), strategy.ring, *homes)
-    roster = Roster(shares, rows, cols, mask.block_q, mask.block_k)
-    return usp(problem, mask, strategy.mesh, assemble(problem, mask, strategy.mesh, roster), name="db-SP")
+    rows, cols = dbsp_blocks(balancer.tiles(shares), strategy.ring, *homes)
+    assignment = Assignment(shares, rows, cols, mask.block_q, mask.block_k)
+    return usp(problem, mask, strategy.mesh, assemble(problem, mask, strategy.mesh, assignment), name="db-SP")
 
 
 def dbsp_blocks(
@@ -83,7 +83,7 @@ def _biased(loads: IntArray, homes: IntArray, ring: int, reward: int) -> IntArra
 class DbspPolicy:
     """db-SP's way through a denoising loop: all layers anew once their mean ratio is past `PAST`."""
 
-    def __init__(self, plans: Sequence[Grouping]) -> None:
+    def __init__(self, plans: Sequence[Groups]) -> None:
         self.plans: Plans = tuple(plans)
 
     def observe(self, counts: IntArray) -> Plans:

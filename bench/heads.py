@@ -19,13 +19,13 @@ from statistics import median
 
 import numpy as np
 import numpy.typing as npt
+from weft.plan.online import Online, Policy
 
 from bench.deals import DbspPolicy, replay, snake
 from bench.rows import Row
 from weft.plan.balance import bound, ratio
-from weft.plan.heads import Grouping, greedy, group_loads, natural, refined
-from weft.plan.online import Online, Policy
-from weft.plan.split import share_loads, split
+from weft.plan.heads import Groups, greedy, group_loads, natural, refined
+from weft.plan.split import part_loads, split
 
 TRACE = Path(__file__).parents[2] / "shared" / "data" / "wan_sparge_head_blocks.npz"
 RANKS = 8
@@ -36,7 +36,7 @@ UNIT = "‰ of mean load"
 WINDOWS = (45, 45, 60, 30, 50, 27)  # of 300 tiles: the windows of STA
 Number = float | np.floating
 Counts = npt.NDArray[np.int64]
-Deal = Callable[[Counts, int], Grouping]
+Assigned = Callable[[Counts, int], Groups]
 
 
 def rows(quick: bool, trace: Path = TRACE) -> list[Row]:  # noqa: FBT001 - bench.planner calls it so
@@ -53,7 +53,7 @@ def known(counts: Counts) -> list[Row]:
     """Every layer of every step planned from its own counts."""
     layers = counts.reshape(-1, counts.shape[-1])
 
-    def grade(deal: Deal) -> list[float]:
+    def grade(deal: Assigned) -> list[float]:
         return [ratio(group_loads(deal(layer, RANKS), layer)) for layer in layers]
 
     ours, theirs, dealt = grade(refined), grade(greedy), grade(snake)
@@ -101,7 +101,7 @@ def splitting(draws: int) -> list[Row]:
         tiles[(rng.random(24) < 0.1) | (np.arange(24) == rng.integers(24))] = 300
         table = np.repeat(tiles[:, None], 300, axis=1)
         shares = split(table, RANKS)
-        ours.append(ratio(share_loads(shares, table)))
+        ours.append(ratio(part_loads(shares, table)))
         cuts.append(sum(len(group) for group in shares) - 24)
         equal.append(ratio(group_loads(greedy(tiles, RANKS), tiles)))
         free.append(ratio(group_loads(refined(tiles, RANKS), tiles)))
@@ -133,7 +133,7 @@ def times(counts: Counts) -> list[Row]:
     ]
 
 
-def _planned(prior: npt.NDArray[np.float64]) -> list[Grouping]:
+def _planned(prior: npt.NDArray[np.float64]) -> list[Groups]:
     return [refined(layer, RANKS, equal=True) for layer in np.rint(prior).astype(np.int64)]
 
 

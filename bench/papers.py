@@ -34,7 +34,7 @@ from weft.core.topology import Topology
 from weft.masks.grid import TokenGrid
 from weft.masks.random import random_mask
 from weft.masks.spec import mask_from_spec
-from weft.plan.balanced import Deals
+from weft.plan.balanced import Balancer
 from weft.plan.choose import build
 from weft.schedule.measure import attend_works
 from weft.schedule.measure import measure as measure_schedule
@@ -111,10 +111,13 @@ def _layer(name: str, law: str, seed: int, times: Times) -> None:
     mask = mask_from_spec(paper.LAWS[law], heads=size.heads, grid=tokens, block=BLOCK, seed=seed)
     for ranks, ways in {1: ("usp:1x1",), **paper.WAYS}.items():
         problem = problem_of(size, math.prod(grid), ranks, text=size.text)
-        deals = Deals(problem, mask, Topology.local(ranks))
+        balancer = Balancer(problem, mask, Topology.local(ranks))
         best: Times = defaultdict(list)
         for way in ways[:1] if law == "sparge" else ways:
-            for balance, schedule in (("", build(way, problem, mask)), ("db-SP", dbsp_schedule(deals, way))):
+            for balance, schedule in (
+                ("", build(way, problem, mask)),
+                ("db-SP", dbsp_schedule(balancer, way)),
+            ):
                 works = attend_works(schedule)
                 for device in ("a800", "h800"):
                     seconds = simulate(schedule, machine(f"{ranks}x{device}"), works).seconds

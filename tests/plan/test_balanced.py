@@ -9,7 +9,7 @@ from weft.core.problem import Problem
 from weft.core.topology import Topology
 from weft.masks.random import random_mask
 from weft.plan.balance import ratio
-from weft.plan.balanced import Deals
+from weft.plan.balanced import Balancer
 from weft.plan.choose import build
 from weft.plan.strategies import parse
 from weft.schedule.measure import measure
@@ -56,16 +56,16 @@ def test_uneven_dense_heads_are_split_too():
 
 def test_heads_that_are_even_in_order_stay_in_order():
     mask = BlockMask.from_tiles(np.tile(np.eye(16), (6, 1, 1)), q_len=256, kv_len=256, block_q=16)
-    deals = Deals(of(4, 256, 6), mask, Topology.local(4))
-    assert deals.shares(2, by_load=True) == deals.shares(2, by_load=False)
+    balancer = Balancer(of(4, 256, 6), mask, Topology.local(4))
+    assert balancer.heads(2, by_load=True) == balancer.heads(2, by_load=False)
 
 
 def test_the_bound_of_whole_heads_holds_in_front_of_a_ring_too():
     tiles = np.zeros((3, 16, 16), dtype=bool)
     tiles[0], tiles[1:, 0] = True, True
     mask = BlockMask.from_tiles(tiles, q_len=256, kv_len=256, block_q=16)
-    deals = Deals(of(4, 256, 3), mask, Topology.local(4))
-    bounds = {name: deals.bound(parse(name, 4)) for name in ("usp:2x2", "usp:2x2+cuts", "ring")}
+    balancer = Balancer(of(4, 256, 3), mask, Topology.local(4))
+    bounds = {name: balancer.bound(parse(name, 4)) for name in ("usp:2x2", "usp:2x2+cuts", "ring")}
     assert bounds == {"usp:2x2": pytest.approx(16 / 9), "usp:2x2+cuts": 1.0, "ring": 1.0}
 
 
@@ -73,11 +73,11 @@ def test_seconds_of_a_deal_add_up_to_the_work_of_its_schedule():
     mask = random_mask(5, 203, 203, block=16, density=0.4, seed=3)
     topology = Topology(devices=6, flops=1e9, tile_seconds=1e-6)
     problem = of(6, 203, 5)
-    deals = Deals(problem, mask, topology)
+    balancer = Balancer(problem, mask, topology)
     for name in ("usp:2x3", "usp:2x3+balanced", "ring+cuts"):
         strategy = parse(name, 6)
         work = measure(build(name, problem, mask, topology)).work
-        pairs = deals.deal(strategy).seconds.sum(axis=2)
+        pairs = balancer.assign(strategy).seconds.sum(axis=2)
         assert pairs.sum() == pytest.approx(sum(work) * 4 * 8 / 1e9 + int(mask.tiles.sum()) * 1e-6, rel=1e-2)
         ranks = [strategy.mesh.coordinate(rank) for rank in range(6)]
         mine = [pairs[at.get("ulysses", 0), at.get("ring", 0)] for at in ranks]

@@ -10,7 +10,7 @@ from weft.core.errors import InputError
 from weft.core.indices import Indices
 from weft.plan.balance import bound, ratio
 from weft.plan.heads import greedy, group_loads, improve, natural, refined
-from weft.plan.split import Share, share_loads, split, whole
+from weft.plan.split import HeadPart, part_loads, split, whole
 
 some_loads = st.lists(st.integers(0, 50) | st.integers(0, 10**9), max_size=26)
 some_groups = st.integers(1, 9)
@@ -153,8 +153,8 @@ def test_shares_cover_every_head_and_row_once(table, groups):
             done[share.head, slice(None) if share.rows is None else share.rows.array] += 1
     assert len(shares) == groups
     assert (done == 1).all()
-    assert share_loads(shares, table).sum() == table.sum()
-    assert share_loads(shares, table).max() >= table.sum() / groups
+    assert part_loads(shares, table).sum() == table.sum()
+    assert part_loads(shares, table).max() >= table.sum() / groups
     assert shares == split(table, groups)
 
 
@@ -162,7 +162,7 @@ def test_shares_cover_every_head_and_row_once(table, groups):
 def test_cutting_is_never_worse_than_whole_heads_and_takes_few_cuts(table, groups):
     shares = split(table, groups)
     uncut = refined(table.sum(axis=1), groups)
-    assert share_loads(shares, table).max() <= group_loads(uncut, table.sum(axis=1)).max()
+    assert part_loads(shares, table).max() <= group_loads(uncut, table.sum(axis=1)).max()
     assert sum(len(group) for group in shares) <= table.shape[0] + 2 * groups + 1
 
 
@@ -176,7 +176,7 @@ def test_heads_that_balance_whole_are_not_cut():
 def test_fewer_heads_than_ranks_fill_all_ranks(heads, groups):
     table = np.random.default_rng(heads).integers(50, 100, (heads, 592))
     shares = split(table, groups)
-    assert ratio(share_loads(shares, table)) <= 1.03
+    assert ratio(part_loads(shares, table)) <= 1.03
     assert sum(len(group) for group in shares) <= heads + groups
 
 
@@ -186,7 +186,7 @@ def test_dense_heads_among_windows_are_cut_and_no_others():
     table = np.repeat(tiles[:, None], 300, axis=1)
     shares = split(table, 8)
     cut = [share.head for group in shares for share in group if share.rows is not None]
-    assert ratio(share_loads(shares, table)) <= 1.03 < 1.4 < grade(refined(table.sum(axis=1), 8), tiles)
+    assert ratio(part_loads(shares, table)) <= 1.03 < 1.4 < grade(refined(table.sum(axis=1), 8), tiles)
     assert sorted(set(cut)) == [5, 17] and len(cut) == 4
 
 
@@ -194,17 +194,17 @@ def test_cuts_end_where_rows_are_too_coarse():
     table = np.random.default_rng(0).integers(1, 1000, (5, 112))
     assert sum(len(group) for group in split(table, 8, enough=1.0)) <= 5 + 2 * 8 + 1
     coarse = np.array([[14, 11, 1], [20, 9, 7], [9, 16, 8]])  # the last cut makes it worse
-    assert share_loads(split(coarse, 4), coarse).max() == 25
+    assert part_loads(split(coarse, 4), coarse).max() == 25
 
 
 def test_one_row_with_all_the_work_cannot_be_cut():
     table = np.zeros((2, 9), dtype=int)
     table[0, 4] = 7
-    assert share_loads(split(table, 3), table).max() == 7
+    assert part_loads(split(table, 3), table).max() == 7
     assert sum(len(group) for group in split(table, 3)) == 2
 
 
 def test_shares_are_values():
-    shares = (Share(3), Share(4, Indices.span(2, 5)))
+    shares = (HeadPart(3), HeadPart(4, Indices.span(2, 5)))
     assert loads(dumps(shares)) == shares
-    assert whole(((1, 0), ())) == ((Share(1), Share(0)), ())
+    assert whole(((1, 0), ())) == ((HeadPart(1), HeadPart(0)), ())

@@ -10,7 +10,7 @@ from weft.core.mask import BlockMask
 from weft.core.problem import Problem
 from weft.core.schedule import Schedule
 from weft.core.topology import Host, Link, Topology
-from weft.plan.balanced import Deals
+from weft.plan.balanced import Balancer
 from weft.plan.choose import build, choose
 from weft.plan.strategies import parse
 from weft.simulate.clusters import cluster
@@ -86,9 +86,9 @@ def test_the_closed_form_and_the_cheap_predictor_count_the_same_launches(name):
     topology = devices(4, 8, host=GPU_HOST)
     plan = schedule(name, topology)
     found = simulate(plan, topology).seconds
-    deals = Deals(plan.attention[0], plan.attention[1], topology)
+    balancer = Balancer(plan.attention[0], plan.attention[1], topology)
     strategy = parse(name, 32)
-    guessed = strategy.estimate(plan.attention[0], topology, deals.deal(strategy))
+    guessed = strategy.estimate(plan.attention[0], topology, balancer.assign(strategy))
     assert guessed == pytest.approx(found, rel=0.12)
     assert critical_path(plan, topology).seconds == pytest.approx(found, rel=0.12)
 

@@ -28,7 +28,7 @@ from weft.models.producers import Method, Producer, Where
 from weft.models.scores import kept_mass, sample
 from weft.plan import strategies
 from weft.plan.balance import ratio
-from weft.plan.balanced import Deals
+from weft.plan.balanced import Balancer
 from weft.plan.choose import Plan, choose
 from weft.plan.counts import head_loads
 from weft.plan.strategy import Strategy
@@ -246,9 +246,9 @@ def imbalance(problem: Problem, mask: BlockMask, plan: str | Plan | Schedule) ->
         work = measure(plan.schedule if isinstance(plan, Plan) else plan).imbalance
         return work, work
     strategy = strategies.parse(plan, problem.ranks)
-    deals = Deals(problem, mask, topology_for(None, problem.ranks))
+    balancer = Balancer(problem, mask, topology_for(None, problem.ranks))
     ways = (replace(strategy, balance="none"), strategy)
-    before, after = (ratio(deals.deal(way).seconds.sum(axis=2)) for way in ways)
+    before, after = (ratio(balancer.assign(way).seconds.sum(axis=2)) for way in ways)
     return before, after
 
 

@@ -1,6 +1,6 @@
 """Balanced partitions: heads dealt by load (and split, where one is too heavy), then blocks by ring step.
 
-`Deals` makes and remembers them for one attention, with what the closed form wants to know of each.
+`Balancer` makes and remembers them for one attention, with what the closed form wants to know of each.
 """
 
 from __future__ import annotations
@@ -14,25 +14,28 @@ from weft.core.mask import BlockMask
 from weft.core.mesh import Mesh
 from weft.core.problem import Problem
 from weft.core.topology import Topology
-from weft.plan.balance import bound
+from weft.plan.assignment import Assigned, Assignment, check_fit, home
+from weft.plan.balance import bound, ratio, step_ratio
 from weft.plan.blocks import Limits, joint, tile_sums
 from weft.plan.counts import TileCost, head_loads, row_loads, tile_loads
 from weft.plan.cuts import cut
 from weft.plan.heads import natural as in_order
-from weft.plan.partition import natural_roster
-from weft.plan.roster import Deal, Roster, check_fit, home
-from weft.plan.split import Shares, share_loads, split, whole
+from weft.plan.partition import natural_assignment
+from weft.plan.split import Heads, part_loads, split, whole
 from weft.plan.strategy import Strategy
 
 PAIR = 16  # the cost of a token pair; a tile's fixed cost is rounded to sixteenths of it
 GOOD = 1.02  # splitting a head sends its keys once more: not for less than this
+GOOD_HEADS = 1.003  # of masks that change: a step's forecast is nearer than that
+DRIFT = 1.003  # of heads: assigning them anew moves nothing that would not move anyway
+DRIFT_BLOCKS = 1.015  # of ring steps: blocks that stay at home need not be sent
 LIMITS = Limits(cap=1.1)  # a little more room than the default: with few blocks a swap moves much
 BY_LOAD = ("balanced", "cuts")  # the balances that deal heads by load, and split them
 DENSE_UNITS = 256  # where the mask sets no blocks, rows are cut into so many
 
 
-class Deals:
-    """The partitions of one attention by strategy; equal parts of their work are done once."""
+class Balancer:
+    """The assignments of one attention by strategy; equal parts of the work are done once."""
 
     def __init__(self, problem: Problem, mask: BlockMask, topology: Topology) -> None:
         check_fit(problem, mask, Mesh.of(ring=problem.ranks))
@@ -43,9 +46,9 @@ class Deals:
             pair=PAIR, tile=round(PAIR * problem.batch * topology.tile_seconds / pair_seconds)
         )
         self._unit_seconds = pair_seconds / PAIR
-        self._shares: dict[int, Shares] = {}
-        self._tiles: dict[Shares, IntArray] = {}
-        self._deals: dict[tuple[Mesh, str], Deal] = {}
+        self._heads: dict[int, Heads] = {}
+        self._tiles: dict[Heads, IntArray] = {}
+        self._assigned: dict[tuple[Mesh, str], Assigned] = {}
 
     @cached_property
     def grid(self) -> BlockMask:
@@ -59,61 +62,92 @@ class Deals:
     def row_loads(self) -> IntArray:
         return row_loads(self.grid, self.cost)
 
-    def deal(self, strategy: Strategy) -> Deal:
-        """The deal of a strategy; what travels does not matter to it, the place of the axes does."""
+    def assign(self, strategy: Strategy) -> Assigned:
+        """Assign by a strategy; what travels does not matter to it, the place of the axes does."""
         key = strategy.mesh_on(self.topology), strategy.balance
-        if key not in self._deals:
-            self._deals[key] = self._deal(strategy)
-        return self._deals[key]
+        if key not in self._assigned:
+            self._assigned[key] = self.cost_of(strategy, self._assign(strategy))
+        return self._assigned[key]
 
-    def _deal(self, strategy: Strategy) -> Deal:
+    def _assign(self, strategy: Strategy) -> Assignment:
         mesh, grid = strategy.mesh_on(self.topology), self.grid
-        shares = self.shares(strategy.ulysses, by_load=strategy.balance in BY_LOAD)
-        at_home = home(self.problem.q, grid.block_q, mesh), home(self.problem.kv, grid.block_k, mesh)
-        rows, cols = (np.broadcast_to(x, (strategy.ulysses, x.size)) for x in at_home)
-        # Where blocks stay whole rows of a slice, heads are all there is to add up.
-        tiles = self.tiles(shares) if strategy.ring > 1 else self.slices(shares)
-        if strategy.ring > 1 and strategy.balance == "balanced":
-            rows, cols = joint(tiles, strategy.ring, *at_home, limits=LIMITS)
-        elif strategy.ring > 1 and strategy.balance == "cuts":
-            rows = np.broadcast_to(cut(tiles.sum(axis=(0, 2)), strategy.ring), rows.shape)
-        roster = Roster(shares, rows, cols, grid.block_q, grid.block_k)
         if strategy.balance == "none":
-            roster = natural_roster(self.problem, self.mask, mesh)
-        moved = tuple(float((now != there).mean()) for now, there in zip((rows, cols), at_home, strict=True))
-        sums = tile_sums(tiles, rows, cols, strategy.ring) if strategy.ring > 1 else tiles
-        seconds = sums.astype(np.float64) * self._unit_seconds
-        return Deal(roster, seconds, (moved[0], moved[1]), _needed(tiles, rows, cols, strategy.ring))
+            return natural_assignment(self.problem, self.mask, mesh)
+        heads = self.heads(strategy.ulysses, by_load=strategy.balance in BY_LOAD)
+        rows, cols = (np.broadcast_to(x, (strategy.ulysses, x.size)) for x in self._home(mesh))
+        if strategy.ring > 1 and strategy.balance == "balanced":
+            rows, cols = joint(self.tiles(heads), strategy.ring, *self._home(mesh), limits=LIMITS)
+        elif strategy.ring > 1 and strategy.balance == "cuts":
+            rows = np.broadcast_to(cut(self.tiles(heads).sum(axis=(0, 2)), strategy.ring), rows.shape)
+        return Assignment(heads, rows, cols, grid.block_q, grid.block_k)
 
-    def shares(self, groups: int, *, by_load: bool) -> Shares:
+    def renew(self, strategy: Strategy, now: Assignment, expected: IntArray | None = None) -> Assignment:
+        """Assign anew where `now` has drifted out of balance on this mask; what fits stays where it is.
+
+        `expected` are loads [heads] of the step to come, if they are known better than by this mask.
+        """
+        loads = self.row_loads
+        if expected is not None:
+            scale = expected / np.maximum(1, loads.sum(axis=1))
+            loads = np.rint(loads * (scale / scale.min())[:, None]).astype(np.int64)
+        heads = now.heads
+        if ratio(part_loads(heads, loads)) > DRIFT:
+            better = split(loads, strategy.ulysses, enough=GOOD_HEADS)
+            if part_loads(better, loads).max() < part_loads(heads, loads).max():
+                heads = better
+        rows, cols = now.rows, now.cols
+        if strategy.ring > 1:
+            tiles = self.tiles(heads)
+            if step_ratio(tile_sums(tiles, rows, cols, strategy.ring)) > DRIFT_BLOCKS:
+                at_home = self._home(strategy.mesh_on(self.topology))
+                rows, cols = joint(tiles, strategy.ring, *at_home, limits=LIMITS, start=(rows, cols))
+        found = Assignment(heads, rows, cols, now.q_unit, now.kv_unit)
+        return now if found == now else found
+
+    def cost_of(self, strategy: Strategy, assignment: Assignment) -> Assigned:
+        """What an assignment costs on this mask, whichever mask it was made for."""
+        mesh, ring = strategy.mesh_on(self.topology), strategy.ring
+        heads, rows, cols = assignment.heads, assignment.rows, assignment.cols
+        at_home = self._home(mesh)
+        if strategy.balance == "none":  # in units of the mask, though tokens of dense ones are not
+            rows, cols = (np.broadcast_to(x, (strategy.ulysses, x.size)) for x in at_home)
+        # Where blocks stay whole rows of a slice, heads are all there is to add up.
+        tiles = self.tiles(heads) if ring > 1 else part_loads(heads, self.row_loads)[:, None, None]
+        moved = tuple(float((now != there).mean()) for now, there in zip((rows, cols), at_home, strict=True))
+        sums = tile_sums(tiles, rows, cols, ring) if ring > 1 else tiles
+        seconds = sums.astype(np.float64) * self._unit_seconds
+        return Assigned(assignment, seconds, (moved[0], moved[1]), _needed(tiles, rows, cols, ring))
+
+    def _home(self, mesh: Mesh) -> tuple[IntArray, IntArray]:
+        """The ring coordinates that hold the blocks of queries and of keys."""
+        grid = self.grid
+        return home(self.problem.q, grid.block_q, mesh), home(self.problem.kv, grid.block_k, mesh)
+
+    def heads(self, groups: int, *, by_load: bool) -> Heads:
         """The heads of each Ulysses coordinate, in order or by load; a head is split where that pays."""
         plain = whole(in_order(self.problem.heads, groups))
         if not by_load:
             return plain
-        if groups not in self._shares:
+        if groups not in self._heads:
             loads = self.row_loads
-            dealt = split(loads, groups, enough=GOOD)
+            better = split(loads, groups, enough=GOOD)
             # Equally good is the same plan: it is not built and listed twice.
-            better = share_loads(dealt, loads).max() < share_loads(plain, loads).max()
-            self._shares[groups] = dealt if better else plain
-        return self._shares[groups]
+            is_better = part_loads(better, loads).max() < part_loads(plain, loads).max()
+            self._heads[groups] = better if is_better else plain
+        return self._heads[groups]
 
-    def slices(self, shares: Shares) -> IntArray:
-        """[slices, 1, 1] of cost."""
-        return share_loads(shares, self.row_loads)[:, None, None]
-
-    def tiles(self, shares: Shares) -> IntArray:
+    def tiles(self, heads: Heads) -> IntArray:
         """[slices, q units, kv units] of cost."""
-        if shares not in self._tiles:
-            whole = [[share.head for share in group if share.rows is None] for group in shares]
-            found = tile_loads(self.grid, whole, self.cost)
-            for slice_, group in enumerate(shares):
-                for share in group:
-                    if share.rows is not None:
-                        part = tile_loads(self.grid, [[share.head]], self.cost)[0]
-                        found[slice_, share.rows.array] += part[share.rows.array]
-            self._tiles[shares] = found
-        return self._tiles[shares]
+        if heads not in self._tiles:
+            uncut = [[part.head for part in group if part.rows is None] for group in heads]
+            found = tile_loads(self.grid, uncut, self.cost)
+            for slice_, group in enumerate(heads):
+                for part in group:
+                    if part.rows is not None:
+                        loads = tile_loads(self.grid, [[part.head]], self.cost)[0]
+                        found[slice_, part.rows.array] += loads[part.rows.array]
+            self._tiles[heads] = found
+        return self._tiles[heads]
 
     def bound(self, strategy: Strategy) -> float:
         """The least imbalance: whole heads have a bound, blocks and split heads hardly any."""

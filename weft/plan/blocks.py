@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,49 +18,8 @@ from weft.core.errors import InputError
 from weft.core.indices import IntArray, split_evenly
 from weft.plan.refine import Side, refine
 
-
-class Dealt(NamedTuple):
-    """The ring coordinate of each block, per slice."""
-
-    rows: IntArray
-    cols: IntArray
-
-
-@value
-@dataclass(frozen=True, eq=False)
-class Placement:
-    """An assignment that is kept: through a loop, on disk, and in a schedule."""
-
-    ring: int
-    rows: npt.NDArray[np.integer[Any]]
-    cols: npt.NDArray[np.integer[Any]]
-
-    def __post_init__(self) -> None:
-        for name, groups in (("rows", self.rows), ("cols", self.cols)):
-            if groups.ndim != 2 or groups.dtype.kind not in "iu" or len(groups) != len(self.rows):
-                raise InputError(
-                    f"The {name} of a placement are {groups.dtype} of shape {groups.shape}.",
-                    hint="Give integers [slices, blocks], for as many slices in rows and in cols.",
-                )
-            _checked(groups, groups.shape, self.ring)
-            object.__setattr__(self, name, groups.astype(np.uint16))
-
-    @staticmethod
-    def at_home(slices: int, rows: npt.ArrayLike, cols: npt.ArrayLike, ring: int) -> Placement:
-        """Nothing moves: all slices have the homes [blocks] as their rows and columns."""
-        return Placement(ring, np.tile(rows, (slices, 1)), np.tile(cols, (slices, 1)))
-
-    @property
-    def dealt(self) -> Dealt:
-        return Dealt(self.rows.astype(np.int64), self.cols.astype(np.int64))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Placement) and all(
-            map(np.array_equal, (self.ring, self.rows, self.cols), (other.ring, other.rows, other.cols))
-        )
-
-    def __hash__(self) -> int:
-        return hash((self.ring, self.rows.tobytes(), self.cols.tobytes()))
+Blocks = tuple[IntArray, IntArray]
+"""The ring coordinate of each q block and of each kv block, per slice."""
 
 
 @value
@@ -109,22 +67,22 @@ def joint(
     home_cols: npt.ArrayLike | None = None,
     *,
     limits: Limits = LIMITS,
-    start: tuple[IntArray, IntArray] | None = None,
-) -> Dealt:
+    start: Blocks | None = None,
+) -> Blocks:
     """Rows and columns swapped together until every ring step is even, within `limits`; see `refine`.
 
     It begins with `start`, if that is within the budget, else with everything at home, and never ends with
     a larger step ratio than it began with. Slices have their own permutations.
     """
     homes = _homes(tile_loads, ring, home_rows, home_cols)
-    began = Dealt(*(np.tile(home, (len(tile_loads), 1)) for home in homes))
+    began: Blocks = np.tile(homes[0], (len(tile_loads), 1)), np.tile(homes[1], (len(tile_loads), 1))
     if start is not None:
         began = _begin(began, start, ring, limits.budget)
     if ring == 1:
         return began
-    by_cols = _over_cols(tile_loads, began.cols, ring)
-    by_rows = _over_rows(tile_loads, began.rows, ring)
-    tiles = np.ascontiguousarray(_over_cols(by_rows, began.cols, ring).swapaxes(1, 2))
+    by_cols = _over_cols(tile_loads, began[1], ring)
+    by_rows = _over_rows(tile_loads, began[0], ring)
+    tiles = np.ascontiguousarray(_over_cols(by_rows, began[1], ring).swapaxes(1, 2))
     rows, cols = (
         Side(load, sums, now, home, limits.cap, limits.budget)
         for load, sums, now, home in zip(
@@ -134,12 +92,12 @@ def joint(
     # A slice whose heads weigh more than the target allows is still made even in itself.
     mean = tiles.sum(axis=(1, 2)) / ring
     goals = np.maximum(limits.target * mean.mean(), (limits.target + 1) / 2 * mean).astype(np.int64)
-    return Dealt(*refine(rows, cols, tiles, goals))
+    return refine(rows, cols, tiles, goals)
 
 
-def _begin(home: Dealt, start: tuple[IntArray, IntArray], ring: int, budget: float) -> Dealt:
+def _begin(home: Blocks, start: Blocks, ring: int, budget: float) -> Blocks:
     """The start, or home where the start has more away from it than the budget allows."""
-    given = Dealt(*(_checked(now, at.shape, ring) for now, at in zip(start, home, strict=True)))
+    given = _checked(start[0], home[0].shape, ring), _checked(start[1], home[1].shape, ring)
     moved = ((now != at).sum(axis=1).max() for now, at in zip(given, home, strict=True))
     allowed = (int(budget * at.shape[1]) for at in home)
     return given if all(map(operator.le, moved, allowed)) else home

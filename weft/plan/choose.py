@@ -10,12 +10,9 @@ from weft.core.mask import BlockMask
 from weft.core.problem import Problem
 from weft.core.schedule import Op, Schedule
 from weft.core.topology import Topology
-from weft.plan.balanced import Deals
-from weft.plan.blocks import Placement
-from weft.plan.heads import Grouping, natural
-from weft.plan.partition import natural_roster, zigzag
-from weft.plan.roster import Roster, assemble
-from weft.plan.split import whole
+from weft.plan.assignment import Assignment, assemble
+from weft.plan.balanced import Balancer
+from weft.plan.partition import zigzag
 from weft.plan.strategies import kinds, parse
 from weft.plan.strategy import Strategy, factors
 from weft.program.workspace import peak_memory
@@ -111,54 +108,38 @@ def build(
     mask: BlockMask,
     topology: Topology | None = None,
     *,
-    grouping: Grouping | None = None,
-    blocks: Placement | None = None,
+    assignment: Assignment | None = None,
 ) -> Schedule:
     """A schedule by its strategy's name: ulysses, ring, zigzag, gather, usp:UxR, …+balanced, …+cuts.
 
-    `auto` is the planner's choice. `grouping` gives the heads of each Ulysses coordinate, and `blocks` the
-    ring coordinate of each block of theirs, as `plan.online` keeps them through a loop.
+    `auto` is the planner's choice. `assignment` says which rank takes which heads and blocks, in place
+    of what the strategy's balance would make of this mask.
     """
-    if name == "auto" and grouping is None and blocks is None:
+    if name == "auto" and assignment is None:
         return choose(problem, mask, topology).schedule
     strategy = parse(name, problem.ranks)
-    deals = Deals(problem, mask, topology or Topology.local(problem.ranks))
-    if grouping is None and blocks is None:
-        return _build(strategy, deals)
-    grouping = natural(problem.heads, strategy.ulysses) if grouping is None else grouping
-    heads = sorted(head for group in grouping for head in group)
-    if len(grouping) != strategy.ulysses or heads != list(range(problem.heads)) or strategy.balance != "none":
+    balancer = Balancer(problem, mask, topology or Topology.local(problem.ranks))
+    if assignment is None:
+        return _build(strategy, balancer)
+    if not assignment.fits(problem, mask, strategy):
         raise InputError(
-            f"A grouping of {len(heads)} heads in {len(grouping)} groups does not fit {name}.",
-            hint=f"Give each of {problem.heads} heads once, in {strategy.ulysses} groups, and no +balance.",
+            f"The assignment does not fit {name}, {problem.heads} heads and {mask}.",
+            hint="It has each head and each block of the mask once.",
         )
-    roster = natural_roster(problem, mask, strategy.mesh_on(deals.topology))
-    roster = replace(roster, shares=whole(grouping))
-    return _schedule(strategy, deals, roster if blocks is None else _placed(roster, blocks, strategy))
+    return _schedule(strategy, balancer, assignment)
 
 
-def _placed(roster: Roster, blocks: Placement, strategy: Strategy) -> Roster:
-    given = blocks.ring, blocks.rows.shape, blocks.cols.shape
-    wanted = strategy.ring, roster.rows.shape, roster.cols.shape
-    if given != wanted:
-        raise InputError(
-            "Blocks for a ring of {}, of shapes {} and {}, ".format(*given) + f"do not fit {strategy}.",
-            hint="Here it has {} ranks, and blocks of shapes {} and {}.".format(*wanted),
-        )
-    return replace(roster, rows=blocks.dealt.rows, cols=blocks.dealt.cols)
-
-
-def _build(strategy: Strategy, deals: Deals) -> Schedule:
+def _build(strategy: Strategy, balancer: Balancer) -> Schedule:
     if strategy.balance == "zigzag":
-        mesh = strategy.mesh_on(deals.topology)
-        partition = zigzag(deals.problem, deals.mask, mesh)
-        return strategy.build(deals.problem, deals.mask, partition, deals.topology)
-    return _schedule(strategy, deals, deals.deal(strategy).roster)
+        mesh = strategy.mesh_on(balancer.topology)
+        partition = zigzag(balancer.problem, balancer.mask, mesh)
+        return strategy.build(balancer.problem, balancer.mask, partition, balancer.topology)
+    return _schedule(strategy, balancer, balancer.assign(strategy).assignment)
 
 
-def _schedule(strategy: Strategy, deals: Deals, roster: Roster) -> Schedule:
-    partition = assemble(deals.problem, deals.mask, strategy.mesh_on(deals.topology), roster)
-    return strategy.build(deals.problem, deals.mask, partition, deals.topology)
+def _schedule(strategy: Strategy, balancer: Balancer, assignment: Assignment) -> Schedule:
+    partition = assemble(balancer.problem, balancer.mask, strategy.mesh_on(balancer.topology), assignment)
+    return strategy.build(balancer.problem, balancer.mask, partition, balancer.topology)
 
 
 def usp_names(ranks: int) -> list[str]:
@@ -185,10 +166,12 @@ def choose(problem: Problem, mask: BlockMask, topology: Topology | None = None) 
         raise InputError(
             f"The topology {topology.name} has {topology.ranks} ranks, the tensors lie on {problem.ranks}."
         )
-    deals = Deals(problem, mask, topology)
+    balancer = Balancer(problem, mask, topology)
     guessed: list[tuple[float, Strategy]] = []
     for strategy in candidates(problem, mask, topology):
-        ways = [(way.estimate(problem, topology, deals.deal(way)), way) for way in strategy.tuned(topology)]
+        ways = [
+            (way.estimate(problem, topology, balancer.assign(way)), way) for way in strategy.tuned(topology)
+        ]
         guessed.append(min(ways, key=lambda item: item[0]))  # of equal ones the first
     guessed.sort(key=lambda item: item[0])  # stable: equal guesses stay in the order of the list
     built: dict[tuple[Op, ...], tuple[Strategy, Schedule]] = {}
@@ -201,20 +184,20 @@ def choose(problem: Problem, mask: BlockMask, topology: Topology | None = None) 
             left_out.append((str(strategy), guess))
             continue
         # Where nothing is out of balance, names coincide; most of them before anything is built.
-        key = replace(strategy, balance=""), deals.deal(strategy).roster.key
+        key = replace(strategy, balance=""), balancer.assign(strategy).assignment
         if key not in seen:
             seen.add(key)
-            schedule = _build(strategy, deals)
+            schedule = _build(strategy, balancer)
             built.setdefault(schedule.ops, (strategy, schedule))
-    timed = {ops: _option(strategy, schedule, deals) for ops, (strategy, schedule) in built.items()}
+    timed = {ops: _option(strategy, schedule, balancer) for ops, (strategy, schedule) in built.items()}
     best = min(timed.values(), key=_worth).strategy
     # How much a torus puts off is finer than a closed form sees: the best is timed with all and none too.
     ways = best.tuned(topology)
     for way in (way for way in (ways[0], ways[-1]) if way != best):
-        schedule = _build(way, deals)
+        schedule = _build(way, balancer)
         if schedule.ops not in built:
             built[schedule.ops] = way, schedule
-            timed[schedule.ops] = _option(way, schedule, deals)
+            timed[schedule.ops] = _option(way, schedule, balancer)
     ranked = sorted(timed.items(), key=lambda item: _worth(item[1]))
     return Plan(built[ranked[0][0]][1], tuple(option for _, option in ranked), tuple(left_out))
 
@@ -225,8 +208,8 @@ def _worth(option: Option) -> float:
     return option.seconds * reason + RISK * sending
 
 
-def _option(strategy: Strategy, schedule: Schedule, deals: Deals) -> Option:
-    topology, works = deals.topology, attend_works(schedule)
+def _option(strategy: Strategy, schedule: Schedule, balancer: Balancer) -> Option:
+    topology, works = balancer.topology, attend_works(schedule)
     report = measure(schedule, works)
     inside = sum(
         size for (a, b), size in report.link_bytes.items() if topology.machine(a) == topology.machine(b)
@@ -237,6 +220,6 @@ def _option(strategy: Strategy, schedule: Schedule, deals: Deals) -> Option:
         inside,
         report.total_bytes - inside,
         report.imbalance,
-        deals.bound(strategy),
+        balancer.bound(strategy),
         schedule,
     )

@@ -17,8 +17,8 @@ import numpy.typing as npt
 from weft.core.mesh import Mesh
 from weft.core.problem import Problem
 from weft.core.topology import Topology
+from weft.plan.assignment import Assigned
 from weft.plan.balance import step_loads
-from weft.plan.roster import Deal
 from weft.plan.strategy import Strategy
 from weft.simulate.costs import ROW, shared_seconds
 from weft.simulate.critical import COPIES_OF_EXCHANGE
@@ -37,21 +37,23 @@ Middle = Callable[[float, npt.NDArray[np.float64]], tuple[float, float]]
 seconds between scatter and return, and of sending in them."""
 
 
-def scattered(strategy: Strategy, problem: Problem, topology: Topology, deal: Deal, middle: Middle) -> float:
+def scattered(
+    strategy: Strategy, problem: Problem, topology: Topology, cost: Assigned, middle: Middle
+) -> float:
     """scatter + middle + return, for what exchanges heads before and after."""
     slices, ring, mesh, widest = (
         strategy.ulysses,
         strategy.ring,
         strategy.mesh_on(topology),
-        deal.roster.widest,
+        cost.assignment.widest,
     )
-    (q, kv), moved = sizes(problem), moves(problem, deal)
+    (q, kv), moved = sizes(problem), moves(problem, cost)
     swap, copy = (slices - 1) / slices, copy_seconds(topology) * widest
     wide, long = (spread(topology, mesh, axis, widest) for axis in ("ulysses", "ring"))
     scatter = phase(topology, (wide, (q + kv) * swap), (long, sum(moved))) + copy * (q + kv) * (slices > 1)
     back = phase(topology, (wide, q * swap), (long, moved[0])) + copy * q * (slices > 1)
     rows = topology.row_seconds * problem.batch * problem.heads / slices * problem.q.size / ring / ROW
-    steps = step_loads(deal.seconds + (topology.call_seconds + rows) * (deal.seconds > 0))
+    steps = step_loads(cost.seconds + (topology.call_seconds + rows) * (cost.seconds > 0))
     between, sent = middle(kv, steps)
     total = steps.sum(axis=2).ravel().tolist()
     shared = shared_seconds(topology, total, [scatter + back + sent] * problem.ranks)
@@ -64,10 +66,10 @@ def sizes(problem: Problem) -> tuple[float, float]:
     return token * problem.heads * problem.q.size, 2 * token * problem.kv_heads * problem.kv.size
 
 
-def moves(problem: Problem, deal: Deal) -> tuple[float, float]:
+def moves(problem: Problem, cost: Assigned) -> tuple[float, float]:
     """Bytes of a rank's rows and columns that leave home for balance."""
     q, kv = sizes(problem)
-    return q * deal.moved[0], kv * deal.moved[1]
+    return q * cost.moved[0], kv * cost.moved[1]
 
 
 def phase(topology: Topology, *flows: tuple[Way, float]) -> float:

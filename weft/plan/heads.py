@@ -15,19 +15,19 @@ import numpy.typing as npt
 from weft.core.errors import InputError
 from weft.core.indices import IntArray, split_evenly
 
-Grouping = tuple[tuple[int, ...], ...]
+Groups = tuple[tuple[int, ...], ...]
 """The heads of each Ulysses coordinate."""
 
 NEAR = 1024  # closer than a thousandth to the mean is balanced
 PAIRS = 16  # larger groups have single heads enough to choose from
 
 
-def natural(heads: int, groups: int) -> Grouping:
+def natural(heads: int, groups: int) -> Groups:
     """Heads in their order, counts differing by at most one."""
     return tuple(tuple(range(start, stop)) for start, stop in split_evenly(heads, groups))
 
 
-def greedy(loads: npt.ArrayLike, groups: int) -> Grouping:
+def greedy(loads: npt.ArrayLike, groups: int) -> Groups:
     """Heaviest first to the least loaded with a free slot; the first to fill theirs may hold one more.
 
     Where heads divide, it is db-SP's as published.
@@ -49,7 +49,7 @@ def greedy(loads: npt.ArrayLike, groups: int) -> Grouping:
     return _frozen(dealt)
 
 
-def refined(loads: npt.ArrayLike, groups: int, *, equal: bool = False) -> Grouping:
+def refined(loads: npt.ArrayLike, groups: int, *, equal: bool = False) -> Groups:
     """The greedy deal, improved by swaps between pairs of groups; any number of heads on any of groups.
 
     `equal` keeps the counts of heads within one of each other.
@@ -60,7 +60,7 @@ def refined(loads: npt.ArrayLike, groups: int, *, equal: bool = False) -> Groupi
     return improve(greedy(loads, groups), loads, equal=equal)
 
 
-def improve(grouping: Grouping, loads: npt.ArrayLike, *, equal: bool = False) -> Grouping:
+def improve(grouping: Groups, loads: npt.ArrayLike, *, equal: bool = False) -> Groups:
     """Swap heads with the heaviest group until none makes it lighter; a balanced grouping stays as it is.
 
     One swap gives up to two heads for up to two of another group, the lightest asked first.
@@ -78,7 +78,7 @@ def improve(grouping: Grouping, loads: npt.ArrayLike, *, equal: bool = False) ->
     return _frozen(search.groups)
 
 
-def group_loads(grouping: Grouping, loads: npt.ArrayLike) -> IntArray:
+def group_loads(grouping: Groups, loads: npt.ArrayLike) -> IntArray:
     # A group is a handful of heads: plain integers add up faster than an array is made.
     costs: list[int] = np.asarray(loads, dtype=np.int64).tolist()
     return np.array([sum([costs[head] for head in group]) for group in grouping], dtype=np.int64)
@@ -87,7 +87,7 @@ def group_loads(grouping: Grouping, loads: npt.ArrayLike) -> IntArray:
 class _Search:
     """Groups whose heads are swapped, with the loads of all subsets that each could give."""
 
-    def __init__(self, grouping: Grouping, weights: IntArray, *, equal: bool) -> None:
+    def __init__(self, grouping: Groups, weights: IntArray, *, equal: bool) -> None:
         self.groups = [list(group) for group in grouping]
         self.sums: list[int] = group_loads(grouping, weights).tolist()
         self.enough = sum(self.sums) * (NEAR + 1) // (NEAR * len(grouping))
@@ -162,7 +162,7 @@ def _forbidden(mine: int, theirs: int, low: int, high: int) -> npt.NDArray[np.bo
     return found if found.any() else None
 
 
-def _frozen(groups: list[list[int]]) -> Grouping:
+def _frozen(groups: list[list[int]]) -> Groups:
     return tuple(tuple(sorted(group)) for group in groups)
 
 

@@ -10,18 +10,18 @@ from weft.core.mask import BlockMask
 from weft.core.mesh import Mesh
 from weft.core.partition import Partition
 from weft.core.problem import Problem
+from weft.plan.assignment import Assignment, assemble, check_fit, home, replicated
 from weft.plan.heads import natural as in_order
-from weft.plan.roster import Roster, assemble, check_fit, home, replicated
 from weft.plan.split import whole
 
 
 def natural(problem: Problem, mask: BlockMask, mesh: Mesh) -> Partition:
     """Heads are cut evenly over `ulysses`; rows and columns stay with the ring coordinate that holds them."""
     check_fit(problem, mask, mesh)
-    return assemble(problem, mask, mesh, natural_roster(problem, mask, mesh))
+    return assemble(problem, mask, mesh, natural_assignment(problem, mask, mesh))
 
 
-def natural_roster(problem: Problem, mask: BlockMask, mesh: Mesh) -> Roster:
+def natural_assignment(problem: Problem, mask: BlockMask, mesh: Mesh) -> Assignment:
     q_unit, kv_unit = mask.units
     rows, cols = home(problem.q, q_unit, mesh), home(problem.kv, kv_unit, mesh)
     return _alike(problem, mask, mesh, rows, cols)
@@ -44,10 +44,10 @@ def _zigzag(layout: Layout, unit: int, mesh: Mesh) -> IntArray:
     return taker
 
 
-def _alike(problem: Problem, mask: BlockMask, mesh: Mesh, rows: IntArray, cols: IntArray) -> Roster:
+def _alike(problem: Problem, mask: BlockMask, mesh: Mesh, rows: IntArray, cols: IntArray) -> Assignment:
     """The same rows and columns for every slice of heads."""
     slices = mesh.size("ulysses")
-    return Roster(
+    return Assignment(
         whole(in_order(problem.heads, slices)),
         np.broadcast_to(rows, (slices, rows.size)),
         np.broadcast_to(cols, (slices, cols.size)),

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from weft.core.codec import value
 from weft.core.indices import Indices, IntArray
-from weft.plan.heads import Grouping, checked_loads, group_loads, refined
+from weft.plan.heads import Groups, checked_loads, group_loads, refined
 
 Piece = tuple[int, int, int]
 """A head, and the run of its q blocks."""
@@ -20,37 +20,37 @@ Piece = tuple[int, int, int]
 
 @value
 @dataclass(frozen=True)
-class Share:
+class HeadPart:
     """A head of a group, and the q blocks of it; None for all."""
 
     head: int
     rows: Indices | None = None
 
 
-Shares = tuple[tuple[Share, ...], ...]
-"""The shares of each Ulysses coordinate."""
+Heads = tuple[tuple[HeadPart, ...], ...]
+"""The heads of each Ulysses coordinate, whole or in part."""
 
 
-def whole(grouping: Grouping) -> Shares:
-    """A grouping of uncut heads as shares."""
-    return tuple(tuple(Share(head) for head in group) for group in grouping)
+def whole(groups: Groups) -> Heads:
+    """Groups of uncut heads."""
+    return tuple(tuple(HeadPart(head) for head in group) for group in groups)
 
 
-def split(loads: npt.ArrayLike, groups: int, *, enough: float = 1.03) -> Shares:
+def split(loads: npt.ArrayLike, groups: int, *, enough: float = 1.03) -> Heads:
     """Loads [heads, q blocks] to groups, with no more cuts than it takes to come within `enough` of the mean.
 
     A cut costs a head's keys and values on one more rank. So heads are dealt whole first; while a group
     has too much, its largest piece gives the excess away, as one run of rows, and all pieces are dealt
-    anew. Pieces of a head that meet in a group are one share again.
+    anew. Pieces of a head that meet in a group are one part again.
 
     >>> split([[4, 4, 4, 4], [1, 2, 1, 4]], 2)
-    ((Share(head=0, rows=Indices(0-2)),), (Share(head=0, rows=Indices(3)), Share(head=1, rows=None)))
+    ((HeadPart(head=0, rows=Indices(0-2)),), (HeadPart(head=0, rows=Indices(3)), HeadPart(head=1, rows=None)))
     """
     table = checked_loads(loads, "head", "q block")
     sums = np.zeros((table.shape[0], table.shape[1] + 1), dtype=np.int64)
     np.cumsum(table, axis=1, out=sums[:, 1:])
     pieces: list[Piece] = [(head, 0, table.shape[1]) for head in range(table.shape[0])]
-    best: tuple[int, list[Piece], Grouping] | None = None
+    best: tuple[int, list[Piece], Groups] | None = None
     most = len(pieces) + 2 * groups  # filling one group after the other would take fewer cuts than groups
     while True:
         sizes = _sizes(pieces, sums)
@@ -67,16 +67,16 @@ def split(loads: npt.ArrayLike, groups: int, *, enough: float = 1.03) -> Shares:
         (head, start, stop), at = cut
         pieces = sorted({*pieces, (head, start, at), (head, at, stop)} - {(head, start, stop)})
     _, pieces, grouping = best
-    return tuple(_shares([pieces[i] for i in group], table.shape[1]) for group in grouping)
+    return tuple(_parts([pieces[i] for i in group], table.shape[1]) for group in grouping)
 
 
-def share_loads(shares: Shares, loads: npt.ArrayLike) -> IntArray:
+def part_loads(heads: Heads, loads: npt.ArrayLike) -> IntArray:
     table = np.asarray(loads, dtype=np.int64)
     whole: list[int] = table.sum(axis=1).tolist()
     return np.array(
         [
             sum(whole[s.head] if s.rows is None else int(table[s.head, s.rows.array].sum()) for s in group)
-            for group in shares
+            for group in heads
         ],
         dtype=np.int64,
     )
@@ -101,9 +101,9 @@ def _sizes(pieces: list[Piece], sums: IntArray) -> IntArray:
     return sums[head, stop] - sums[head, start]
 
 
-def _shares(pieces: list[Piece], rows: int) -> tuple[Share, ...]:
-    found: list[Share] = []
+def _parts(pieces: list[Piece], rows: int) -> tuple[HeadPart, ...]:
+    found: list[HeadPart] = []
     for head, same in groupby(sorted(pieces), key=itemgetter(0)):
         taken = Indices.from_runs((start, stop) for _, start, stop in same)
-        found.append(Share(head, None if taken.size == rows else taken))
+        found.append(HeadPart(head, None if taken.size == rows else taken))
     return tuple(found)

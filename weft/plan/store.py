@@ -11,17 +11,18 @@ import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
 
 from weft.core.codec import digest, dumps, loads, value
 from weft.core.errors import InputError
 from weft.core.files import cache, whole
-from weft.plan.blocks import Placement
-from weft.plan.heads import Grouping
+from weft.plan.assignment import Assignment
 
-FORMAT = 1
+FORMAT = 2
 OURS = re.compile(r"-[0-9a-f]{16}(\.\d+\.\d+)?\.json$")  # a folder may hold files of others
 
 
@@ -44,26 +45,22 @@ class Key:
 
 
 @value
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Stored:
-    """A grouping, the loads of the heads it was made from, and where the blocks of its slices go."""
+    """A strategy's name, who had what in the last step, and the loads of the heads in the steps of a run."""
 
-    grouping: Grouping
-    loads: tuple[int, ...]
-    blocks: Placement | None = None
+    strategy: str
+    assignment: Assignment
+    steps: tuple[int, ...]
+    loads: npt.NDArray[np.int64]
+    """[steps, heads]"""
 
     def __post_init__(self) -> None:
-        heads = sorted(chain.from_iterable(self.grouping))
-        sound = all(type(load) is int and load >= 0 for load in self.loads)
-        if heads != list(range(len(self.loads))) or not sound:
+        heads = 1 + max((part.head for group in self.assignment.heads for part in group), default=-1)
+        if self.loads.shape != (len(self.steps), heads) or self.loads.min(initial=0) < 0:
             raise InputError(
-                f"A stored plan has each of its {len(self.loads)} heads in one group, and no load below 0.",
-                hint="Give one integer load per head.",
-            )
-        if self.blocks is not None and len(self.blocks.rows) != len(self.grouping):
-            raise InputError(
-                f"A stored plan of {len(self.grouping)} groups has blocks of {len(self.blocks.rows)} slices.",
-                hint="Give blocks for each group.",
+                f"Loads of shape {self.loads.shape} for {len(self.steps)} steps of {heads} heads.",
+                hint="A stored plan has one load, 0 or more, for each step and head.",
             )
 
 

@@ -19,7 +19,7 @@ from weft.core.partition import Partition
 from weft.core.problem import Problem
 from weft.core.schedule import Schedule
 from weft.core.topology import Topology
-from weft.plan.roster import Deal
+from weft.plan.assignment import Assigned
 
 BALANCES = ("none", "balanced", "cuts", "zigzag")
 
@@ -58,7 +58,7 @@ class Strategy(ABC):
     def build(self, problem: Problem, mask: BlockMask, partition: Partition, topology: Topology) -> Schedule:
         """The schedule, called by the strategy's own name."""
 
-    def estimate(self, problem: Problem, topology: Topology, deal: Deal) -> float:
+    def estimate(self, problem: Problem, topology: Topology, cost: Assigned) -> float:
         """Seconds, by a closed form: what cannot win is left out by it before it is built."""
         raise NotImplementedError(f"{self} has ways to be chosen, so it needs an estimate.")
 

@@ -13,7 +13,7 @@ from weft.core.schedule import Schedule
 from weft.core.timeline import Span, Timeline
 from weft.core.topology import Topology
 from weft.plan.balance import ratio
-from weft.plan.balanced import Deals
+from weft.plan.balanced import Balancer
 from weft.plan.choose import build
 from weft.plan.strategies import parse
 from weft.program.workspace import peak_memory
@@ -104,7 +104,7 @@ class Case:
             strategy = parse(schedule.name, self.ranks)
             plain = replace(strategy, balance="none")
             before = rank_work(build(str(plain), *schedule.attention, topology))
-            bound = Deals(*schedule.attention, topology).bound(strategy)
+            bound = Balancer(*schedule.attention, topology).bound(strategy)
         except InputError:
             return Loads(after, note=f"{schedule.name!r} is no plan of weft: what it was before is unknown.")
         if before == after:

@@ -23,6 +23,7 @@ from weft.run.execute import Executor
 from weft.run.kernels import choose as choose_kernel
 from weft.run.kernels.parity import judge
 from weft.run.op import attention_op, forget, is_plain, register
+from weft.run.planner import Planned
 from weft.run.world import World, axes_of, world_of
 
 Tokens = int | Layout | tuple[int, tuple[Runs, ...]] | None
@@ -36,7 +37,7 @@ def attention(  # noqa: PLR0913 - the one call users make; each option is a word
     v: Tensor,
     *,
     mask: BlockMask | None = None,
-    plan: str | Plan | Schedule = "auto",
+    plan: str | Plan | Planned | Schedule = "auto",
     mesh: Any = None,
     scale: float | None = None,
     tokens: Tokens = None,
@@ -110,11 +111,13 @@ def _executor(call: Call, mesh: Any, timeout: float) -> Executor:
             world.compiled[key] = executor
     elif len(world.compiled) > EXECUTORS // 2:
         world.compiled[key] = world.compiled.pop(key)  # to the end: it was used last
-    return _for_mask(executor, mask) if call.serves_any_mask else executor
+    if not call.serves_any_mask:
+        return executor
+    return _for_mask(executor, mask, is_agreed=isinstance(call.plan, Planned))
 
 
-def _for_mask(executor: Executor, mask: BlockMask | None) -> Executor:
-    """Return an executor for any mask with the tiles of this one, which all ranks agree on."""
+def _for_mask(executor: Executor, mask: BlockMask | None, *, is_agreed: bool) -> Executor:
+    """Return an executor for any mask with the tiles of this one; a planner has compared it already."""
     known = executor.masked
     try:
         check_mask(executor.schedule, mask)
@@ -124,7 +127,8 @@ def _for_mask(executor: Executor, mask: BlockMask | None) -> Executor:
     assert mask is not None
     found = known.pop(mask, None)
     if found is None:
-        agree(executor.comm, {"mask": mask.digest}, "masks")
+        if not is_agreed:
+            agree(executor.comm, {"mask": mask.digest}, "masks")
         found = executor.for_mask(mask)
         register(found)
         while len(known) >= MASKS:

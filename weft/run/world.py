@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,9 +15,10 @@ from weft.core.errors import CommError, InputError
 from weft.core.mesh import Mesh
 from weft.run.arena import Arena
 from weft.run.comm import Comm, Message, shm, symmetric
-from weft.run.comm.group import GroupComm
+from weft.run.comm.group import GroupComm, store_of
 from weft.run.comm.onesided import OneSidedComm
 from weft.run.groups import join_world
+from weft.run.planner import Planner
 
 TRANSPORTS = ("auto", "group", "shm", "symmetric")
 
@@ -55,6 +56,12 @@ class World:
         self.arena = Arena()
         self.compiled: dict[Any, Any] = {}
         """Executors by the calls that they were made for, the least recently used first."""
+
+    @cached_property
+    def planner(self) -> Planner:
+        """Who plans the attentions of this world whose masks change."""
+        group = getattr(self.comm, "group", None)
+        return Planner(self.comm, lambda: dist.PrefixStore("weft planner", store_of(group).clone()))  # pyright: ignore
 
 
 _alone = World(SoloComm())

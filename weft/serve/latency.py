@@ -21,7 +21,7 @@ from weft.core.problem import ITEM_BYTES, Problem
 from weft.core.topology import Topology
 from weft.masks.grid import TokenGrid
 from weft.masks.spec import PRODUCERS, mask_from_spec
-from weft.plan.balanced import Deals
+from weft.plan.balanced import Balancer
 from weft.plan.choose import candidates
 from weft.serve.jobs import Shape
 from weft.serve.observations import Cost, Observations
@@ -212,10 +212,10 @@ class _Ways:
             batch=1, heads=heads, kv_heads=heads, head_dim=model.head_dim, q=layout, kv=layout, dtype=dtype
         )
         everything = BlockMask.dense(heads, tokens + model.text)
-        deals = Deals(self.problem, everything, topology)
+        balancer = Balancer(self.problem, everything, topology)
         # Tori win by a few percent only, and balancing by less: a prediction errs by more.
         found = [each for each in candidates(self.problem, everything, topology) if each.balance == "none"]
-        self.deals = [(each, deals.deal(each)) for each in found if not each.costly]
+        self.costs = [(each, balancer.assign(each)) for each in found if not each.costly]
 
     def best(self, batch: int, density: float) -> tuple[float, str]:
         """Seconds and the name of the fastest, of a mask whose work is spread evenly."""
@@ -223,8 +223,8 @@ class _Ways:
         share = min(1.0, MAX_BATCH / times)  # of what is asked for; a problem's size is bounded
         problem = replace(self.problem, batch=max(1, round(times * share)))
         work = times * share * density * self.scale
-        deals = [(way, replace(deal, seconds=deal.seconds * work)) for way, deal in self.deals]
-        return min((way.estimate(problem, self.topology, deal) / share, str(way)) for way, deal in deals)
+        costs = [(way, replace(cost, seconds=cost.seconds * work)) for way, cost in self.costs]
+        return min((way.estimate(problem, self.topology, cost) / share, str(way)) for way, cost in costs)
 
 
 def part(topology: Topology, ranks: int) -> Topology:

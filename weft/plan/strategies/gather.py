@@ -12,8 +12,8 @@ from weft.core.partition import Partition
 from weft.core.problem import Problem
 from weft.core.schedule import Schedule
 from weft.core.topology import Topology
+from weft.plan.assignment import Assigned
 from weft.plan.estimate import copy_seconds, launch_seconds, phase, scattered, spread
-from weft.plan.roster import Deal
 from weft.plan.strategy import Strategy
 from weft.schedule.gather import gather
 
@@ -29,12 +29,12 @@ class Gather(Strategy):
     def build(self, problem: Problem, mask: BlockMask, partition: Partition, topology: Topology) -> Schedule:
         return gather(problem, mask, self.mesh_on(topology), partition, name=str(self))
 
-    def estimate(self, problem: Problem, topology: Topology, deal: Deal) -> float:
+    def estimate(self, problem: Problem, topology: Topology, cost: Assigned) -> float:
         """scatter + what is fetched, behind the tiles at home + the other tiles + return."""
-        widest = deal.roster.widest
+        widest = cost.assignment.widest
 
         def fetch(kv: float, steps: npt.NDArray[np.float64]) -> tuple[float, float]:
-            fetched = kv * (self.ring - 1) * deal.needed
+            fetched = kv * (self.ring - 1) * cost.needed
             sent = phase(topology, (spread(topology, self.mesh_on(topology), "ring", widest), fetched))
             near, far = steps[:, :, 0].max(), steps[:, :, 1:].sum(axis=2).max(initial=0.0)
             return max(near, sent) + far + copy_seconds(topology) * widest * fetched, sent
@@ -43,4 +43,4 @@ class Gather(Strategy):
         launches = launch_seconds(
             topology, attends=2, collectives=1, posts=int(swaps > 0), messages=2 * swaps
         )
-        return max(launches, scattered(self, problem, topology, deal, fetch))
+        return max(launches, scattered(self, problem, topology, cost, fetch))

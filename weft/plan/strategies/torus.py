@@ -11,8 +11,8 @@ from weft.core.partition import Partition
 from weft.core.problem import Problem
 from weft.core.schedule import Schedule
 from weft.core.topology import Topology
+from weft.plan.assignment import Assigned
 from weft.plan.estimate import Way, launch_seconds, moves, phase, sizes, spread
-from weft.plan.roster import Deal
 from weft.plan.strategy import Strategy, most_machines
 from weft.schedule.torus import torus
 from weft.simulate.costs import shared_seconds
@@ -67,11 +67,11 @@ class Torus(Strategy):
             name=str(self),
         )
 
-    def estimate(self, problem: Problem, topology: Topology, deal: Deal) -> float:
+    def estimate(self, problem: Problem, topology: Topology, cost: Assigned) -> float:
         """Two clocks, of the wire and of the slowest rank, through its stages."""
-        compute, widest = deal.seconds.sum(axis=2), deal.roster.widest
+        compute, widest = cost.seconds.sum(axis=2), cost.assignment.widest
         staged, sent = _stages(topology, self, sizes(problem), float(compute.max()), widest)
-        rows, columns = moves(problem, deal)
+        rows, columns = moves(problem, cost)
         way = spread(topology, self.mesh_on(topology), "ring", widest)
         moving = phase(topology, (way, rows + columns + rows))
         shared = shared_seconds(topology, compute.ravel().tolist(), [sent] * problem.ranks)

@@ -13,8 +13,8 @@ from weft.core.partition import Partition
 from weft.core.problem import Problem
 from weft.core.schedule import Schedule
 from weft.core.topology import Topology
+from weft.plan.assignment import Assigned
 from weft.plan.estimate import launch_seconds, neighbour, phase, scattered
-from weft.plan.roster import Deal
 from weft.plan.strategy import Strategy
 from weft.schedule.usp import usp
 
@@ -39,11 +39,11 @@ class Usp(Strategy):
             mesh = Mesh.of(ulysses=mesh.ranks)
         return usp(problem, mask, mesh, partition, name=str(self))
 
-    def estimate(self, problem: Problem, topology: Topology, deal: Deal) -> float:
+    def estimate(self, problem: Problem, topology: Topology, cost: Assigned) -> float:
         """scatter + Σ over ring steps of max(compute of the slowest rank, one hop) + return."""
 
         def hops(kv: float, steps: npt.NDArray[np.float64]) -> tuple[float, float]:
-            way = neighbour(topology, self.mesh_on(topology), deal.roster.widest)
+            way = neighbour(topology, self.mesh_on(topology), cost.assignment.widest)
             hop = phase(topology, (way, kv)) if self.ring > 1 else 0.0
             slow = steps.max(axis=(0, 1))
             return sum(max(step, hop) for step in slow[:-1]) + slow[-1], hop * (self.ring - 1)
@@ -57,4 +57,4 @@ class Usp(Strategy):
             posts=2 * (swaps > 0) + passes - between_all,
             messages=4 * swaps * (passes > 0) + 2 * passes,
         )
-        return max(launches, scattered(self, problem, topology, deal, hops))
+        return max(launches, scattered(self, problem, topology, cost, hops))

@@ -152,7 +152,7 @@ class GroupComm:
         A backend does not tell whom it waited for, but every rank that lives fails in the same collective.
         """
         try:
-            store = _store_of(self.group)
+            store = store_of(self.group)
             key = f"weft failed {label} {self.group.group_name}"
             store.set(f"{key} {self.rank}", "1")
             deadline = time.monotonic() + SIGN_SECONDS
@@ -254,11 +254,11 @@ class GroupTransit:
 
 def _watcher_of(group: dist.ProcessGroup) -> Watcher:
     # A connection of its own: the store's other users may block in it.
-    store: Any = dist.PrefixStore("weft watcher", _store_of(group).clone())  # pyright: ignore
+    store: Any = dist.PrefixStore("weft watcher", store_of(group).clone())  # pyright: ignore
     return Watcher(store, group.rank(), dist.get_process_group_ranks(group), lambda: _abort(group))
 
 
-def _store_of(group: dist.ProcessGroup) -> Any:
+def store_of(group: dist.ProcessGroup) -> Any:
     return dist.distributed_c10d._world.pg_map[group][1]
 
 

@@ -1,14 +1,16 @@
-"""Roster: which Ulysses coordinate takes each head, and which ring coordinate each block; as a Partition."""
+"""Assignment: the Ulysses coordinate of each head and the ring coordinate of each block; as a Partition."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from weft.core.codec import value
 from weft.core.errors import InputError
 from weft.core.indices import EMPTY, Indices, IntArray, split_evenly
 from weft.core.layout import Layout
@@ -16,17 +18,21 @@ from weft.core.mask import BlockMask
 from weft.core.mesh import Mesh
 from weft.core.partition import Partition, Work
 from weft.core.problem import Problem
-from weft.plan.split import Share, Shares
+from weft.plan.split import HeadPart, Heads
+
+if TYPE_CHECKING:
+    from weft.plan.strategy import Strategy
 
 
+@value
 @dataclass(frozen=True, eq=False)
-class Roster:
-    """Per Ulysses coordinate, its shares of heads and the ring coordinate of every unit of tokens.
+class Assignment:
+    """Per Ulysses coordinate, its heads (whole or in part) and the ring coordinate of every unit of tokens.
 
     A unit is a block of the mask; where the mask is dense it may be any number of tokens.
     """
 
-    shares: Shares
+    heads: Heads
     rows: IntArray
     """[ulysses, q units]"""
     cols: IntArray
@@ -34,24 +40,62 @@ class Roster:
     q_unit: int
     kv_unit: int
 
-    @property
-    def key(self) -> tuple[object, ...]:
-        """Equal for rosters that deal alike."""
-        return self.shares, self.rows.tobytes(), self.cols.tobytes(), self.q_unit, self.kv_unit
+    def __post_init__(self) -> None:
+        for name in ("rows", "cols"):
+            groups = getattr(self, name)
+            if groups.ndim != 2 or groups.dtype.kind not in "iu" or len(groups) != len(self.heads):
+                raise InputError(
+                    f"{name} of an assignment are {groups.dtype} of shape {groups.shape}.",
+                    hint=f"Pass integers [{len(self.heads)}, units], one row for each group of heads.",
+                )
+
+    def fits(self, problem: Problem, mask: BlockMask, strategy: Strategy) -> bool:
+        """Whether it assigns every head and every block of an attention, each once, to ranks that exist."""
+        units = [(self.rows, self.q_unit, problem.q.size), (self.cols, self.kv_unit, problem.kv.size)]
+        return (
+            (self.q_unit, self.kv_unit) == (mask.block_q, mask.block_k)
+            and len(self.heads) == strategy.ulysses
+            and _is_whole(self.heads, problem.heads, self.rows.shape[1])
+            and all(
+                groups.shape[1] == -(-size // unit) and groups.min() >= 0 and groups.max() < strategy.ring
+                for groups, unit, size in units
+            )
+        )
+
+    @cached_property
+    def _key(self) -> tuple[object, ...]:
+        arrays = (x.astype(np.int64).tobytes() for x in (self.rows, self.cols))
+        return self.heads, *arrays, self.q_unit, self.kv_unit
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Assignment) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
 
     @property
     def widest(self) -> float:
         """The slice that has most heads, whole or in part, over the mean of whole heads."""
-        counts = [len(group) for group in self.shares]
-        heads = {share.head for group in self.shares for share in group}
+        counts = [len(group) for group in self.heads]
+        heads = {part.head for group in self.heads for part in group}
         return max(counts) * len(counts) / len(heads)
 
 
-@dataclass(frozen=True, eq=False)
-class Deal:
-    """A roster, the seconds of slice u between row group a and column group b, and what moves."""
+def _is_whole(heads: Heads, count: int, rows: int) -> bool:
+    """Whether each row of each head is in one group."""
+    taken = np.zeros((count, rows), dtype=np.int64)
+    for part in (part for group in heads for part in group):
+        if not 0 <= part.head < count or (part.rows is not None and part.rows.runs[-1][1] > rows):
+            return False
+        taken[part.head, slice(None) if part.rows is None else part.rows.array] += 1
+    return bool((taken == 1).all())
 
-    roster: Roster
+
+@dataclass(frozen=True, eq=False)
+class Assigned:
+    """An assignment, the seconds of slice u between row group a and column group b, and what moves."""
+
+    assignment: Assignment
     seconds: npt.NDArray[np.float64]
     moved: tuple[float, float]
     """Shares of rows and of columns that leave the ring coordinate that holds them."""
@@ -85,8 +129,8 @@ def replicated(layout: Layout, unit: int, mesh: Mesh) -> Indices:
     return Indices.from_runs(span for span in spans if shared.covers(Indices.span(*span)))
 
 
-def assemble(problem: Problem, mask: BlockMask, mesh: Mesh, given: Roster) -> Partition:
-    """The partition of a roster. Replicated keys are read in place, so nobody brings them."""
+def assemble(problem: Problem, mask: BlockMask, mesh: Mesh, given: Assignment) -> Partition:
+    """The partition of a assignment. Replicated keys are read in place, so nobody brings them."""
     check_fit(problem, mask, mesh)
     in_place = replicated(problem.kv, given.kv_unit, mesh)
     rows = _tokens(given.rows, given.q_unit, problem.q.size, mesh)
@@ -99,7 +143,7 @@ def assemble(problem: Problem, mask: BlockMask, mesh: Mesh, given: Roster) -> Pa
     for rank in range(mesh.ranks):
         at = mesh.coordinate(rank)
         slice_, ring = at.get("ulysses", 0), at.get("ring", 0)
-        work.append(_work(given.shares[slice_], rows[slice_][ring], given.q_unit, problem.q.size))
+        work.append(_work(given.heads[slice_], rows[slice_][ring], given.q_unit, problem.q.size))
         brought.append(cols[slice_][ring])
     return Partition(tuple(work), tuple(brought), in_place)
 
@@ -121,14 +165,14 @@ def _tokens(taker: IntArray, unit: int, size: int, mesh: Mesh) -> list[list[Indi
     return found
 
 
-def _work(shares: tuple[Share, ...], rows: Indices, unit: int, size: int) -> tuple[Work, ...]:
+def _work(parts: tuple[HeadPart, ...], rows: Indices, unit: int, size: int) -> tuple[Work, ...]:
     """Whole heads are one work; each part of a head is another."""
     found: dict[Indices, Indices] = {}
-    for share in shares:
+    for part in parts:
         mine = rows
-        if share.rows is not None:
-            mine = rows & Indices(tuple((a * unit, min(b * unit, size)) for a, b in share.rows.runs))
-        found[mine] = found.get(mine, EMPTY) | Indices.span(share.head, share.head + 1)
+        if part.rows is not None:
+            mine = rows & Indices(tuple((a * unit, min(b * unit, size)) for a, b in part.rows.runs))
+        found[mine] = found.get(mine, EMPTY) | Indices.span(part.head, part.head + 1)
     return tuple(Work(heads, mine) for mine, heads in found.items() if mine)
 
 

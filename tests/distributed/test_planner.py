@@ -1,0 +1,89 @@
+"""The planner on real ranks: masks that change every step, exact at each, and assignments that follow them."""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+import weft
+from tests.run.dense import Truth
+from tests.worlds import world
+from weft.core.layout import Layout
+from weft.core.mask import BlockMask
+from weft.core.problem import Problem
+from weft.core.topology import Topology
+from weft.run.planner import Place
+from weft.run.pool import RankFailure
+from weft.run.world import World, world_of
+
+TOKENS, HEADS, BLOCK, LAYERS = 1000, 6, 16, 2
+PLACES = [Place("test", layer, 0, "topk") for layer in range(LAYERS)]
+
+
+def problem(ranks: int = 4) -> Problem:
+    layout = Layout.even(TOKENS, ranks)
+    return Problem(batch=1, heads=HEADS, kv_heads=HEADS, head_dim=8, q=layout, kv=layout, dtype="float64")
+
+
+@cache
+def masks(steps: int) -> tuple[tuple[BlockMask, ...], ...]:
+    """[steps][layers]: heads of different density, and a twentieth of the tiles changes in each step."""
+    random = np.random.default_rng(0)
+    blocks = -(-TOKENS // BLOCK)
+    share = random.uniform(0.05, 0.5, (LAYERS, HEADS, 1, 1))
+    scores = random.random((LAYERS, HEADS, blocks, blocks))
+    found = []
+    for _ in range(steps):
+        scores = np.where(random.random(scores.shape) < 0.05, random.random(scores.shape), scores)
+        share = np.clip(share * random.lognormal(0, 0.05, share.shape), 0.02, 0.9)
+        found.append(
+            tuple(
+                BlockMask.from_tiles(tiles, q_len=TOKENS, kv_len=TOKENS, block_q=BLOCK)
+                for tiles in scores < share
+            )
+        )
+    return tuple(found)
+
+
+class Step(NamedTuple):
+    """What one rank saw of a call."""
+
+    error: float
+    version: int
+
+
+def fresh_world() -> World:
+    return World(world_of(None, 60.0).comm)
+
+
+def run(steps: int, asked: str, rank: int, slow: int | None = None) -> list[list[Step]]:
+    here, found = fresh_world(), []
+    here.__dict__["planner"] = type(here.planner)(here.comm, world_of(None, 60.0).planner._open_store)
+    topology = Topology.local(4)
+    for step in range(steps):
+        row = []
+        for place, mask in zip(PLACES, masks(steps)[step], strict=True):
+            truth = Truth.of(problem(), mask, seed=step)
+            plan = here.planner.plan(place, problem(), mask, step=step, topology=topology, asked=asked)
+            if rank == slow and step == steps // 2:
+                time.sleep(1.0)
+            out = weft.attention(*truth.inputs(rank), mask=mask, plan=plan, mesh=here, scale=truth.scale)
+            row.append(Step(truth.output_error_of(out, rank), plan.version))
+        here.planner.finish()
+        found.append(row)
+    return found
+
+
+@pytest.mark.parametrize("asked", ["ulysses+balanced", "usp:2x2+balanced", "auto"])
+def test_every_step_is_exact_and_assignments_follow_the_masks(asked: str) -> None:
+    results = world(4).run(run, 6, asked, per_rank=[(rank, 3) for rank in range(4)])
+    versions = [[[call.version for call in step] for step in result] for result in results]
+    assert all(each == versions[0] for each in versions), "all ranks change at the same call"
+    assert max(call.error for result in results for step in result for call in step) < 1e-10
+    assert versions[0][0] == [0] * LAYERS
+    assert max(max(step) for step in versions[0]) > 0, "a new assignment was used"
