@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from weft.core.errors import InputError
 from weft.core.layout import Layout
+from weft.core.mask import BlockMask
 from weft.models.adapter import put
 from weft.models.padding import Padding, padding_of
 from weft.models.shards import Counts
@@ -89,10 +90,7 @@ class Site:
             )
         if self.ragged or attn_mask is not None or self.region.watched:
             return self._with_care((query, key, value), attn_mask, scale)
-        tokens, how = shards.runs(self.streams), {"plan": self.region.plan, "backend": self.region.backend}
-        return attention(
-            query, key, value, mesh=shards.mesh, scale=scale, tokens=tokens, kv_tokens=tokens, **how
-        )
+        return self._attention((query, key, value), scale, shards.runs(self.streams), self.region.plan)
 
     def _with_care(self, qkv: QKV, mask: Tensor | None, scale: float | None) -> Tensor:
         """What depends on more than shapes."""
@@ -120,14 +118,33 @@ class Site:
         return left
 
     def _call(self, qkv: QKV, scale: float | None, text: Counts | None = None) -> Tensor:
+        region, (q, k, _) = self.region, qkv
+        layout = Layout(*region.shards.runs(self.streams, text))
+        if region.sparsity is None:
+            return self._attention(qkv, scale, layout, region.plan)
+        sparse: Any = region.sparsity
+        ctx = region.context(self, q, scale, layout)
+        mask = sparse.mask(ctx, q, k)
+        if mask is None:
+            out = self._attention(qkv, scale, layout, region.plan)
+        else:
+            tokens = sparse.tokens(ctx) if hasattr(sparse, "tokens") else layout
+            by_sample = mask.heads == q.shape[0] * q.shape[1] > q.shape[1]
+            given: Any = [x.flatten(0, 1)[None] for x in qkv] if by_sample else qkv
+            plan = region.planned(ctx, mask, tokens, given)
+            out = self._attention(given, scale, tokens, plan, mask)
+            out = out[0].unflatten(0, q.shape[:2]) if by_sample else out
+        return sparse.finish(ctx, *qkv, out) if hasattr(sparse, "finish") else out
+
+    def _attention(
+        self, qkv: QKV, scale: float | None, tokens: Any, plan: Any, mask: BlockMask | None = None
+    ) -> Tensor:
+        """The one call of a parallelized model, and the one check of it."""
         region, shards = self.region, self.region.shards
-        layout = Layout(*shards.runs(self.streams, text))
-        if region.sparsity is not None:
-            return region.sparsity.attend(region.where(self, qkv[0], scale, layout), *qkv)
-        how = {"plan": region.plan, "backend": region.backend, "mesh": shards.mesh, "scale": scale}
-        out = attention(*qkv, tokens=layout, kv_tokens=layout, **how)
+        how = {"plan": plan, "backend": region.backend, "mesh": shards.mesh, "scale": scale}
+        out = attention(*qkv, mask=mask, tokens=tokens, kv_tokens=tokens, **how)
         if region.proof is not None:
-            region.proof.check(self.name, qkv, out, scale, None, layout, shards.world)
+            region.proof.check(self.name, qkv, out, scale, mask, tokens, shards.world)
         return out
 
     def _padded(self, qkv: QKV, mask: Tensor, scale: float | None) -> Tensor:

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from weft.core.codec import digest
 from weft.core.errors import CommError
 from weft.core.problem import ITEM_BYTES
-from weft.plan.heads import Grouping, refined
+from weft.plan.heads import Groups, refined
 from weft.run.agree import agree
 from weft.run.world import World
 
@@ -188,9 +188,7 @@ class _Decode:
         tile[:] = [Call(call.args, {}) for call in tile]  # caches are as large as what is decoded
         return outs
 
-    def _exchange(
-        self, outs: dict[int, list[Tensor]], tiles: list[Tile], deal: Grouping
-    ) -> list[list[Tensor]]:
+    def _exchange(self, outs: dict[int, list[Tensor]], tiles: list[Tile], deal: Groups) -> list[list[Tensor]]:
         """Everyone's results. A tile has memory of its own, which is free again when it has been blended."""
         shapes, dtype = self._shapes(outs, tiles, deal)
         results: list[list[Tensor]] = [[] for _ in tiles]
@@ -210,7 +208,7 @@ class _Decode:
         return results
 
     def _shapes(
-        self, outs: dict[int, list[Tensor]] | None, tiles: list[Tile], deal: Grouping
+        self, outs: dict[int, list[Tensor]] | None, tiles: list[Tile], deal: Groups
     ) -> tuple[list[list[list[int]]], torch.dtype]:
         """Of the results of each tile. A rank that has none to tell of because it failed ends it for all."""
         made = list(chain(*(outs or {}).values()))

@@ -17,7 +17,8 @@ from weft.core.errors import InputError
 from weft.core.voxels import Extent
 from weft.masks.grid import TokenGrid
 from weft.masks.spec import PRODUCERS, mask_from_spec, options
-from weft.models.producers import Geometric, Producer, Profiled, TopK, Where
+from weft.models.context import AttentionContext, SparseAttention
+from weft.models.producers import Geometric, Profiled, TopK
 
 USUAL = 50  # steps, where nobody knows how many: those of the published settings
 
@@ -43,11 +44,11 @@ class Rules:
                     hint=f"Give {'1' if least else '0'} or more, whole from 1 on, such as {field.name}=5.",
                 )
 
-    def is_dense(self, where: Where) -> bool:
+    def is_dense(self, ctx: AttentionContext) -> bool:
         return (
-            where.step < _count(self.dense_steps, where.steps or USUAL)
-            or where.layer < _count(self.dense_layers, where.layers)
-            or where.layer >= where.layers - _count(self.dense_last, where.layers)
+            ctx.step < _count(self.dense_steps, ctx.steps or USUAL)
+            or ctx.layer < _count(self.dense_layers, ctx.layers)
+            or ctx.layer >= ctx.layers - _count(self.dense_last, ctx.layers)
         )
 
 
@@ -65,7 +66,7 @@ PUBLISHED = {
 }
 
 
-def parse(spec: str) -> tuple[Producer, Rules]:
+def parse(spec: str) -> tuple[SparseAttention, Rules]:
     """The producer that a spec names, and when it is asked."""
     name, _, rest = spec.partition(":")
     rules, own, given = PUBLISHED.get(name, Rules()), dict[str, str](), dict[str, float]()
@@ -86,7 +87,7 @@ def _number(key: str, written: str, *, whole: bool) -> float:
         raise InputError(f"{key}={written} cannot be read.", hint=f"Write it like {key}=5.") from None
 
 
-def _producer(name: str, own: dict[str, str], block: int) -> Producer:
+def _producer(name: str, own: dict[str, str], block: int) -> SparseAttention:
     tile = own.get("tile", "").partition("=")[2]
     if name == "topk":
         return _topk(own, tile, block)

@@ -26,10 +26,9 @@ from weft.models.clock import Clock
 from weft.models.decode import spread
 from weft.models.guidance import Guidance
 from weft.models.latte import Switching
-from weft.models.producers import Geometric
 from weft.models.randomness import share_numbers
 from weft.models.region import Region
-from weft.models.sparsity import Sparsity, method_of
+from weft.models.sparsity import Sparsity, sparse_attention
 from weft.run.devices import check_devices
 from weft.run.world import World, axes_of, is_launched, world_of
 
@@ -40,7 +39,7 @@ def parallelize(  # noqa: PLR0913 - the one call users make; each option is a wo
     target: Any,
     *,
     plan: Any = "auto",
-    mask: Any = None,
+    sparse: Any = None,
     cfg: str = "auto",
     mesh: Any = None,
     check: str = "none",
@@ -50,8 +49,8 @@ def parallelize(  # noqa: PLR0913 - the one call users make; each option is a wo
     """Split the tokens of a pipeline's transformers, or of one transformer, over the ranks; return it.
 
     plan      how attention is split: see `weft.attention`.
-    mask      sparse attention: sta, svg, radial, topk:0.2, … or a producer or method
-              (`weft.models.producers`).
+    sparse    sparse attention: sta, svg, radial, topk:0.2, … or an object with mask(ctx, q, k)
+              (`weft.models.context`).
     cfg       auto, on, off: the two branches of guidance each on half of the ranks.
     mesh      a process group or DeviceMesh; all ranks by default.
     check     first: in the first forward, sampled rows of each attention are computed again and compared.
@@ -73,12 +72,11 @@ def parallelize(  # noqa: PLR0913 - the one call users make; each option is a wo
             if world.comm.size > 1:
                 _check_device(name, model, world)
             said, guidance = adapter or adapter_of(model), Guidance.of(model, mesh, cfg)
-            if world.comm.size > 1 or mask is not None:  # else there is nothing to do
-                sparsity = None if mask is None else method_of(mask, plan=_plan(plan, mesh))
-                masks = getattr(sparsity, "producer", None)
-                guidance.batched = masks is None or isinstance(masks, Geometric)
+            if world.comm.size > 1 or sparse is not None:  # else there is nothing to do
+                sparsity = None if sparse is None else sparse_attention(sparse)
+                guidance.batched = not getattr(sparsity, "changes", False)
                 how = {
-                    "plan": plan if mask is None else _plan(plan, mesh),
+                    "plan": plan if sparse is None else _plan(plan, mesh),
                     "sparsity": sparsity,
                     "backend": backend,
                     "clock": woven.clock,

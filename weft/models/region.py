@@ -14,21 +14,26 @@ from itertools import zip_longest
 from math import prod
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 
 from weft.core.errors import InputError
 from weft.core.layout import Layout
+from weft.core.mask import BlockMask
 from weft.masks.grid import TokenGrid
 from weft.models.adapter import Adapter, Cut, Cuts, matching, modules, parameters, put
 from weft.models.attend import Site, put_around
 from weft.models.clock import Clock
+from weft.models.context import AttentionContext, SparseAttention
 from weft.models.dropout import Dropped
 from weft.models.guard import Guard, check_processor, refuse_undeclared
 from weft.models.padding import mask_inputs
-from weft.models.producers import Method, Where
 from weft.models.prove import Proof
 from weft.models.randomness import share_numbers
 from weft.models.shards import Shards
+from weft.models.sparsity import problem_of
+from weft.run.gpus import topology_for
+from weft.run.planner import Place
 
 
 class Region:
@@ -40,7 +45,7 @@ class Region:
         adapter: Adapter,
         *,
         plan: Any = "auto",
-        sparsity: Method | None = None,
+        sparsity: SparseAttention | None = None,
         clock: Clock | None = None,
         backend: str = "auto",
         check: bool = False,
@@ -141,18 +146,38 @@ class Region:
         """Whether an attention is more than its plan."""
         return self.sparsity is not None or self.proof is not None
 
-    def where(self, site: Site, q: Tensor, scale: float | None, layout: Layout) -> Where:
-        """What a method is told of an attention."""
+    def context(self, site: Site, q: Tensor, scale: float | None, layout: Layout) -> AttentionContext:
+        """What sparse attention is told of a call."""
         video = site.streams.index("video")
         text = layout.size - prod(self.extent)
         grid = TokenGrid(*self.extent, prefix=text if video else 0, suffix=0 if video else text)
         step, branch = self.clock.now
-        return Where(
+        return AttentionContext(
             layer=site.layer, layers=self.layers, step=step, steps=self.clock.steps, branch=branch, grid=grid,
-            heads=q.shape[1], layout=layout, world=self.shards.world, scale=scale, plan=self.plan,
-            backend=self.backend, run=self.run_now, module=site.module, hidden=site.hidden, name=site.name,
-            proof=self.proof,
+            heads=q.shape[1], layout=layout, world=self.shards.world, scale=scale, backend=self.backend,
+            run=self.run_now, name=site.name, module=site.module, hidden=site.hidden,
         )  # fmt: skip
+
+    def planned(self, ctx: AttentionContext, mask: BlockMask, tokens: Layout, qkv: tuple[Tensor, ...]) -> Any:
+        """The plan of a sparse attention: the planner's, unless the user gave one or the mask stays."""
+        sparse: Any = self.sparsity
+        if not isinstance(self.plan, str) or not getattr(sparse, "changes", True) or ctx.layout.ranks == 1:
+            return self.plan
+        q, k, _ = qkv
+        name = getattr(sparse, "name", type(sparse).__name__)
+        place = Place(type(self.model).__name__, ctx.layer, ctx.branch, name)
+        loads = sparse.loads(ctx) if hasattr(sparse, "loads") else None
+        if loads is not None:
+            loads = np.tile(loads, mask.heads // len(loads))
+        return ctx.world.planner.plan(
+            place,
+            problem_of(tokens, q, k),
+            mask,
+            step=ctx.step,
+            topology=lambda: topology_for(None, tokens.ranks, q.device, ctx.backend),
+            asked=self.plan,
+            loads=loads,
+        )
 
     def remove(self) -> None:
         while self._undo:

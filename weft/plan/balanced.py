@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from weft.core.indices import IntArray
 from weft.core.mask import BlockMask
@@ -79,6 +80,16 @@ class Balancer:
             rows, cols = joint(self.tiles(heads), strategy.ring, *self._home(mesh), limits=LIMITS)
         elif strategy.ring > 1 and strategy.balance == "cuts":
             rows = np.broadcast_to(cut(self.tiles(heads).sum(axis=(0, 2)), strategy.ring), rows.shape)
+        return Assignment(heads, rows, cols, grid.block_q, grid.block_k)
+
+    def assign_by(self, strategy: Strategy, shares: npt.NDArray[np.float64]) -> Assignment:
+        """Assign by the share of its keys that each head computes, whatever this mask is; blocks stay."""
+        grid, mesh = self.grid, strategy.mesh_on(self.topology)
+        rows, cols = (np.broadcast_to(x, (strategy.ulysses, x.size)) for x in self._home(mesh))
+        heads = whole(in_order(self.problem.heads, strategy.ulysses))
+        if strategy.balance in BY_LOAD:
+            loads = np.rint(shares[:, None] * grid.row_sizes * grid.kv_len * PAIR).astype(np.int64)
+            heads = split(loads, strategy.ulysses, enough=GOOD_HEADS)
         return Assignment(heads, rows, cols, grid.block_q, grid.block_k)
 
     def renew(self, strategy: Strategy, now: Assignment, expected: IntArray | None = None) -> Assignment:

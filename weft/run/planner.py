@@ -1,13 +1,16 @@
 """Planner: who computes what in attentions whose masks change, planned beside the run from what was seen.
 
-    plan = planner.plan(place, problem, mask, step=step, topology=topology)
+    plan = planner.plan(place, problem, mask, step=step, topology=lambda: topology)
     attention(q, k, v, mask=mask, plan=plan)
 
-One for each world. The first mask of a place is planned at once, by all ranks alike. From then on rank 0 plans
-in a thread, from the masks that have been, and leaves the new assignment in the group's store; the others
-fetch it in threads of theirs. Whenever a mask is new, the ranks compare it, and with it say which assignments
-they hold: the newest that all of them hold is used from this call on. So all ranks change at the same call, no
-rank waits for a plan, and a plan that is late holds later. Only assignments lag; masks never do.
+One for each world. The first mask of a place is planned at once, by all ranks alike. From then on rank 0
+plans in a thread, from the masks that have been, and leaves the new assignment in the group's store; the
+others fetch it in threads of theirs. Whenever a mask is new, the ranks compare it, and with it say which
+assignments they hold: the newest that all of them hold is used from this call on. So all ranks change at the
+same call, no rank waits for a plan, and a plan that is late holds later. Only assignments lag, never masks.
+
+Where the loads of heads are known before the masks, as in training by budgets, plans are made of them, at
+once, whenever they have moved: they repeat to the bit, and are the same in groups that have other masks.
 """
 
 from __future__ import annotations
@@ -16,10 +19,15 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from weft.core.codec import dumps, loads
 from weft.core.errors import AgreementError
+from weft.core.indices import IntArray
 from weft.core.mask import AnyMask, BlockMask
 from weft.core.problem import Problem
 from weft.core.schedule import Schedule
@@ -30,16 +38,18 @@ from weft.plan.balanced import Balancer
 from weft.plan.choose import build, choose
 from weft.plan.counts import head_loads
 from weft.plan.forecast import Forecast
-from weft.plan.store import Store, Stored
 from weft.plan.strategies import parse
 from weft.plan.strategy import Strategy
 from weft.run.comm import Comm
+from weft.run.exchange import broadcast_json
 
 _log = logging.getLogger("weft")
 PLACES = 4096
 """Layers × branches × sizes whose plans are remembered."""
 STALE = 1.05
-"""The imbalance of a stored assignment on the first mask of a run from which one is made anew."""
+"""The imbalance of an earlier run's assignment on the first mask of this one, from which one is made anew."""
+DRIFT = 1 / 16
+"""How far the share of a head may move before its place is planned again."""
 DIGITS = 15
 """Hexadecimal ones of a digest, as a number that travels in 64 bits."""
 
@@ -58,7 +68,7 @@ class Planned:
     """A schedule that serves any mask of a place, and what it was made of."""
 
     schedule: Schedule
-    strategy: str
+    strategy: Strategy
     assignment: Assignment
     version: int = 0
 
@@ -74,191 +84,220 @@ class Judged(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Entry:
-    """A place on one rank."""
+class Entry:
+    """A place on one rank: what was planned for it and what was seen of it."""
 
     number: int
     place: Place
     problem: Problem
     topology: Topology
-    first: Planned
-    held: dict[int, Planned]
+    plan: Planned
     why: str
     mask: BlockMask
     step: int
-    plan: Planned = field(init=False)
+    shares: npt.NDArray[np.float64] | None = None
+    """The loads that the plan was made of, if they were known before the mask."""
     judged: list[Judged] = field(default_factory=list[Judged])
-    loads: dict[int, Any] = field(default_factory=dict[int, Any])
+    loads: dict[int, IntArray] = field(default_factory=dict[int, IntArray])
 
     def __post_init__(self) -> None:
-        self.plan = self.first
+        self.first = self.plan
+        self.held = {self.plan.version: self.plan}
 
     @property
     def newest(self) -> int:
         return max(list(self.held))  # a copy: the planner's thread adds to it
 
+    def planned(self, strategy: Strategy, assignment: Assignment, version: int) -> Planned:
+        return _planned(strategy, assignment, self.problem, self.mask, self.topology, version)
+
 
 class Planner:
-    """The plans of one world, the same on all ranks; `store` is where rank 0 leaves assignments."""
+    """The plans of one world, the same on all ranks; `store` opens what rank 0 leaves assignments in."""
 
-    def __init__(self, comm: Comm, store: Callable[[], Any], *, prior: Store | None = None) -> None:
-        self.comm, self.prior = comm, prior
-        self.entries: dict[Any, _Entry] = {}
-        self._numbers: dict[int, _Entry] = {}
-        self._count = 0
+    def __init__(self, comm: Comm, store: Callable[[], Any]) -> None:
+        self.comm = comm
+        self.entries: dict[Any, Entry] = {}
+        self.prior: dict[Place, Any] = {}
+        """Of an earlier run: see `weft.plan.store.Stored`."""
+        self.resumed: dict[str, tuple[npt.NDArray[np.float64], str]] = {}
+        """Of a checkpoint: the shares and the strategy of plans by loads, see `state`."""
+        self._store_of = store
+        self._numbers: dict[int, Entry] = {}
+        self._count = self._published = self._fetched = 0
         self._strategies: dict[Any, tuple[Strategy, str]] = {}
-        self._open_store = store
-        self._thread: ThreadPoolExecutor | None = None
-        self._published = self._fetched = 0
         self._forecasts: dict[str, Forecast] = {}
-        self._stored: dict[Any, Stored] = {}
 
-    def plan(
+    def plan(  # noqa: PLR0913 - what an attention is
         self,
         place: Place,
         problem: Problem,
         mask: BlockMask,
         *,
         step: int,
-        topology: Topology,
+        topology: Callable[[], Topology],
         asked: str = "auto",
+        loads: npt.NDArray[np.float64] | None = None,
     ) -> Planned:
         """Return the plan of a call. All ranks ask in the same order, each with the mask of the call."""
         key = place, problem, mask.grid, asked
         entry = self.entries.get(key)
-        if entry is None:
-            entry = self._begin(key, mask, step, topology)
+        if entry is None or (loads is not None and _moved(entry.shares, loads)):
+            entry = self._begin(key, mask, step, topology(), loads)
         elif mask is not entry.mask:
             entry.mask, entry.step = mask, step
-            self._renew(entry)
+            self._compare(entry)
         return entry.plan
+
+    def state(self) -> dict[str, tuple[list[float], str]]:
+        """Return what plans by loads were made of, to go on by the same ones."""
+        return {
+            _name(entry.place, entry.problem): (entry.shares.tolist(), str(entry.plan.strategy))
+            for entry in self.entries.values()
+            if entry.shares is not None
+        }
+
+    def finish(self) -> None:
+        """Wait for what is being planned: for tests, and before plans are saved."""
+        if "_background" in vars(self):
+            self._background.submit(lambda: None).result()
 
     # On the thread of the model.
 
-    def _begin(self, key: Any, mask: BlockMask, step: int, topology: Topology) -> _Entry:
-        place, problem, _, asked = key
-        strategy, why = self._strategy(place, problem, mask, topology, asked)
+    def _begin(
+        self,
+        key: Any,
+        mask: BlockMask,
+        step: int,
+        topology: Topology,
+        shares: npt.NDArray[np.float64] | None,
+    ) -> Entry:
+        place, problem, *_ = key
+        before, strategy = (
+            self.resumed.pop(_name(place, problem), (None, "")) if shares is not None else (None, "")
+        )
+        if before is not None and shares is not None and not _moved(before, shares):
+            shares, (strategy, why) = before, (parse(strategy, problem.ranks), "as before")
+        else:
+            strategy, why = self._strategy(key, mask, topology, known=shares is not None)
         balancer = Balancer(problem, mask, topology)
-        stored = self._stored.get(place)
-        assignment = stored.assignment if stored and stored.strategy == str(strategy) else None
-        if assignment is not None and assignment.fits(problem, mask, strategy):
-            if ratio(balancer.cost_of(strategy, assignment).seconds.sum(axis=2)) > STALE:
-                assignment = None
-        if assignment is None:
-            assignment = balancer.assign(strategy).assignment
-        first = _planned(strategy, assignment, problem, mask, topology)
+        if shares is not None:
+            assignment = balancer.assign_by(strategy, shares)
+        else:
+            assignment = self._earlier(place, strategy, balancer) or balancer.assign(strategy).assignment
+        planned = _planned(strategy, assignment, problem, mask, topology)
         self._count += 1
-        number = self._count
-        entry = _Entry(number, place, problem, topology, first, {0: first}, why, mask, step)
         while len(self.entries) >= PLACES:
-            gone = self.entries.pop(next(iter(self.entries)))
-            self._numbers.pop(gone.number)
-        self.entries[key] = self._numbers[number] = entry
-        if self.comm.size > 1:
-            self._compare(entry)
-            if self.comm.rank == 0:
-                self._in_background(self._observe, entry, mask, step)
+            self._numbers.pop(self.entries.pop(next(iter(self.entries))).number, None)
+        entry = Entry(self._count, place, problem, topology, planned, why, mask, step, shares)
+        self.entries[key] = self._numbers[entry.number] = entry
+        self._compare(entry)
         return entry
 
     def _strategy(
-        self, place: Place, problem: Problem, mask: BlockMask, topology: Topology, asked: str
+        self, key: Any, mask: BlockMask, topology: Topology, *, known: bool
     ) -> tuple[Strategy, str]:
-        """Choose once for attentions of one size: what is best for one layer is a good start for the others."""
+        """Choose for attentions of one size: the best for one layer is a good start for the others."""
+        place, problem, grid, asked = key
         if asked != "auto":
             return parse(asked, problem.ranks), "asked for"
-        kind = place.model, place.sparsity, problem, mask.grid
-        if kind not in self._strategies:
+        kind = place.model, place.sparsity, problem, grid
+        if kind not in self._strategies or known:
             found = choose(problem, mask, topology)
-            strategy = found.ranked[0].strategy
+            strategy, why = found.ranked[0].strategy, found.why()
             if strategy.balance == "none":  # the first mask may have nothing to balance, later ones will
                 strategy = replace(strategy, balance="balanced")
-            self._strategies[kind] = strategy, found.why()
+            if known:  # groups with other masks, and runs that resume, plan alike
+                strategy = parse(str(broadcast_json(str(strategy))), problem.ranks)
+            self._strategies[kind] = strategy, why
         return self._strategies[kind]
 
-    def _renew(self, entry: _Entry) -> None:
-        """A new mask: take the newest assignment that all ranks hold, and have the next one planned."""
+    def _earlier(self, place: Place, strategy: Strategy, balancer: Balancer) -> Assignment | None:
+        """Return what an earlier run ended with, if it still fits."""
+        stored = self.prior.get(place)
+        if stored is None or stored.strategy != str(strategy):
+            return None
+        if not stored.assignment.fits(balancer.problem, balancer.mask, strategy):
+            return None
+        cost = balancer.cost_of(strategy, stored.assignment)
+        return None if ratio(cost.seconds.sum(axis=2)) > STALE else stored.assignment
+
+    def _compare(self, entry: Entry) -> None:
+        """Compare a new mask over the ranks, and take the newest plan of its place that all of them hold."""
         if self.comm.size == 1:
             return
-        newest = self._compare(entry)
-        entry.plan = entry.held[newest]
-        for old in [version for version in list(entry.held) if version < newest]:
-            del entry.held[old]
-        if self.comm.rank == 0:
-            self._in_background(self._observe, entry, entry.mask, entry.step)
-
-    def _compare(self, entry: _Entry) -> int:
-        """Return the newest version that every rank holds, if all of them have the same mask."""
         mine = int(entry.mask.digest[:DIGITS], 16)
         rows = self.comm.gather_numbers([entry.number, mine, entry.newest, self._published])
         for at, what in ((0, "attention"), (1, "mask")):
             if odd := [rank for rank, row in enumerate(rows) if row[at] != rows[0][at]]:
                 raise AgreementError(
-                    f"Ranks {odd} have another {what} than rank 0 in layer {entry.place.layer}, step {entry.step}.",
-                    hint="All ranks make the same masks, from the same inputs or from what they have exchanged.",
+                    f"Ranks {odd} have another {what} than rank 0: step {entry.step}, {entry.place}.",
+                    hint="Make masks that are the same on all ranks, from equal or exchanged inputs.",
                 )
-        published = rows[0][3]
-        if self.comm.rank and published > self._fetched:
-            self._in_background(self._fetch, self._fetched, published)
-            self._fetched = published
-        return min(row[2] for row in rows)
-
-    def _in_background(self, what: Callable[..., None], *args: Any) -> None:
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="weft-plan")
-            self._store = self._open_store()
-        self._thread.submit(_logged, what, *args)
+        newest = min(row[2] for row in rows)
+        entry.plan = entry.held[newest]
+        for old in [version for version in list(entry.held) if version < newest]:
+            del entry.held[old]
+        if self.comm.rank and rows[0][3] > self._fetched:
+            self._background.submit(_logged, self._fetch, self._fetched, rows[0][3])
+            self._fetched = rows[0][3]
+        elif not self.comm.rank and entry.shares is None:
+            self._background.submit(_logged, self._observe, entry, entry.mask, entry.step)
 
     # On the planner's thread.
 
-    def _observe(self, entry: _Entry, mask: BlockMask, step: int) -> None:
+    @cached_property
+    def _background(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, thread_name_prefix="weft-plan")
+
+    @cached_property
+    def _store(self) -> Any:
+        return self._store_of()
+
+    def _observe(self, entry: Entry, mask: BlockMask, step: int) -> None:
         """Rank 0: judge the plan in force, and make the next one."""
-        place, problem, topology, now = entry.place, entry.problem, entry.topology, entry.held[entry.newest]
-        forecast = self._forecasts.setdefault(place.sparsity, Forecast(self._prior_loads()))
+        place, now = entry.place, entry.held[entry.newest]
+        forecast = self._forecasts.setdefault(place.sparsity, Forecast(self._prior_loads(place.sparsity)))
         entry.loads[step] = head_loads(mask)
         forecast.observe((place.layer, place.branch), step, entry.loads[step])
-        strategy, balancer = parse(now.strategy, problem.ranks), Balancer(problem, mask, topology)
+        balancer = Balancer(entry.problem, mask, entry.topology)
         entry.judged.append(_judge(balancer, step, entry.plan, entry.first))
-        if strategy.balance != "balanced":
+        if now.strategy.balance != "balanced":
             return
-        steps = sorted(entry.loads)
-        following = step + (steps[-1] - steps[-2] if len(steps) > 1 else 1)
-        expected = forecast.expected((place.layer, place.branch), following)
-        assignment = balancer.renew(strategy, now.assignment, expected)
-        if assignment is now.assignment:
-            return
-        version = now.version + 1
-        planned = _planned(strategy, assignment, problem, mask, topology, version)
-        number = self._published + 1
-        self._store.set(str(number), dumps([entry.number, version, now.strategy, assignment]))
-        entry.held[version] = planned
-        self._published = number
+        last = sorted(entry.loads)[-2:]
+        expected = forecast.expected(
+            (place.layer, place.branch), 2 * step - last[0] if last[1:] else step + 1
+        )
+        assignment = balancer.renew(now.strategy, now.assignment, expected)
+        if assignment is not now.assignment:
+            version = now.version + 1
+            message = dumps([entry.number, version, str(now.strategy), assignment])
+            self._store.set(str(self._published + 1), message)
+            entry.held[version] = entry.planned(now.strategy, assignment, version)
+            self._published += 1
 
     def _fetch(self, after: int, until: int) -> None:
         """Other ranks: make schedules of what rank 0 has planned."""
         for number in range(after + 1, until + 1):
             place, version, strategy, assignment = loads(self._store.get(str(number)))
-            entry = self._numbers.get(place)
-            if entry is None:  # forgotten in the meantime
-                continue
-            entry.held[version] = _planned(
-                parse(strategy, entry.problem.ranks),
-                assignment,
-                entry.problem,
-                entry.mask,
-                entry.topology,
-                version,
-            )
+            if entry := self._numbers.get(place):  # not forgotten in the meantime
+                parsed = parse(strategy, entry.problem.ranks)
+                entry.held[version] = entry.planned(parsed, assignment, version)
 
-    def _prior_loads(self) -> dict[Any, Any]:
+    def _prior_loads(self, sparsity: str) -> dict[Any, Any]:
         return {
             (place.layer, place.branch): dict(zip(stored.steps, stored.loads, strict=True))
-            for place, stored in self._stored.items()
+            for place, stored in self.prior.items()
+            if place.sparsity == sparsity
         }
 
-    def finish(self) -> None:
-        """Wait for what is being planned; for tests, and before plans are saved."""
-        if self._thread is not None:
-            self._thread.submit(lambda: None).result()
+
+def _name(place: Place, problem: Problem) -> str:
+    return f"{place.layer} of {problem.ranks}"
+
+
+def _moved(planned: npt.NDArray[np.float64] | None, now: npt.NDArray[np.float64]) -> bool:
+    return planned is None or bool(np.abs(planned - now).max() > DRIFT)
 
 
 def _planned(
@@ -270,19 +309,16 @@ def _planned(
     version: int = 0,
 ) -> Planned:
     schedule = build(str(strategy), problem, AnyMask.like(mask), topology, assignment=assignment)
-    return Planned(schedule, str(strategy), assignment, version)
+    return Planned(schedule, strategy, assignment, version)
 
 
 def _judge(balancer: Balancer, step: int, now: Planned, first: Planned) -> Judged:
-    found: list[float] = []
+    numbers: list[float] = []
     for plan in (now, first):
-        strategy = parse(plan.strategy, balancer.problem.ranks)
-        cost = balancer.cost_of(strategy, plan.assignment)
-        found += [
-            ratio(cost.seconds.sum(axis=2)),
-            strategy.estimate(balancer.problem, balancer.topology, cost),
-        ]
-    return Judged(step, found[0], found[2], found[1], found[3])
+        cost = balancer.cost_of(plan.strategy, plan.assignment)
+        seconds = plan.strategy.estimate(balancer.problem, balancer.topology, cost)
+        numbers += [ratio(cost.seconds.sum(axis=2)), seconds]
+    return Judged(step, numbers[0], numbers[2], numbers[1], numbers[3])
 
 
 def _logged(what: Callable[..., None], *args: Any) -> None:

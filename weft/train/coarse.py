@@ -14,7 +14,7 @@ from weft.core.errors import InputError
 from weft.core.layout import Layout
 from weft.models.adapter import matching
 from weft.models.adapters import adapter_of
-from weft.models.producers import Where
+from weft.models.context import AttentionContext
 from weft.models.scores import owned
 from weft.run.switch import everyone
 from weft.run.world import World
@@ -29,23 +29,23 @@ def add_gates(model: nn.Module, width: int) -> None:
             nn.init.zeros_(module.coarse.bias)
 
 
-def gated(where: Where, layout: Layout, block: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def gated(ctx: AttentionContext, layout: Layout, block: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """[B, H, S, D] to add to an attention; `layout` has the order in which blocks are cubes."""
-    gate = getattr(where.module, "coarse", None)
-    if gate is None or where.hidden is None or where.hidden.shape[1] != q.shape[2]:
+    gate = getattr(ctx.module, "coarse", None)
+    if gate is None or ctx.hidden is None or ctx.hidden.shape[1] != q.shape[2]:
         raise InputError(
-            f"{where.name} has no gate for a coarse branch.", hint="Call DSV.prepare(model) first."
+            f"{ctx.name} has no gate for a coarse branch.", hint="Call DSV.prepare(model) first."
         )
-    world, wide = where.world, k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    world, wide = ctx.world, k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     wide_v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
     means = _means(torch.cat((q, wide, wide_v), -1), layout, world, block)
     mean_q, mean_k, mean_v = means.split(q.shape[3], -1)
     held, back = np.unique(layout.order(world.comm.rank) // block, return_inverse=True)
     mine = mean_q.index_select(2, torch.from_numpy(held).to(q.device))
-    out = F.scaled_dot_product_attention(mine, mean_k, mean_v, scale=where.scale)
+    out = F.scaled_dot_product_attention(mine, mean_k, mean_v, scale=ctx.scale)
     out = out.index_select(2, torch.from_numpy(back).to(q.device))
     out = F.pad(out, (0, 0, 0, q.shape[2] - out.shape[2]))
-    return gate(where.hidden).unflatten(-1, (q.shape[1], -1)).transpose(1, 2) * out
+    return gate(ctx.hidden).unflatten(-1, (q.shape[1], -1)).transpose(1, 2) * out
 
 
 def _means(x: Tensor, layout: Layout, world: World, block: int) -> Tensor:

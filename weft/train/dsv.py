@@ -2,7 +2,7 @@
 
     dsv = DSV(part, heads=6, width=192, depth=6, seed=0)
     dsv.prepare(model)                              # before the optimiser is made
-    weft.parallelize(model, mask=dsv)
+    weft.parallelize(model, sparse=dsv)
     for step in …:
         dsv.begin(step)
         …forward and backward of every micro-batch; optimiser.step()
@@ -24,12 +24,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from weft.core import tables
+from weft.core.errors import InputError
 from weft.core.files import parse_json
+from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.masks.grid import TokenGrid
-from weft.models.producers import Where
+from weft.models.context import AttentionContext
 from weft.models.scores import sample
-from weft.run.attention import let_go
 from weft.run.exchange import broadcast_json
 from weft.run.switch import everyone
 from weft.run.world import World
@@ -38,7 +40,6 @@ from weft.train.costs import Costs
 from weft.train.cubes import Cubes
 from weft.train.dispatcher import Dispatcher
 from weft.train.look import Look
-from weft.train.plans import Plans
 from weft.train.predictor import Predictor
 from weft.train.profiler import Profile
 
@@ -58,7 +59,7 @@ class Size(NamedTuple):
 
 
 class DSV:
-    """A method for `weft.parallelize`, of one model."""
+    """Sparse attention for `weft.parallelize`, of one model."""
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class DSV:
         device: torch.device | None = None,
     ) -> None:
         self.part, self.width = part, width
-        self.dispatcher, self.plans = Dispatcher(part, layers=depth, heads=heads), Plans()
+        self.dispatcher = Dispatcher(part, layers=depth, heads=heads)
         self.predictors = nn.ModuleList(
             Predictor(part, heads=heads, width=width, seed=seed * depth + layer)
             for layer in range(depth if part.method == "dsv" else 0)
@@ -84,6 +85,8 @@ class DSV:
         self._profiles: dict[int, list[Profile]] = {}
         self._facts: list[dict[str, Any]] = []
         self._seen: tuple[World, Size] | None = None
+        self._plans: dict[str, Any] = {}
+        """Of a checkpoint, until there is a world to plan by them."""
 
     def prepare(self, model: nn.Module) -> None:
         """Add what belongs to the model, before it has an optimiser."""
@@ -91,46 +94,47 @@ class DSV:
             coarse.add_gates(model, self.width)
 
     def begin(self, step: int) -> None:
-        self._forget()
+        self._kept = {}
         self.dispatcher.begin(step)
 
-    def attend(self, where: Where, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if where.grid not in self._cubes:
-            self._cubes[where.grid] = Cubes(where.grid, self.part.cube, self.part.block_k)
-        cubes = self._cubes[where.grid]
-        layout, mask = cubes.layout(where.layout), self._mask(where, cubes, q.detach(), k.detach())
-        if mask is not None:
-            q_, k_, v_ = (x.flatten(0, 1)[None] for x in (q, k, v))
-            plan = self.plans.of(where, layout, q_, k_, mask, self.dispatcher.budgets(where.layer))
-            out = where.attention(q_, k_, v_, plan=plan, mask=mask, tokens=layout)
-            out = out[0].unflatten(0, q.shape[:2])
-            if not self._is_kept(where) and not torch.is_grad_enabled():
-                self._let_go(where.world, mask)
-        else:
-            out = where.attention(q, k, v, plan=where.plan)
-        return out + coarse.gated(where, layout, cubes.block, q, k, v) if self.part.coarse else out
-
-    def _mask(self, where: Where, cubes: Cubes, q: Tensor, k: Tensor) -> BlockMask | None:
+    def mask(self, ctx: AttentionContext, q: Tensor, k: Tensor) -> BlockMask | None:
         """None is dense. A forward is learned from, profiled and selected for once."""
-        if self._is_kept(where):
-            return self._kept[where.layer, where.run, where.layout]
-        training = where.module is None or where.module.training
+        if ctx.grid not in self._cubes:
+            self._cubes[ctx.grid] = Cubes(ctx.grid, self.part.cube, self.part.block_k)
+        if self._plans:
+            ctx.world.planner.resumed |= {key: (np.array(s), name) for key, (s, name) in self._plans.items()}
+            self._plans = {}
+        key = ctx.layer, ctx.run, ctx.layout
+        if key in self._kept:
+            return self._kept[key]
+        training = ctx.module is None or ctx.module.training
+        q, k = q.detach(), k.detach()
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-            mask = self._looked_at(where, cubes, q, k, training=training)
+            mask = self._looked_at(ctx, self._cubes[ctx.grid], q, k, training=training)
         if training:
-            self._kept[where.layer, where.run, where.layout] = mask
-            self._seen = where.world, Size(
-                where.layout.size, where.heads, q.shape[3], q.dtype, q.device, where.backend
+            self._kept[key] = mask
+            self._seen = ctx.world, Size(
+                ctx.layout.size, ctx.heads, q.shape[3], q.dtype, q.device, ctx.backend
             )  # fmt: skip
         return mask
 
-    def _is_kept(self, where: Where) -> bool:
-        return (where.layer, where.run, where.layout) in self._kept
+    def tokens(self, ctx: AttentionContext) -> Layout:
+        return self._cubes[ctx.grid].layout(ctx.layout)
+
+    def loads(self, ctx: AttentionContext) -> Any:
+        """The budgets of the heads, which all ranks know."""
+        return self.dispatcher.budgets(ctx.layer)
+
+    def finish(self, ctx: AttentionContext, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
+        """With what the means of the cubes that were left out add, if there are gates for it."""
+        if not self.part.coarse:
+            return out
+        return out + coarse.gated(ctx, self.tokens(ctx), self._cubes[ctx.grid].block, q, k, v)
 
     def _looked_at(
-        self, where: Where, cubes: Cubes, q: Tensor, k: Tensor, *, training: bool
+        self, ctx: AttentionContext, cubes: Cubes, q: Tensor, k: Tensor, *, training: bool
     ) -> BlockMask | None:
-        layer, now = where.layer, self.dispatcher
+        layer, now = ctx.layer, self.dispatcher
         budgets = now.budgets(layer)
         learns = training and bool(self.predictors) and now.learns(layer)
         profiles = training and layer not in now.never and now.profiles(layer)
@@ -138,7 +142,7 @@ class DSV:
             return None
         predictor: Any = self.predictors[layer] if self.predictors else None
         places = sample(0, cubes.video, self.part.rows, layer + 31 * now.step)
-        look = Look(self.part, predictor, where, cubes, places, q=q, k=k)
+        look = Look(self.part, predictor, ctx, cubes, places, q=q, k=k)
         if learns:
             self._losses.setdefault(layer, []).append(look.learn())
         if profiles:
@@ -148,7 +152,7 @@ class DSV:
 
     def step(self) -> None:
         """After the model's own, on all ranks: predictors learn, and what was profiled is told."""
-        self._forget()
+        self._kept = {}
         if self._seen is None:
             return
         world, size = self._seen
@@ -205,20 +209,10 @@ class DSV:
         """What the last step found out, by layer, for a journal."""
         return self._facts
 
-    def _forget(self) -> None:
-        """The masks of the step."""
-        for mask in self._kept.values():
-            if mask is not None and self._seen is not None:
-                self._let_go(self._seen[0], mask)
-        self._kept = {}
-
-    def _let_go(self, world: World, mask: BlockMask) -> None:
-        if self.part.method != "window":  # which comes again
-            let_go(world, mask)
-
     def state_dict(self) -> dict[str, Any]:
         """Tensors as they are, to be loaded in place, and the rest as text."""
-        rest = {"dispatcher": self.dispatcher.state_dict(), "plans": self.plans.known}
+        plans = self._plans if self._seen is None else self._seen[0].planner.state()
+        rest = {"dispatcher": self.dispatcher.state_dict(), "plans": plans}
         return {"predictors": self.predictors.state_dict(), **self._moments(), "rest": json.dumps(rest)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -228,7 +222,7 @@ class DSV:
                 value.copy_(state[name][at])
         rest = parse_json(state["rest"], "Its rest")
         self.dispatcher.load_state_dict(rest["dispatcher"])
-        self.plans.load(rest["plans"], self.dispatcher.heads)
+        self._plans = _checked_plans(rest["plans"], self.dispatcher.heads)
 
     def _moments(self) -> dict[str, dict[str, Tensor]]:
         if self.optimiser is None:
@@ -240,6 +234,17 @@ class DSV:
             }
             for each in ("step", "exp_avg", "exp_avg_sq")
         }
+
+
+def _checked_plans(given: dict[str, Any], heads: int) -> dict[str, Any]:
+    """Check what a file says that anybody may have written."""
+    plans = {
+        key: tables.entry(tuple[tuple[float, ...], str], each, "The plans", key)
+        for key, each in given.items()
+    }
+    if any(len(shares) % heads for shares, _ in plans.values()):
+        raise InputError(f"The plans are not of {heads} heads.")
+    return plans
 
 
 def _adam(predictors: nn.ModuleList, rate: float) -> torch.optim.Optimizer | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weft.core.indices import IntArray, split_evenly
 from weft.core.mask import BlockMask
-from weft.models.producers import Where
+from weft.models.context import AttentionContext
 from weft.models.scores import block_means, of_my_heads, owned, rows_at
 from weft.train import predictor as predicting
 from weft.train.cubes import Cubes
@@ -45,15 +45,15 @@ class Look:
     """
 
     def __init__(  # noqa: PLR0913 - what an attention is
-        self, part: SparsePart, predictor: Predictor | None, where: Where, cubes: Cubes, places: IntArray,
+        self, part: SparsePart, predictor: Predictor | None, ctx: AttentionContext, cubes: Cubes, places: IntArray,
         *, q: Tensor, k: Tensor,
     ) -> None:  # fmt: skip
         self.part, self.predictor, self.cubes, self.places = part, predictor, cubes, places
-        self.where, self.world, self.layout = where, where.world, cubes.layout(where.layout)
+        self.ctx, self.world, self.layout = ctx, ctx.world, cubes.layout(ctx.layout)
         self.samples, self.heads = q.shape[:2]
         k = k.repeat_interleave(self.heads // k.shape[1], 1)
         self.q, self.k = _folded(q), _folded(k)
-        self.given = None if predictor is None else predictor.given(where, q, k)
+        self.given = None if predictor is None else predictor.given(ctx, q, k)
         self.own = owned(self.layout)[self.world.comm.rank]
         self.mine = slice(*split_evenly(self.q.shape[1], self.world.comm.size)[self.world.comm.rank])
         """Of the folded heads, this rank's."""
@@ -107,7 +107,7 @@ class Look:
     @once
     def _true(self) -> Tensor:
         """[1, folded heads, places, own keys]: scores."""
-        scale = self.q.shape[3] ** -0.5 if self.where.scale is None else self.where.scale
+        scale = self.q.shape[3] ** -0.5 if self.ctx.scale is None else self.ctx.scale
         rows = self._rows(self.q) * scale
         return rows @ self.own.of(self.k).to(rows.dtype).mT
 

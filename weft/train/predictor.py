@@ -1,7 +1,7 @@
 """Predictor: what attention scores will be, guessed from vectors of few numbers.
 
     predictor = Predictor(part, heads=6, width=192, seed=0)
-    low_q, low_k = (predictor(x, side) for side, x in enumerate(predictor.given(where, q, k)))
+    low_q, low_k = (predictor(x, side) for side, x in enumerate(predictor.given(ctx, q, k)))
     guess = low_q @ low_k.mT * predictor.scale          # of q @ k.mT * scale, both [B, H, queries, keys]
 
 It learns from sampled queries against all keys, wherever those are: a loss is a function of sums over keys,
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.core.errors import InputError
-from weft.models.producers import Where
+from weft.models.context import AttentionContext
 from weft.run.kernels.proxies import at_a_time
 from weft.run.switch import everyone
 from weft.run.world import World
@@ -48,14 +48,14 @@ class Predictor(nn.Module):
             numbers *= (2 / wide) ** 0.5
         self.maps, self.bias = nn.Parameter(numbers), nn.Parameter(torch.zeros(2, heads, 1, rank))
 
-    def given(self, where: Where, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def given(self, ctx: AttentionContext, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """What it looks at, [B, heads or 1, S, D] of this rank's queries and of its keys."""
         if self.source == "qk":
             return q, k
-        hidden = where.hidden
+        hidden = ctx.hidden
         if hidden is None or hidden.shape[:-1] != (q.shape[0], q.shape[2]):
             raise InputError(
-                f"{where.name} attends from tokens that are not its first argument.",
+                f"{ctx.name} attends from tokens that are not its first argument.",
                 hint='Use source = "qk": it needs nothing but queries and keys.',
             )
         hidden = hidden.detach()[:, None]

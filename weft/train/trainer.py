@@ -78,7 +78,7 @@ class Trainer:
         if ranks.sequence > 1 or self.sparse is not None:
             plan, backend = recipe.parallel.plan, recipe.parallel.backend
             parallelize(
-                self.model, mesh=ranks.sharing, plan=plan, mask=self.sparse, cfg="off", backend=backend
+                self.model, mesh=ranks.sharing, plan=plan, sparse=self.sparse, cfg="off", backend=backend
             )
         if recipe.parallel.shard:
             ranks.shard(self.model, self.model.blocks)
