@@ -201,7 +201,7 @@ def _weft(module: nn.Module, _: Model) -> nn.Module:
 def _weft_sparse(module: nn.Module, model: Model) -> nn.Module:
     from weft import parallelize
 
-    return parallelize(module, mask=f"{model.sparse},block={BLOCK},dense_steps=0,recall=0")
+    return parallelize(module, sparse=f"{model.sparse},block={BLOCK},dense_steps=0,recall=0")
 
 
 def _weft_without_group(module: nn.Module, model: Model) -> nn.Module:

@@ -19,7 +19,7 @@ from bench.rows import Took, take_turns
 from weft.models import flow
 from weft.models.dit import DiTConfig, VideoDiT
 from weft.models.parallelize import parallelize
-from weft.models.producers import Where
+from weft.models.context import AttentionContext
 from weft.run.switch import switch
 from weft.train.costs import Costs
 from weft.train.dispatcher import Dispatcher
@@ -74,14 +74,14 @@ class Case:
 class Without:
     """No attention: what is left is the rest of the step."""
 
-    def attend(self, where: Where, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # noqa: ARG002 - a method's
+    def attend(self, where: AttentionContext, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # noqa: ARG002 - a method's
         return v + 0 * (q + k)
 
 
 class Ulysses:
     """All tokens of some heads by torch's attention, and back; in which order tokens are does not matter."""
 
-    def attend(self, where: Where, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, where: AttentionContext, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         dims = {"batch": q.shape[0], "head": q.shape[1], "token": where.layout.size, "dim": q.shape[3]}
         q, k, v = (switch(x, "token", "head", dims=dims, mesh=where.world) for x in (q, k, v))
         return switch(F.scaled_dot_product_attention(q, k, v), "head", "token", dims=dims, mesh=where.world)
@@ -109,7 +109,7 @@ class Step:
         if name in SPARSE:
             method = self.sparse = _dsv(name, case)
         if method is not None or case.ranks > 1:
-            parallelize(self.model, mask=method, plan="ulysses" if name == WEFT else "auto", cfg="off")
+            parallelize(self.model, sparse=method, plan="ulysses" if name == WEFT else "auto", cfg="off")
         self.optimiser = adamw(self.model.parameters(), TrainPart())
         self.words = torch.ones(1, config.length, dtype=torch.long)
         frames, height, width = config.video

@@ -136,7 +136,7 @@ def test_weft_runs_sparse_attention() -> None:
 
     @torch.no_grad()
     def job(world: Any) -> torch.Tensor:
-        return parallelize(deepcopy(module), mesh=world, mask=options)(**given, return_dict=False)[0]
+        return parallelize(deepcopy(module), mesh=world, sparse=options)(**given, return_dict=False)[0]
 
     with torch.no_grad():
         dense, expected = (one(**given, return_dict=False)[0] for one in (module, masked(module, SMALL)))

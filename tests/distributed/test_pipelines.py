@@ -122,7 +122,7 @@ MASKED = (Case(branches=1, more=LARGE), Case(more=LARGE), Case(more=LARGE, seeds
 def masked(name: str, mask: str, cases: tuple[Case, ...]) -> list[tuple[Tensor, str]]:
     """Latents, and what was said. Without ranks too: a mask is something to do for one."""
     pipe, answers = pipeline(name), list[tuple[Tensor, str]]()
-    weft.parallelize(pipe, mask=mask)
+    weft.parallelize(pipe, sparse=mask)
     try:
         for case in cases:
             with redirect_stderr(StringIO()) as said:

@@ -53,7 +53,7 @@ def test_a_new_run_of_one_step_has_prompts_of_its_own() -> None:
 def test_masks_of_mochi_whose_timesteps_rise() -> None:
     """One step of three is dense."""
     checkpoints = pytest.importorskip("tests.models.checkpoints")
-    pipe = weft.parallelize(checkpoints.TINY["mochi"](), mask="random:density=0.3,block=4,dense_steps=1")
+    pipe = weft.parallelize(checkpoints.TINY["mochi"](), sparse="random:density=0.3,block=4,dense_steps=1")
     given = {**checkpoints.arguments("mochi", branches=1), "num_inference_steps": 3}
     with redirect_stderr(StringIO()) as said:
         pipe(**given)

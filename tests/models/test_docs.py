@@ -27,7 +27,7 @@ def painted(world: World | None, mask: Any = None) -> Tensor:
     exec(adapter, names)  # noqa: S102
     made = seeded(names["Painter"]())
     if world is not None:
-        weft.parallelize(made, adapter=names["painter"], mesh=world, mask=mask)
+        weft.parallelize(made, adapter=names["painter"], mesh=world, sparse=mask)
     return made(normal(2, 7, 11, 4)).detach()
 
 

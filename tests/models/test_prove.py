@@ -13,7 +13,7 @@ from tests.models.test_refusals import TOY, N, Toy
 from tests.models.toys import normal, on_ranks, seeded
 from weft.core.errors import CommError
 from weft.core.layout import Layout
-from weft.models.producers import Where
+from weft.models.context import AttentionContext
 from weft.models.prove import Proof
 from weft.models.region import Region
 from weft.run.world import World
@@ -40,7 +40,7 @@ def test_a_method_that_fails_leaves_no_tokens_behind() -> None:
     seen: list[Any] = []
 
     class Fails:
-        def attend(self, where: Where, *_: Tensor) -> Tensor:
+        def attend(self, where: AttentionContext, *_: Tensor) -> Tensor:
             seen.append(where.hidden)
             raise RuntimeError("oops")
 

@@ -86,12 +86,12 @@ TOPK = "topk:0.6,block=8,tile=1x2x2,dense_steps=1,refresh=3"
 
 def test_masks_that_are_kept_for_some_steps_go_on_with_the_run() -> None:
     """Stopped after every step: also between two steps of one mask, and where it is made anew."""
-    pipe = weft.parallelize(own(), mask=TOPK)
+    pipe = weft.parallelize(own(), sparse=TOPK)
     try:
         expected = whole(pipe, given(2, num_inference_steps=8))
         found = in_pieces(pipe, lambda: given(2, num_inference_steps=8), 8)
         often = whole(
-            weft.parallelize(weft.restore(pipe), mask=TOPK[:-1] + "1"), given(2, num_inference_steps=8)
+            weft.parallelize(weft.restore(pipe), sparse=TOPK[:-1] + "1"), given(2, num_inference_steps=8)
         )
     finally:
         weft.restore(pipe)
@@ -137,7 +137,7 @@ def piece(kind: str, jobs: int, alone: bool, data: bytes, stop: bool) -> Any:  #
     pipe = _wan() if kind == "wan" else own()
     mesh = dist.new_group([dist.get_rank()], use_local_synchronization=True) if alone else None
     mask = TOPK if kind == "masked" else None
-    weft.parallelize(pipe, plan="ulysses", backend="exact", mesh=mesh, mask=mask)
+    weft.parallelize(pipe, plan="ulysses", backend="exact", mesh=mesh, sparse=mask)
     arguments = of_diffusers("wan") if kind == "wan" else given(jobs)
     try:
         start = State.from_bytes(data) if data else None

@@ -53,10 +53,10 @@ def layouts(ranks: int, grid: TokenGrid = GRID) -> list[Layout]:
 
 def here(world: World, layout: Layout, *, layer: int = 0, step: int = 0, **more: Any) -> Where:
     given = {"layers": 4, "steps": None, "grid": GRID, "heads": HEADS} | more
-    return Where(layer=layer, step=step, layout=layout, world=world, **given)
+    return AttentionContext(layer=layer, step=step, layout=layout, world=world, **given)
 
 
-def part(x: Tensor, where: Where) -> Tensor:
+def part(x: Tensor, where: AttentionContext) -> Tensor:
     return x[:, :, torch.from_numpy(where.layout.order(where.world.comm.rank))]
 
 
@@ -94,7 +94,7 @@ def test_topk_is_that_of_one_process_on_all_ranks(grid: TokenGrid) -> None:
             def job(world: World, layout: Layout = layout) -> Any:
                 where = here(world, layout, grid=grid)
                 sparsity = Sparsity(f"topk:0.4,block={BLOCK},tile=2x2x4,dense_steps=0")
-                return sparsity.mask_for(where, part(q, where), part(k, where))
+                return sparsity.mask(where, part(q, where), part(k, where))
 
             assert on_ranks(ranks, job) == [expected] * ranks
 
@@ -168,7 +168,7 @@ def test_svg_finds_out_which_heads_are_temporal() -> None:
         where = here(world, Layout.even(grid.tokens, world.comm.size), grid=grid, heads=5)
         sparsity = Sparsity("svg:density=0.3,block=8,dense_steps=0,dense_layers=0")
         masks = [
-            sparsity.mask_for(replace(where, step=step), part(q, where), part(q, where)) for step in (0, 1)
+            sparsity.mask(replace(where, step=step), part(q, where), part(q, where)) for step in (0, 1)
         ]
         assert masks[0] is masks[1]  # heads did not change their kind
         return masks[0]
@@ -226,7 +226,7 @@ class Counted:
         self.asked: list[tuple[int, int]] = []
         self.every = every
 
-    def mask_for(self, where: Where, *_: Tensor) -> BlockMask:
+    def mask(self, where: AttentionContext, *_: Tensor) -> BlockMask:
         self.asked.append((where.layer, where.step))
         assert not torch.is_grad_enabled()
         tiles = np.tri(8, dtype=bool)[None].repeat(where.heads, axis=0)
@@ -270,13 +270,13 @@ def test_the_same_step_again_gets_the_same_answer_and_another_run_is_asked_for()
     q = k = torch.zeros(1, HEADS, GRID.tokens, 6)
     where = here(ALONE, Layout.even(GRID.tokens, 1))
     steps = [0, 0, 2, 2, 1, 0]
-    masks = [sparsity.mask_for(replace(where, step=step), q, k) for step in steps]
+    masks = [sparsity.mask(replace(where, step=step), q, k) for step in steps]
     assert producer.asked == [(0, 0), (0, 1), (0, 0)]
     assert masks[0] is masks[1] is masks[2] is masks[3]
-    sparsity.mask_for(replace(where, branch=1), q, k)  # guidance's other half has a mask of its own
+    sparsity.mask(replace(where, branch=1), q, k)  # guidance's other half has a mask of its own
     assert len(producer.asked) == 4
     sparsity.reset()
-    sparsity.mask_for(where, q, k)
+    sparsity.mask(where, q, k)
     assert len(producer.asked) == 5
     assert sparsity.summary().replans == 0
 
@@ -331,7 +331,7 @@ def test_a_strategy_is_chosen_once_and_every_later_mask_is_balanced() -> None:
     """The first mask has nothing to balance; those after it have, and other rows of work."""
 
     class Growing(Counted):
-        def mask_for(self, where: Where, *_: Tensor) -> BlockMask:
+        def mask(self, where: AttentionContext, *_: Tensor) -> BlockMask:
             tiles = np.eye(32, dtype=bool)[None].repeat(where.heads, axis=0)
             tiles[0, : 3 * where.step] = True
             return BlockMask.from_tiles(tiles, q_len=128, kv_len=128, block_q=4)
@@ -438,7 +438,7 @@ def test_what_does_not_fit_is_refused() -> None:
         Sparsity("random").options(here(ALONE, Layout.even(7, 1)), q, k)
 
     class Wrong:
-        def mask_for(self, where: Where, *_: Tensor) -> BlockMask:
+        def mask(self, where: AttentionContext, *_: Tensor) -> BlockMask:
             return mask_from_spec("random", heads=2, grid=where.grid, block=16)
 
     with pytest.raises(InputError, match="Wrong made a mask"):

@@ -62,7 +62,7 @@ def method(part: SparsePart = PART, budgets: Any = BUDGETS) -> DSV:
 
 
 def sparse(world: World | None, dsv: DSV, plan: str = "auto", **how: Any) -> Any:
-    return weft.parallelize(model(coarse=dsv.part.coarse, **how), mesh=world, mask=dsv, plan=plan)
+    return weft.parallelize(model(coarse=dsv.part.coarse, **how), mesh=world, sparse=dsv, plan=plan)
 
 
 def masks(dsv: DSV) -> list[BlockMask]:

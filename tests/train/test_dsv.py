@@ -5,18 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 from tests.models.toys import check, step
-from tests.train.dsv import BUDGETS, CUBES, GRID, PART, Masked, inputs, masks, method, model, on_ranks, sparse
-from weft.core.layout import Layout
-from weft.models.producers import Where
-from weft.plan.choose import choose
-from weft.run.world import SoloComm, World
-from weft.train.plans import Plans
-from weft.train.select import nearest
+from tests.train.dsv import BUDGETS, CUBES, PART, Masked, inputs, masks, method, model, on_ranks, sparse
+from weft.run.world import World
 
 METHODS = {"dsv": PART, "pooled": replace(PART, method="pooled"), "window": replace(PART, method="window")}
 
@@ -56,27 +49,3 @@ def test_a_sparse_step_is_that_of_one_process(ranks: int, plan: str, name: str, 
     assert mode.calls == 2
     assert (expected[0] - step(model(), *inputs())[0]).abs().max() > 1e-3
     check(expected, [found for found, _ in answers], 1e-10)
-
-
-def test_a_plan_is_chosen_again_once_budgets_have_moved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And every mask between is balanced by it, whatever the first was like."""
-    asked: list[int] = []
-
-    def counted(*given: Any) -> Any:
-        asked.append(given[0].ranks)
-        return choose(*given)
-
-    monkeypatch.setattr("weft.train.plans.choose", counted)
-    plans, q = Plans(), torch.zeros(1, 3, 57, 12)
-    layout = Layout.even(GRID.tokens, 2)
-    where = Where(
-        layer=1, layers=2, step=0, steps=None, grid=GRID, heads=3, layout=layout, world=World(SoloComm())
-    )
-    for shares in ([0.2, 0.4, 1.0], [0.21, 0.36, 0.99], [0.2, 0.4, 0.5], [0.2, 0.4, 0.5]):
-        budgets = np.array(shares)
-        found = plans.of(where, layout, q, q, nearest(budgets, CUBES), budgets)
-        assert "+" in found
-    assert asked == [2, 2]
-    assert plans.of(replace(where, plan="ring"), layout, q, q, nearest(budgets, CUBES), budgets) == "ring"
-    alone = Layout.even(GRID.tokens, 1)
-    assert plans.of(where, alone, q, q, nearest(budgets, CUBES), budgets) == "auto"

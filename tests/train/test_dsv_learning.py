@@ -16,7 +16,7 @@ from tests.models.toys import normal, step
 from tests.train.dsv import CONFIG, CUBES, GRID, PART, Masked, inputs, masks, method, model, on_ranks, sparse
 from weft.core.errors import InputError
 from weft.core.layout import Layout
-from weft.models.producers import Where
+from weft.models.context import AttentionContext
 from weft.models.scores import sample
 from weft.run.comm.threads import ThreadComm, _Board
 from weft.run.switch import everyone
@@ -45,7 +45,7 @@ def look(world: World, layout: Layout, part: Any = PART) -> Look:
     q, k = (2 * normal(BATCH, HEADS, GRID.tokens, HEAD, seed=seed) for seed in (3, 4))
     hidden = normal(BATCH, GRID.tokens, HEADS * HEAD, seed=5)
     rows = torch.from_numpy(layout.order(world.comm.rank))
-    where = Where(
+    where = AttentionContext(
         layer=0, layers=2, step=0, steps=None, grid=GRID, heads=HEADS, layout=layout, world=world,
         hidden=hidden[:, rows],
     )  # fmt: skip
@@ -234,7 +234,7 @@ def test_a_predictor_finds_what_attention_looks_for(loss: str) -> None:
             for side in (0, 1)
         )
         dsv.begin(number)
-        where = Where(
+        where = AttentionContext(
             layer=0, layers=2, step=0, steps=None, grid=GRID, heads=HEADS, world=ALONE,
             layout=Layout.even(GRID.tokens, 1), run=number,
         )  # fmt: skip

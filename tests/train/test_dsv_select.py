@@ -16,7 +16,7 @@ from tests.train.dsv import BUDGETS, CUBES, GRID, PART, inputs, masks, method, m
 from tests.train.test_dsv_learning import ALONE, BATCH, HEAD, HEADS, PLACES, layouts, look, scores
 from weft.core.layout import Layout
 from weft.masks.grid import TokenGrid
-from weft.models.producers import Where
+from weft.models.context import AttentionContext
 from weft.models.scores import owned
 from weft.run.world import World
 from weft.train import coarse
@@ -182,7 +182,7 @@ def test_coarse_attention_is_among_means_of_cubes() -> None:
     def job(world: World) -> Any:
         layout = Layout.even(GRID.tokens, world.comm.size, prefix=GRID.prefix)
         rows = torch.from_numpy(layout.order(world.comm.rank))
-        where = Where(
+        where = AttentionContext(
             layer=0, layers=1, step=0, steps=None, grid=GRID, heads=4, layout=layout, world=world,
             module=module, hidden=hidden[:, rows], scale=0.3,
         )  # fmt: skip
@@ -222,7 +222,7 @@ def test_a_coarse_branch_begins_at_nothing() -> None:
     own = model()
     dsv.prepare(own)
     own.double()
-    weft.parallelize(own, mesh=ALONE, mask=dsv)
+    weft.parallelize(own, mesh=ALONE, sparse=dsv)
     other = method(PART)
-    weft.parallelize(plain, mesh=ALONE, mask=other)
+    weft.parallelize(plain, mesh=ALONE, sparse=other)
     assert torch.equal(own(*inputs()), plain(*inputs()))

@@ -40,8 +40,8 @@ def generate(request: Request) -> dict[str, Any]:
     pipe = _pipeline(request)
     if comm.size > 1:
         dist.barrier()  # of a process group that is patient; other waits are bounded
-    options = {name: getattr(request, name) for name in ("plan", "mask", "cfg", "check", "backend")}
-    regions = list(parallelize(pipe, **options)._weft.regions.values())
+    options = {name: getattr(request, name) for name in ("plan", "cfg", "check", "backend")}
+    regions = list(parallelize(pipe, sparse=request.mask, **options)._weft.regions.values())
     sparse = [sparsity for region in regions if (sparsity := getattr(region, "sparsity", None))]
     proofs = [proof for region in regions if (proof := getattr(region, "proof", None))]
     given["generator"] = torch.Generator().manual_seed(request.seed)

@@ -173,11 +173,9 @@ class Planner:
         shares: npt.NDArray[np.float64] | None,
     ) -> Entry:
         place, problem, *_ = key
-        before, strategy = (
-            self.resumed.pop(_name(place, problem), (None, "")) if shares is not None else (None, "")
-        )
+        before, name = self.resumed.pop(_name(place, problem), (None, ""))
         if before is not None and shares is not None and not _moved(before, shares):
-            shares, (strategy, why) = before, (parse(strategy, problem.ranks), "as before")
+            shares, strategy, why = before, parse(name, problem.ranks), "as before"
         else:
             strategy, why = self._strategy(key, mask, topology, known=shares is not None)
         balancer = Balancer(problem, mask, topology)

@@ -238,10 +238,8 @@ class DSV:
 
 def _checked_plans(given: dict[str, Any], heads: int) -> dict[str, Any]:
     """Check what a file says that anybody may have written."""
-    plans = {
-        key: tables.entry(tuple[tuple[float, ...], str], each, "The plans", key)
-        for key, each in given.items()
-    }
+    kind = tuple[tuple[float, ...], str]
+    plans = {key: tables.entry(kind, each, "The plans", key) for key, each in given.items()}
     if any(len(shares) % heads for shares, _ in plans.values()):
         raise InputError(f"The plans are not of {heads} heads.")
     return plans

@@ -45,8 +45,8 @@ class Look:
     """
 
     def __init__(  # noqa: PLR0913 - what an attention is
-        self, part: SparsePart, predictor: Predictor | None, ctx: AttentionContext, cubes: Cubes, places: IntArray,
-        *, q: Tensor, k: Tensor,
+        self, part: SparsePart, predictor: Predictor | None, ctx: AttentionContext, cubes: Cubes,
+        places: IntArray, *, q: Tensor, k: Tensor,
     ) -> None:  # fmt: skip
         self.part, self.predictor, self.cubes, self.places = part, predictor, cubes, places
         self.ctx, self.world, self.layout = ctx, ctx.world, cubes.layout(ctx.layout)
