@@ -1,4 +1,4 @@
-"""One schedule for masks that change: outputs and gradients of each, and what must not differ between ranks."""
+"""One schedule for masks that change: outputs and gradients of each, and masks that must not differ."""
 
 from __future__ import annotations
 

@@ -55,7 +55,9 @@ def test_any_ranks_give_what_one_process_gives(config, plan, again, ranks) -> No
 
 def test_a_sparse_mask_knows_where_patches_are() -> None:
     def job(world: Any) -> Tensor:
-        return weft.parallelize(model(), mesh=world, sparse="topk:0.4,tile=1x3x1,block=4,dense_steps=0")(*given)
+        return weft.parallelize(model(), mesh=world, sparse="topk:0.4,tile=1x3x1,block=4,dense_steps=0")(
+            *given
+        )
 
     given, dense = inputs(), model()(*inputs())
     with torch.no_grad():

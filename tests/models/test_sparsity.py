@@ -18,13 +18,13 @@ from weft.core.problem import Problem
 from weft.masks.grid import TokenGrid
 from weft.masks.spec import mask_from_spec
 from weft.models.adapters import adapter_of
+from weft.models.context import AttentionContext
 from weft.models.methods import parse
-from weft.models.producers import Geometric, Profiled, TopK, Where
+from weft.models.producers import Geometric, Profiled, TopK
 from weft.models.region import Region
 from weft.models.scores import kept_mass, sample
-from weft.models.sparsity import EVERY, Sparsity, imbalance
+from weft.models.sparsity import EVERY, Sparsity, sparse_attention
 from weft.plan.choose import build
-from weft.run.attention import attention
 from weft.run.comm.threads import run_threads
 from weft.run.execute import Executor
 from weft.run.kernels import choose
@@ -32,7 +32,6 @@ from weft.run.kernels.budget import Keep
 from weft.run.kernels.proxies import Proxies, pool
 from weft.run.kernels.select import top_k
 from weft.run.world import SoloComm, World
-from weft.schedule.measure import measure
 
 GRID = TokenGrid(3, 5, 7, prefix=9, suffix=2)
 HEADS, KV_HEADS, BLOCK, TILE = 3, 1, 16, (2, 2, 4)
@@ -51,7 +50,7 @@ def layouts(ranks: int, grid: TokenGrid = GRID) -> list[Layout]:
     return [Layout.even(grid.tokens, ranks), whole, Layout(grid.tokens, tuple(runs))]
 
 
-def here(world: World, layout: Layout, *, layer: int = 0, step: int = 0, **more: Any) -> Where:
+def here(world: World, layout: Layout, *, layer: int = 0, step: int = 0, **more: Any) -> AttentionContext:
     given = {"layers": 4, "steps": None, "grid": GRID, "heads": HEADS} | more
     return AttentionContext(layer=layer, step=step, layout=layout, world=world, **given)
 
@@ -102,11 +101,7 @@ def test_topk_is_that_of_one_process_on_all_ranks(grid: TokenGrid) -> None:
 def test_topk_of_everything_is_dense() -> None:
     where = here(ALONE, Layout.even(GRID.tokens, 1))
     sparsity = Sparsity("topk:1.0,dense_steps=0")
-    assert sparsity.options(where, *queries_and_keys()) == {
-        "mask": None,
-        "tokens": where.layout,
-        "plan": "auto",
-    }
+    assert sparsity.mask(where, *queries_and_keys()) is None
     assert sparsity.summary().dense_calls == 1
     assert "all 1 attentions were dense" in str(sparsity.summary())
 
@@ -142,7 +137,7 @@ def test_ranks_without_tokens_take_part() -> None:
     def job(world: World) -> Any:
         where = here(world, layout)
         sparsity = Sparsity(f"topk:0.3,block={BLOCK},dense_steps=0,tile=2x2x4")
-        return sparsity.options(where, part(q, where), part(k, where)), sparsity.summary()
+        return sparsity.mask(where, part(q, where), part(k, where)), sparsity.summary()
 
     found = on_ranks(3, job)
     assert found[0] == found[1] == found[2]
@@ -167,9 +162,7 @@ def test_svg_finds_out_which_heads_are_temporal() -> None:
     def job(world: World) -> Any:
         where = here(world, Layout.even(grid.tokens, world.comm.size), grid=grid, heads=5)
         sparsity = Sparsity("svg:density=0.3,block=8,dense_steps=0,dense_layers=0")
-        masks = [
-            sparsity.mask(replace(where, step=step), part(q, where), part(q, where)) for step in (0, 1)
-        ]
+        masks = [sparsity.mask(replace(where, step=step), part(q, where), part(q, where)) for step in (0, 1)]
         assert masks[0] is masks[1]  # heads did not change their kind
         return masks[0]
 
@@ -193,14 +186,14 @@ def test_masks_in_voxel_order_serve_tokens_in_raster_order(spec: str) -> None:
     def job(world: World) -> Any:
         where = here(world, layout)
         mine = [part(x, where) for x in (q, k, v)]
-        return Sparsity(f"{spec},block={BLOCK}").options(where, *mine[:2]), mine
+        sparsity = Sparsity(f"{spec},block={BLOCK}")
+        return (sparsity.mask(where, *mine[:2]), sparsity.tokens(where)), mine
 
     found = on_ranks(ranks, job)
-    options = found[0][0]
-    assert all(options == other for other, _ in found)
-    home = options["tokens"]
+    mask, home = found[0][0]
+    assert all((mask, home) == other for other, _ in found)
     problem = Problem(batch=1, heads=HEADS, kv_heads=HEADS, head_dim=6, q=home, kv=home, dtype="float64")
-    schedule = build(options["plan"], problem, options["mask"])
+    schedule = build("ring", problem, mask)
     out = run_threads(
         ranks,
         lambda comm: Executor(schedule, comm, choose("reference")).forward(
@@ -208,7 +201,7 @@ def test_masks_in_voxel_order_serve_tokens_in_raster_order(spec: str) -> None:
         )[0],
     )
     place = GRID.voxels(TILE).inverse
-    raster = tokens_of(options["mask"])[:, place][:, :, place]
+    raster = tokens_of(mask)[:, place][:, :, place]
     scores = (q @ k.mT * 6**-0.5).masked_fill(~raster, -torch.inf)
     assert not raster.all()
     torch.testing.assert_close(torch.cat(out, dim=2), scores.softmax(-1) @ v, rtol=1e-9, atol=1e-9)
@@ -236,7 +229,7 @@ class Counted:
 
 def ask(
     sparsity: Sparsity, *, steps: int, layers: int = 2, ranks: int = 1, **more: Any
-) -> list[dict[str, Any]]:
+) -> list[BlockMask | None]:
     """Ask as a model does, with a layout of many ranks; nothing is sent without recall."""
     q = k = torch.zeros(1, HEADS, GRID.tokens, 6)
     layout = Layout.even(GRID.tokens, ranks)
@@ -245,7 +238,7 @@ def ask(
         for t in range(steps)
         for n in range(layers)
     ]
-    return [sparsity.options(where, q, k) for where in places]
+    return [sparsity.mask(where, q, k) for where in places]
 
 
 def quiet(producer: Any, **rules: Any) -> Sparsity:
@@ -257,11 +250,11 @@ def quiet(producer: Any, **rules: Any) -> Sparsity:
 def test_a_mask_is_kept_until_it_is_refreshed() -> None:
     producer = Counted()
     sparsity = quiet(producer, refresh=3)
-    masks = [found["mask"] for found in ask(sparsity, steps=7)]
+    masks = ask(sparsity, steps=7)
     assert producer.asked == [(n, t) for t in (0, 3, 6) for n in (0, 1)]
     assert all(masks[i] is masks[6 * (i // 6) + i % 2] for i in range(14))
-    assert sparsity.summary().plans == 3
-    assert sparsity.summary().replans == 4
+    assert sparsity.summary().masks == 3
+    assert sparsity.summary().renewals == 4
 
 
 def test_the_same_step_again_gets_the_same_answer_and_another_run_is_asked_for() -> None:
@@ -278,26 +271,14 @@ def test_the_same_step_again_gets_the_same_answer_and_another_run_is_asked_for()
     sparsity.reset()
     sparsity.mask(where, q, k)
     assert len(producer.asked) == 5
-    assert sparsity.summary().replans == 0
-
-
-def test_what_was_compiled_for_a_mask_goes_with_it() -> None:
-    """A denoising loop makes masks without end; what other layers use stays."""
-    q = k = v = torch.zeros(1, HEADS, GRID.tokens, 6)
-    sparsity, world = quiet(Counted(every=2)), World(SoloComm())
-    for step in range(6):
-        for layer in (0, 1):
-            where = here(world, Layout.even(GRID.tokens, 1), layer=layer, step=step)
-            attention(q, k, v, mesh=world, **sparsity.options(where, q, k))
-            assert len(world.compiled) == 1 + (layer == 0 and step in (2, 4))
-    assert sparsity.summary().plans == 3
+    assert sparsity.summary().renewals == 0
 
 
 def test_an_equal_mask_is_the_old_one() -> None:
     found = ask(quiet(Counted(every=2)), steps=4, layers=1)
-    assert found[0]["mask"] is found[1]["mask"]
-    assert found[2]["mask"] is found[3]["mask"]
-    assert found[1]["mask"] != found[2]["mask"]
+    assert found[0] is found[1]
+    assert found[2] is found[3]
+    assert found[1] != found[2]
 
 
 @pytest.mark.parametrize(
@@ -327,41 +308,6 @@ def test_first_steps_and_layers_are_dense(
     assert found == [(t, n) for t in range(first, steps or 50) for n in range(low, layers - high)]
 
 
-def test_a_strategy_is_chosen_once_and_every_later_mask_is_balanced() -> None:
-    """The first mask has nothing to balance; those after it have, and other rows of work."""
-
-    class Growing(Counted):
-        def mask(self, where: AttentionContext, *_: Tensor) -> BlockMask:
-            tiles = np.eye(32, dtype=bool)[None].repeat(where.heads, axis=0)
-            tiles[0, : 3 * where.step] = True
-            return BlockMask.from_tiles(tiles, q_len=128, kv_len=128, block_q=4)
-
-    sparsity = quiet(Growing())
-    q = k = torch.zeros(1, 4, 128, 6)
-    layout = Layout.even(128, 2)
-    found = [
-        sparsity.options(here(ALONE, layout, step=step, grid=TokenGrid(2, 8, 8), heads=4), q, k)
-        for step in range(4)
-    ]
-    assert len(sparsity._kinds) == 1
-    assert "+" not in found[0]["plan"]
-    problem = Problem(batch=1, heads=4, kv_heads=4, head_dim=6, q=layout, kv=layout)
-    for options in found[1:]:
-        assert options["plan"] == found[0]["plan"] + "+balanced"
-        before, after = imbalance(problem, options["mask"], options["plan"])
-        work = measure(build(options["plan"], problem, options["mask"])).imbalance
-        plain = measure(build(found[0]["plan"], problem, options["mask"])).imbalance
-        assert after == pytest.approx(work, abs=0.01)
-        assert before == pytest.approx(plain, abs=0.01)
-        assert 0 < after - 1 < (before - 1) / 2
-
-
-def test_a_given_plan_is_left_alone() -> None:
-    found = ask(Sparsity("radial:dense_layers=0,recall=0,block=8", plan="ring"), steps=20, ranks=2)
-    assert {options["plan"] for options in found} == {"ring"}
-    assert [options["mask"] is None for options in found] == [True] * 24 + [False] * 16
-
-
 def test_the_summary_counts() -> None:
     spec = f"random:density=0.2+0.5+0.8,block={BLOCK},dense_steps=2,dense_last=1"
     q, k = queries_and_keys()
@@ -369,24 +315,19 @@ def test_the_summary_counts() -> None:
 
     def job(world: World) -> Any:
         layout = Layout.even(GRID.tokens, world.comm.size)
-        sparsity = Sparsity(spec, plan="ulysses+balanced")
+        sparsity = Sparsity(spec)
         for step in range(steps):
             for layer in range(layers):
                 where = here(world, layout, layer=layer, step=step, layers=layers)
-                sparsity.options(where, part(q, where), part(k, where))
+                sparsity.mask(where, part(q, where), part(k, where))
         return sparsity.summary()
 
     one, two, *others = on_ranks(3, job)
     assert one == two == others[0]
     mask = mask_from_spec("random:density=0.2+0.5+0.8", heads=HEADS, grid=GRID, block=BLOCK)
     assert (one.sparse_calls, one.dense_calls) == (16, 14)
-    assert (one.plans, one.replans) == (1, 0)
+    assert (one.masks, one.renewals) == (1, 0)
     assert one.density == pytest.approx(mask.density)
-    layout = Layout.even(GRID.tokens, 3)
-    problem = Problem(batch=2, heads=HEADS, kv_heads=KV_HEADS, head_dim=6, q=layout, kv=layout)
-    assert one.imbalance_before == pytest.approx(measure(build("ulysses", problem, mask)).imbalance, rel=0.05)
-    assert one.imbalance_after == pytest.approx(imbalance(problem, mask, "ulysses+balanced")[1])
-    assert one.imbalance_after < one.imbalance_before
     full = weights(q, k, 6**-0.5)
     judged = [(0, 2), (EVERY % 4, 2 + EVERY // 4)]  # layer and step of the calls that are judged
     shares = []
@@ -431,11 +372,11 @@ def test_what_cannot_be_read_is_refused(spec: str) -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(InputError, match="mask_for"):
-        Sparsity(3)  # pyright: ignore
+    with pytest.raises(InputError, match="mask"):
+        sparse_attention(3)
     q = k = torch.zeros(1, HEADS, 7, 6)
     with pytest.raises(InputError, match="116 tokens, the attention 7"):
-        Sparsity("random").options(here(ALONE, Layout.even(7, 1)), q, k)
+        Sparsity("random").mask(here(ALONE, Layout.even(7, 1)), q, k)
 
     class Wrong:
         def mask(self, where: AttentionContext, *_: Tensor) -> BlockMask:

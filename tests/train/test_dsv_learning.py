@@ -104,7 +104,7 @@ def test_losses_and_gradients_are_those_of_one_process(loss: str, source: str) -
 
 def test_hidden_states_of_other_tokens_are_refused() -> None:
     one = look(ALONE, Layout.even(GRID.tokens, 1), replace(PART, source="hidden"))
-    where = replace(one.where, hidden=None, name="blocks.0.attn")
+    where = replace(one.ctx, hidden=None, name="blocks.0.attn")
     with pytest.raises(InputError, match="blocks.0.attn attends from tokens that are not its first"):
         one.predictor.given(where, normal(1, 3, 4, 12), normal(1, 3, 4, 12))  # pyright: ignore
 
@@ -238,7 +238,7 @@ def test_a_predictor_finds_what_attention_looks_for(loss: str) -> None:
             layer=0, layers=2, step=0, steps=None, grid=GRID, heads=HEADS, world=ALONE,
             layout=Layout.even(GRID.tokens, 1), run=number,
         )  # fmt: skip
-        dsv.attend(where, q, k, q)
+        dsv.mask(where, q, k)
         dsv.step()
         found.append(dsv.facts()[0])
     assert found[0]["keys"] < 0.85

@@ -161,7 +161,7 @@ class Region:
     def planned(self, ctx: AttentionContext, mask: BlockMask, tokens: Layout, qkv: tuple[Tensor, ...]) -> Any:
         """The plan of a sparse attention: the planner's, unless the user gave one or the mask stays."""
         sparse: Any = self.sparsity
-        if not isinstance(self.plan, str) or not getattr(sparse, "changes", True) or ctx.layout.ranks == 1:
+        if not isinstance(self.plan, str) or not getattr(sparse, "changes", True):
             return self.plan
         q, k, _ = qkv
         name = getattr(sparse, "name", type(sparse).__name__)

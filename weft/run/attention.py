@@ -132,7 +132,7 @@ def _for_mask(executor: Executor, mask: BlockMask | None, *, is_agreed: bool) ->
         found = executor.for_mask(mask)
         register(found)
         while len(known) >= MASKS:
-            forget(known.pop(next(iter(known))).number)
+            forget(known.pop(next(iter(known))))
     known[mask] = found  # at the end: it was used last
     return found
 
@@ -181,11 +181,4 @@ _constant_executor._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def _make_room(world: World) -> None:
     """Masks that change from step to step make executors without end; the oldest ones go."""
     while len(world.compiled) >= EXECUTORS:
-        forget(world.compiled.pop(next(iter(world.compiled))).number)
-
-
-def let_go(world: World, mask: BlockMask) -> None:
-    """What was compiled for a mask that will not come again; all ranks must say so at the same time."""
-    old = [key for key in world.compiled if key[0].mask is not None and key[0].mask.digest == mask.digest]
-    for key in old:
-        forget(world.compiled.pop(key).number)
+        forget(world.compiled.pop(next(iter(world.compiled))))

@@ -29,9 +29,10 @@ def is_plain(*tensors: Tensor) -> bool:
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def forget(number: int) -> None:
-    """Let an executor go; a backward that is still to come keeps its own."""
-    _executors.pop(number, None)
+def forget(executor: Executor) -> None:
+    """Let an executor go, with those of its masks; a backward that is still to come keeps its own."""
+    for each in (executor, *executor.masked.values()):
+        _executors.pop(each.number, None)
 
 
 # Inductor's CUDA graphs own all memory that lives between their runs, and weft's workspace does: with this
@@ -88,7 +89,7 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     _executors[ctx.executor] = ctx.kept
     dq, dk, dv = backward_op(grad, q, k, v, saved, ctx.executor, ctx.scale)
     if gone:
-        forget(ctx.executor)
+        del _executors[ctx.executor]
     return dq, dk, dv, None, None, None
 
 

@@ -113,10 +113,19 @@ class Entry:
 
 
 class Planner:
-    """The plans of one world, the same on all ranks; `store` opens what rank 0 leaves assignments in."""
+    """The plans of one world, the same on all ranks.
 
-    def __init__(self, comm: Comm, store: Callable[[], Any]) -> None:
-        self.comm = comm
+    `store` opens what rank 0 leaves assignments in; without one, first plans stay. `evict` is told of plans
+    that will not be used again.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        store: Callable[[], Any] | None,
+        evict: Callable[[Planned], None] = lambda _: None,
+    ) -> None:
+        self.comm, self._evict = comm, evict
         self.entries: dict[Any, Entry] = {}
         self.prior: dict[Place, Any] = {}
         """Of an earlier run: see `weft.plan.store.Stored`."""
@@ -188,6 +197,8 @@ class Planner:
         while len(self.entries) >= PLACES:
             self._numbers.pop(self.entries.pop(next(iter(self.entries))).number, None)
         entry = Entry(self._count, place, problem, topology, planned, why, mask, step, shares)
+        if key in self.entries:
+            self._evict(self.entries[key].plan)
         self.entries[key] = self._numbers[entry.number] = entry
         self._compare(entry)
         return entry
@@ -233,13 +244,15 @@ class Planner:
                     hint="Make masks that are the same on all ranks, from equal or exchanged inputs.",
                 )
         newest = min(row[2] for row in rows)
-        entry.plan = entry.held[newest]
+        if newest > entry.plan.version:
+            self._evict(entry.plan)
+            entry.plan = entry.held[newest]
         for old in [version for version in list(entry.held) if version < newest]:
             del entry.held[old]
         if self.comm.rank and rows[0][3] > self._fetched:
             self._background.submit(_logged, self._fetch, self._fetched, rows[0][3])
             self._fetched = rows[0][3]
-        elif not self.comm.rank and entry.shares is None:
+        elif not self.comm.rank and entry.shares is None and self._store_of is not None:
             self._background.submit(_logged, self._observe, entry, entry.mask, entry.step)
 
     # On the planner's thread.
@@ -250,6 +263,7 @@ class Planner:
 
     @cached_property
     def _store(self) -> Any:
+        assert self._store_of is not None
         return self._store_of()
 
     def _observe(self, entry: Entry, mask: BlockMask, step: int) -> None:
@@ -291,11 +305,11 @@ class Planner:
 
 
 def _name(place: Place, problem: Problem) -> str:
-    return f"{place.layer} of {problem.ranks}"
+    return f"layer {place.layer}, {problem.heads} heads on {problem.ranks} ranks"
 
 
 def _moved(planned: npt.NDArray[np.float64] | None, now: npt.NDArray[np.float64]) -> bool:
-    return planned is None or bool(np.abs(planned - now).max() > DRIFT)
+    return planned is None or len(planned) != len(now) or bool(np.abs(planned - now).max() > DRIFT)
 
 
 def _planned(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import cached_property, partial
+from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,6 +19,7 @@ from weft.run.comm import Comm, Message, shm, symmetric
 from weft.run.comm.group import GroupComm, store_of
 from weft.run.comm.onesided import OneSidedComm
 from weft.run.groups import join_world
+from weft.run.op import forget
 from weft.run.planner import Planner
 
 TRANSPORTS = ("auto", "group", "shm", "symmetric")
@@ -61,7 +63,22 @@ class World:
     def planner(self) -> Planner:
         """Who plans the attentions of this world whose masks change."""
         group = getattr(self.comm, "group", None)
-        return Planner(self.comm, lambda: dist.PrefixStore("weft planner", store_of(group).clone()))  # pyright: ignore
+        # A connection of its own: the planner's thread uses it beside others.
+        store: Any = partial(_planner_store, group, next(_planners)) if group is not None else None
+        return Planner(self.comm, store, self.evict)
+
+    def evict(self, plan: Any) -> None:
+        """Let go of the executors of a plan that will not come again; all ranks do it at the same time."""
+        for key in [key for key in self.compiled if key[0].plan is plan]:
+            forget(self.compiled.pop(key))
+
+
+_planners = count()
+"""Numbers of planners, in whose order all ranks make them: each has keys of its own in the group's store."""
+
+
+def _planner_store(group: dist.ProcessGroup, number: int) -> Any:
+    return dist.PrefixStore(f"weft planner {number}", store_of(group).clone())  # pyright: ignore
 
 
 _alone = World(SoloComm())

@@ -233,7 +233,7 @@ class Worker:
 
     def _how(self, ranks: tuple[int, ...]) -> dict[str, Any]:
         """By whole heads and torch's kernel, weft's own model makes the same bits on any number of CPUs."""
-        how = {"plan": "auto", "cfg": "auto", "backend": "auto"}
+        how: dict[str, Any] = {"plan": "auto", "cfg": "auto", "backend": "auto"}
         how |= {name: self.options[name] for name in how if self.options.get(name)}
         how["sparse"] = self.options.get("mask")
         is_free = self.model.is_own and how["plan"] == how["backend"] == "auto"
