@@ -151,7 +151,7 @@ def test_a_model_in_evaluation_teaches_nothing_and_keeps_nothing() -> None:
     dsv, world = method(), World(SoloComm())
     with torch.no_grad():
         sparse(world, dsv).eval()(*inputs())
-    assert not dsv._kept and not dsv._losses and not dsv._profiles and not world.compiled
+    assert not dsv._kept and not dsv._losses and not dsv._profiles
 
 
 def test_what_is_computed_again_is_learned_from_once() -> None:
