@@ -21,8 +21,10 @@ from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem
 from weft.core.schedule import Schedule
+from weft.core.topology import Topology
 from weft.masks.random import random_mask
-from weft.plan.choose import build
+from weft.plan.choose import build, usp_names
+from weft.plan.strategies import short_names
 from weft.program.prove import prove_schedule
 from weft.run import streams
 from weft.run.attention import attention
@@ -36,6 +38,12 @@ from weft.run.world import world_of
 # Largest difference from float64, relative to the largest value: a few roundings of each dtype.
 TOLERANCE = {"float64": 1e-10, "float32": 5e-6, "bfloat16": 2**-6, "float16": 2**-9}
 TIMEOUT = 60.0  # as attention has it, so that it is the same world
+BALANCED = ("ulysses+balanced", "ring+balanced", "gather+cuts")
+
+
+def plan_names(ranks: int) -> list[str]:
+    """Return the plans to check on so many ranks of one machine: every strategy, and some balanced."""
+    return ["auto", *short_names(), *usp_names(ranks)[1:-1], *BALANCED]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +66,8 @@ class Trial:
     backend: str = "auto"
     device: str = "cpu"
     """cuda: each rank computes on its GPU; the reference is computed on the CPU."""
+    machines: int = 1
+    """Those that the plan is made for, such as torus; the ranks may be anywhere."""
 
     def mask(self) -> BlockMask:
         if self.density is None:
@@ -190,12 +200,14 @@ def _joined(shard: Tensor, rows: Tensor, tokens: int) -> Tensor:
 def _schedule(trial: Trial, layout: Layout) -> Schedule:
     sizes = {"batch": 1, "heads": trial.heads, "kv_heads": trial.kv_heads, "head_dim": trial.head_dim}
     problem = Problem(**sizes, q=layout, kv=layout, dtype=trial.dtype)
-    return build(trial.asked, problem, trial.mask())
+    topology = Topology(machines=trial.machines, devices=layout.ranks // trial.machines)
+    return build(trial.asked, problem, trial.mask(), topology)
 
 
 def reference(trial: Trial) -> list[Tensor]:
     """Output, dq, dk, dv of one process in float64; trials that differ in how they run share them."""
-    return _reference(replace(trial, asked="auto", backend="auto", device="cpu", prefix=0, rounds=1))
+    plain = {"asked": "auto", "backend": "auto", "device": "cpu", "machines": 1, "prefix": 0, "rounds": 1}
+    return _reference(replace(trial, **plain))
 
 
 @cache
