@@ -108,7 +108,7 @@ def _keep(options: Options, parts: Sequence[Part], faults: dict[str, str]) -> in
 
     rank, ranks = place()
     console = Console(highlight=False, soft_wrap=True, quiet=options.as_json or rank > 0)
-    with console.status("") as status:
+    with console.status("starting") as status:
         _begin(console, parts, ranks, options)
         report = serve_rank(
             Examination(

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from multiprocessing import connection, get_context
+from multiprocessing import connection, get_context, process
 from typing import Any, Literal
 
-from weft.core.errors import CommError
 from weft.doctor import child
 from weft.doctor.child import MEETING_SECONDS, Order, open_store
 from weft.run import rank as fork
@@ -28,11 +28,15 @@ PEER_SECONDS = 3.0
 """For a child to end by itself after a child of another rank has."""
 TEARDOWN_SECONDS = 5.0
 """For a child that is through to leave its world."""
+KILL_SECONDS = 10.0
 ACCOUNT_SECONDS = 20.0
 """Beyond the limit of an order, for the accounts of all ranks."""
 MAX_OUTPUT = 16_384
 MAX_ACCOUNT = 2_000_000
 """Bytes, of what one rank says of one attempt; a store takes 8 MB."""
+# What faulthandler writes of how a child is started, and of all libraries.
+STARTED = re.compile(r'(child\.py", line \d+ in run\n)(?:  File .*\n?)+')
+MODULES = re.compile(r"^Extension modules: .*\n?", re.MULTILINE)
 PRELOAD = ("weft.doctor.child", "weft.run.world", "weft.run.groups", "weft.run.devices")
 
 How = Literal["ok", "failed", "crashed", "hung", "stopped"]
@@ -87,14 +91,10 @@ class Keepers:
 
     def follow(self) -> None:
         """Do what rank 0 orders, until there is nothing left. For the other ranks."""
-        while text := self._read(f"order {self._count + 1}"):
+        while order := json.loads(self._read(f"order {self._count + 1}") or "null"):
             self._count += 1
-            order = json.loads(text)
-            if order is None:
-                return
             account = self._attempt(Order(**order))
             self._store.set(f"account {self._count} {self.rank}", _bounded(account))
-        raise CommError("Rank 0 gave no further order.")
 
     def share(self, words: list[str]) -> list[str]:
         """Return what all keepers know that no report may say."""
@@ -106,7 +106,7 @@ class Keepers:
     def _attempt(self, order: Order) -> Account:
         broken = f"broken {order.number}"
         account = attempt(order, self.rank, lambda: self.is_stopped.is_set() or self._store.check([broken]))
-        if account.how != "ok":
+        if account.how not in ("ok", "hung"):  # the others reach the same limit, and tell where they are
             self._store.set(broken, "1")
         return account
 
@@ -194,13 +194,18 @@ class _Child:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
-        self._process.join()
+        self._process.join(KILL_SECONDS)
+        if self._process.exitcode is None:  # inside a driver that does not return
+            process._children.discard(self._process)  # type: ignore[attr-defined]  # or our exit would wait
+            self.account.message += ", and cannot be killed"
+        else:
+            self._process.close()
         self._read()
-        self._process.close()
         self._messages.close()
         self._written.close()
-        if self.account.how in ("crashed", "hung") or not self.is_over:
-            self.account.traceback = self._output.decode(errors="replace")
+        if self.account.how in ("crashed", "hung"):
+            text = STARTED.sub(r"\1", self._output.decode(errors="replace"))
+            self.account.traceback = MODULES.sub("", text)
 
     def _read(self) -> None:
         with suppress(BlockingIOError, OSError):

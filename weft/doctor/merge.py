@@ -20,15 +20,18 @@ def first_failure(accounts: Sequence[Account]) -> Account | None:
 
 
 def finished(attempts: Attempts) -> tuple[str, ...]:
-    """Return the checks that another attempt need not do: done by all ranks, or ended one of them."""
-    names: dict[str, None] = {}
+    """Return the checks that another attempt need not do: those that are done, and those that broke one.
+
+    Ranks may share the checks of a part. What one rank has done and another is still in is not done.
+    """
+    names: set[str] = set()
     for accounts in attempts:
-        done = [{check["name"] for check in account.checks} for account in accounts]
-        names |= dict.fromkeys(sorted(set.intersection(*done)) if done else ())
+        names |= {check["name"] for account in accounts for check in account.checks}
+        names -= {account.under_way for account in accounts}
         cause = first_failure(accounts)
         if cause is not None and cause.is_in_check:
-            names[cause.under_way] = None
-    return tuple(names)
+            names.add(cause.under_way)
+    return tuple(sorted(names))
 
 
 def can_go_on(accounts: Sequence[Account]) -> bool:
@@ -100,7 +103,8 @@ def _status(statuses: Sequence[str]) -> Ending:
 
 
 def _line(account: Account, ranks: int) -> str:
-    rank = "" if account.how == "hung" or ranks == 1 else f"rank {account.rank}: "
+    colon = ":" if account.how == "failed" else ""
+    rank = "" if account.how == "hung" or ranks == 1 else f"rank {account.rank}{colon} "
     said = " ".join(account.message.split())
     return rank + (said if len(said) <= MAX_MESSAGE else f"{said[: MAX_MESSAGE - 1]}…")
 

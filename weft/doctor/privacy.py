@@ -22,7 +22,7 @@ MIN_VALUE = 10
 ORDINARY_NAMES = {"root", "user", "ubuntu", "admin", "runner", "localhost", "host", "vm"}
 # In "/home/a/.venv/lib/python3.12/site-packages/torch/x.py" all before torch goes, and all before weft/.
 PACKAGE = re.compile(r"(?<![\w.])/(?:[^\s\"'<>:/]+/)*(?:site-packages|dist-packages)/")
-LIBRARY = re.compile(r"(?<![\w.])/(?:[^\s\"'<>:/]+/)*(?=lib/python3|python3\.\d+/)")
+LIBRARY = re.compile(r"(?<![\w.])/(?:[^\s\"'<>:/]+/)*(?=python3\.\d+/)")
 OWN = re.compile(r"(?<![\w.])/(?:[^\s\"'<>:/]+/)*(?=weft/(?:\w+/)*\w+\.py)")
 FOLDER = re.compile(r"(?<![\w./<])(?:/[\w.@+~=,-]+)+/(?=[\w.@+~=,-])")
 ADDRESS = re.compile(r"(?<![\w:.])[0-9A-Fa-f:.]{3,}(?![\w])|\[[0-9A-Fa-f:.]{3,}\]")
@@ -42,10 +42,13 @@ def private_words() -> list[str]:
 
 def cleaned(value: Any, words: Iterable[str]) -> Any:
     """Return a value for JSON without private words, folders and addresses; inf and nan are strings."""
-    longest_first = sorted(set(words), key=len, reverse=True)
-    known = "|".join(map(re.escape, longest_first))
-    pattern = re.compile(rf"(?<!\w)(?:{known})(?!\w)") if known else None
-    return _cleaned(value, pattern)
+    known = "|".join(map(_pattern, sorted(set(words), key=len, reverse=True)))
+    return _cleaned(value, re.compile(known, re.IGNORECASE) if known else None)
+
+
+def _pattern(word: str) -> str:
+    """A short word stands alone: "ann" is not taken out of "channel"."""
+    return re.escape(word) if len(word) >= MIN_VALUE else rf"(?<!\w){re.escape(word)}(?!\w)"
 
 
 def _cleaned(value: Any, private: re.Pattern[str] | None) -> Any:
