@@ -70,37 +70,44 @@ def checks(site: Site) -> Iterator[Check]:
             if least_left(site) < RESERVED_SECONDS:
                 yield Check(name=name, status="skipped", note="It was not reached in time.")
             elif site.begins(name):
-                yield from _measured(name, plan, mask, shape, proof, site)
+                yield _measured(name, plan, mask, shape, proof, site)
 
 
-def _measured(
-    name: str, plan: str, mask: BlockMask, shape: Shape, proof: Proof, site: Site
-) -> Iterator[Check]:
+def _measured(name: str, plan: str, mask: BlockMask, shape: Shape, proof: Proof, site: Site) -> Check:
     layout = Layout.even(shape.grid.tokens, site.ranks)
     sizes = {"batch": 1, "heads": shape.heads, "kv_heads": shape.heads, "head_dim": shape.head_dim}
     problem = Problem(**sizes, q=layout, kv=layout, dtype=site.dtype)
     topology = topology_for(None, site.ranks, site.device)
     schedule = build(plan, problem, mask, topology)
-    random = torch.Generator(site.device).manual_seed(site.rank)
-    rows = 1, shape.heads, layout.rows(site.rank), shape.head_dim
-    how = {"generator": random, "device": site.device, "dtype": getattr(torch, site.dtype)}
-    q, k, v = (torch.randn(rows, **how) for _ in range(3))
+    q, k, v = _drawn((1, shape.heads, layout.rows(site.rank), shape.head_dim), site)
     out, held, predicted = _held(q, k, v, schedule)
     seconds = median_seconds(lambda: attention(q, k, v, plan=schedule), site.device)
-    rows_check = _rows(name, (q, k, v), out, mask, layout, proof, site)
     # Of the slowest rank, and of the fullest.
     every = all_gather_json((seconds, held, predicted))
     seconds, held, predicted = (max(each) for each in zip(*every, strict=True))
-    if site.rank:
-        return
-    yield rows_check
+    numbers = {
+        "seconds": seconds,
+        "predicted_seconds": predict(schedule, topology).seconds,
+        "bytes": held,
+        "predicted_bytes": predicted,
+    }
     note = "" if schedule.name == plan else f"plan {schedule.name}"
-    if site.is_rehearsal:
-        note += "; times of CPUs say nothing of GPUs"
-    numbers = {"seconds": seconds, "predicted_seconds": predict(schedule, topology).seconds}
-    yield Check(name=f"time · {name}", status="measured", note=note.removeprefix("; "), numbers=numbers)
-    numbers = {"bytes": held, "predicted_bytes": predicted}
-    yield Check(name=f"memory · {name}", status="measured", note="Beside q, k and v.", numbers=numbers)
+    if site.is_made_wrong:
+        out = out + 0.5
+    try:
+        sparse = None if mask.is_dense else mask
+        proof.check(name, (q, k, v), out, None, sparse, layout, world_of(None, TIMEOUT))
+    except CommError as error:  # sampled rows that are not those of float64, on all ranks alike
+        return Check(name=name, status="wrong", note=str(error), numbers=numbers)
+    numbers |= {"error": proof.errors[name], "allowed": proof.allowed}
+    return Check(name=name, status="measured", note=note, numbers=numbers)
+
+
+def _drawn(shape: tuple[int, ...], site: Site) -> list[Tensor]:
+    """Return q, k, v, which differ by rank."""
+    random = torch.Generator(site.device).manual_seed(site.rank)
+    how = {"generator": random, "device": site.device, "dtype": getattr(torch, site.dtype)}
+    return [torch.randn(shape, **how) for _ in range(3)]
 
 
 def _held(q: Tensor, k: Tensor, v: Tensor, schedule: Schedule) -> tuple[Tensor, int, int]:
@@ -127,19 +134,3 @@ def _allocated(device: torch.device) -> int:
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     return torch.cuda.memory_allocated(device)
-
-
-def _rows(
-    name: str, qkv: tuple[Tensor, Tensor, Tensor], out: Tensor, mask: BlockMask, layout: Layout, proof: Proof,
-    site: Site,
-) -> Check:  # fmt: skip
-    """Compare sampled rows of each rank with float64."""
-    if site.is_made_wrong:
-        out = out + 0.5
-    try:
-        sparse = None if mask.is_dense else mask
-        proof.check(name, qkv, out, None, sparse, layout, world_of(None, TIMEOUT))
-    except CommError as error:
-        return Check(name=f"rows · {name}", status="wrong", note=str(error))
-    numbers = {"error": proof.errors[name], "allowed": proof.allowed}
-    return Check(name=f"rows · {name}", status="ok", numbers=numbers)
