@@ -104,6 +104,12 @@ def test_hung_part_shows_where_every_rank_was_and_equal_stacks_once() -> None:
     assert merged["traceback"] == "rank 0, 2:\nwaits\n\nrank 1:\nsleeps"
 
 
+def test_failed_part_shows_where_the_ranks_were_that_did_not_end() -> None:
+    failed = Account(rank=1, how="failed", message="waited for rank 0", traceback="waits")
+    merged = report([Account(rank=0, how="stopped", traceback="sleeps"), failed])
+    assert merged["traceback"] == "rank 1:\nwaits\n\nrank 0:\nsleeps"
+
+
 def test_part_that_was_not_begun_says_why() -> None:
     assert skipped(PART, "no time left").items() >= {"status": "skipped", "message": "no time left"}.items()
     assert skipped(PART, "")["claims"] == ["toys"]

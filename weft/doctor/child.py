@@ -26,8 +26,7 @@ from weft.doctor.part import Part, Site
 from weft.doctor.parts import PARTS
 
 PARENT_DEATH_SIGNAL = 1  # prctl
-STACK_SECONDS = 0.5
-"""Before the limit at which the keeper kills a child, the child writes where its threads are."""
+STACK_SIGNAL = signal.SIGUSR1
 MEETING_SECONDS = 300.0
 """For all ranks to find the store; other machines may be started by hand."""
 FAULTS = ("crash", "hang", "wrong")
@@ -55,12 +54,11 @@ def part_of(name: str) -> Part:
     return next(part for part in (MACHINE, *PARTS) if part.name == name)
 
 
-def run(order: Order, messages: Connection, output: Connection) -> None:
+def run(order: Order, deadline: float, messages: Connection, output: Connection) -> None:
     """Run the attempt; what the process and its libraries write goes to `output`."""
-    deadline = time.monotonic() + order.seconds
     _begin_session(output)
     faulthandler.enable()
-    faulthandler.dump_traceback_later(max(0.1, order.seconds - STACK_SECONDS))
+    faulthandler.register(STACK_SIGNAL)  # by which the keeper asks where it is, before it kills it
 
     def emit(**message: Any) -> None:
         messages.send_bytes(json.dumps(message, default=str).encode())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,12 +20,15 @@ from weft.doctor.keeper import Account, Keepers
 from weft.doctor.machine import machine_of
 from weft.doctor.merge import can_go_on, finished, first_failure, part_report, skipped
 from weft.doctor.part import Part
+from weft.doctor.parts import PARTS
 from weft.doctor.privacy import cleaned, private_words
 
 SCHEMA = 1
 MAX_ATTEMPTS = 4
 MIN_SECONDS = 2.0
 """An attempt with less time than that would not even join."""
+PUBLIC = frozenset(re.findall(r"\w+", repr(PARTS).lower()))
+"""Words of the parts themselves, also where a user or a host is called by one of them."""
 WRITE_HINT = "Give a folder that can be written with --out."
 
 Report = dict[str, Any]
@@ -52,7 +56,7 @@ def serve_rank(
     if examination.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # for the children, on a machine that has GPUs
     keepers = Keepers()
-    words = keepers.share(private_words())
+    words = [word for word in keepers.share(private_words()) if word.lower() not in PUBLIC]
     if keepers.rank:
         keepers.follow()
         return None

@@ -19,7 +19,7 @@ from multiprocessing import connection, get_context, process
 from typing import Any, Literal
 
 from weft.doctor import child
-from weft.doctor.child import MEETING_SECONDS, Order, open_store
+from weft.doctor.child import MEETING_SECONDS, STACK_SIGNAL, Order, open_store
 from weft.run import rank as fork
 from weft.run.world import place
 
@@ -28,15 +28,18 @@ PEER_SECONDS = 3.0
 """For a child to end by itself after a child of another rank has."""
 TEARDOWN_SECONDS = 5.0
 """For a child that is through to leave its world."""
+STACK_SECONDS = 1.0
+"""For a child to write where it is."""
+MAX_READS = 50
 KILL_SECONDS = 10.0
 ACCOUNT_SECONDS = 20.0
 """Beyond the limit of an order, for the accounts of all ranks."""
 MAX_OUTPUT = 16_384
 MAX_ACCOUNT = 2_000_000
 """Bytes, of what one rank says of one attempt; a store takes 8 MB."""
-# What faulthandler writes of how a child is started, and of all libraries.
 STARTED = re.compile(r'(child\.py", line \d+ in run\n)(?:  File .*\n?)+')
 MODULES = re.compile(r"^Extension modules: .*\n?", re.MULTILINE)
+NUMBERS = re.compile(r"0x[0-9a-f]{6,}")
 PRELOAD = ("weft.doctor.child", "weft.run.world", "weft.run.groups", "weft.run.devices")
 
 How = Literal["ok", "failed", "crashed", "hung", "stopped"]
@@ -105,7 +108,13 @@ class Keepers:
 
     def _attempt(self, order: Order) -> Account:
         broken = f"broken {order.number}"
-        account = attempt(order, self.rank, lambda: self.is_stopped.is_set() or self._store.check([broken]))
+
+        def grace() -> float | None:
+            if self.is_stopped.is_set():
+                return 0.0
+            return PEER_SECONDS if self._store.check([broken]) else None
+
+        account = attempt(order, self.rank, grace)
         if account.how not in ("ok", "hung"):  # the others reach the same limit, and tell where they are
             self._store.set(broken, "1")
         return account
@@ -119,16 +128,17 @@ class Keepers:
         return self._store.get(key).decode()
 
 
-def attempt(order: Order, rank: int, is_broken: Callable[[], bool]) -> Account:
-    """Run a child to its end, its limit, or shortly after another rank's has broken."""
-    running = _Child(order, rank)
+def attempt(order: Order, rank: int, grace: Callable[[], float | None]) -> Account:
+    """Run a child to its end or its limit, or, once `grace` gives some seconds, for no longer than those."""
     deadline, last = time.monotonic() + order.seconds, "hung"
+    running = _Child(order, rank, deadline)
     try:
         while not running.is_over and (left := deadline - time.monotonic()) > 0:
             running.listen(min(left, POLL_SECONDS))
-            if last == "hung" and is_broken():
-                deadline, last = min(deadline, time.monotonic() + PEER_SECONDS), "stopped"
+            if last == "hung" and (seconds := grace()) is not None:
+                deadline, last = min(deadline, time.monotonic() + seconds), "stopped"
         if not running.is_over:
+            running.dump_stacks()
             running.end("hung" if last == "hung" else "stopped", f"still ran after {order.seconds:.0f} s")
     finally:
         running.close()
@@ -138,13 +148,14 @@ def attempt(order: Order, rank: int, is_broken: Callable[[], bool]) -> Account:
 class _Child:
     """A child, as its keeper hears it."""
 
-    def __init__(self, order: Order, rank: int) -> None:
+    def __init__(self, order: Order, rank: int, deadline: float) -> None:
         self.account, self.is_over, self._output = Account(rank=rank), False, b""
         fork.start_forkserver()
         self._messages, messages = connection.Pipe(duplex=False)
         self._written, written = connection.Pipe(duplex=False)
         os.set_blocking(self._written.fileno(), False)
-        self._process = get_context("forkserver").Process(target=child.run, args=(order, messages, written))
+        arguments = (order, deadline, messages, written)
+        self._process = get_context("forkserver").Process(target=child.run, args=arguments)
         self._process.start()
         messages.close()
         written.close()
@@ -186,6 +197,18 @@ class _Child:
         self.account.how, self.account.message, self.is_over = how, message, True
         self.account.ended_at = time.time_ns()
 
+    def dump_stacks(self) -> None:
+        """Have the child write where its threads are, which works wherever they are blocked."""
+        assert self._process.pid
+        with suppress(ProcessLookupError):
+            os.kill(self._process.pid, STACK_SIGNAL)
+        seconds = STACK_SECONDS
+        for _ in range(MAX_READS):
+            if not connection.wait([self._written], seconds):
+                break
+            self._read()
+            seconds = STACK_SECONDS / 10
+
     def close(self) -> None:
         """See the child gone, with all that it has started, and keep the end of what it wrote."""
         if self.account.how == "ok":
@@ -203,15 +226,19 @@ class _Child:
         self._read()
         self._messages.close()
         self._written.close()
-        if self.account.how in ("crashed", "hung"):
-            text = STARTED.sub(r"\1", self._output.decode(errors="replace"))
-            self.account.traceback = MODULES.sub("", text)
+        if self.account.how in ("crashed", "hung", "stopped"):
+            self.account.traceback = readable(self._output.decode(errors="replace"))
 
     def _read(self) -> None:
         with suppress(BlockingIOError, OSError):
             while data := os.read(self._written.fileno(), MAX_OUTPUT):
                 self._output = (self._output + data)[-MAX_OUTPUT:]
             self._sources = [source for source in self._sources if source is not self._written]
+
+
+def readable(text: str) -> str:
+    """Return what faulthandler wrote without how a child is started, numbers of threads and all libraries."""
+    return NUMBERS.sub("0x…", MODULES.sub("", STARTED.sub(r"\1", text)))
 
 
 def _signal(number: int) -> str:

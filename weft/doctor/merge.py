@@ -110,11 +110,12 @@ def _line(account: Account, ranks: int) -> str:
 
 
 def _tracebacks(attempts: Attempts, worst: Account | None) -> str:
-    """Return the stack of the rank that broke, or of all ranks that hung; equal ones once."""
+    """Return the stack of the rank that broke, and of those that hung or waited then; equal ones once."""
     if worst is None:
         return ""
     accounts = next(each for each in attempts if worst in each)
-    shown = [each for each in accounts if each.how == "hung"] if worst.how == "hung" else [worst]
+    others = {"hung": ("hung",), "failed": ("stopped",)}.get(worst.how, ())
+    shown = [worst, *(each for each in accounts if each.how in others and each is not worst)]
     by_text: dict[str, list[int]] = {}
     for account in shown:
         by_text.setdefault(account.traceback.strip(), []).append(account.rank)
