@@ -14,6 +14,8 @@ import torch
 
 THREAD_LOCAL = 1
 """cudaStreamCaptureModeThreadLocal: a thread heeds its own captures only."""
+CYCLES_PER_SECOND = 2e9
+"""Of a fast GPU; slower ones have 1e9."""
 
 
 class Event(Protocol):
@@ -54,6 +56,13 @@ def record(device: torch.device, *, timing: bool = False) -> Event:
     event = torch.cuda.Event(enable_timing=timing)
     event.record(torch.cuda.current_stream(device))
     return cast("Event", event)
+
+
+def delay(device: torch.device, seconds: float) -> None:
+    """Keep the current stream busy for about as long, up to twice that, while the host queues work."""
+    if has_streams(device):
+        with torch.cuda.device(device):
+            torch.cuda._sleep(int(seconds * CYCLES_PER_SECOND))
 
 
 def ignore_captures() -> None:
