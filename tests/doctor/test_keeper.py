@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
+import sys
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 
 from tests.worlds import becomes_true, running
-from weft.doctor import keeper
+from weft.doctor import child, keeper
 from weft.doctor.child import MACHINE, Order
 from weft.doctor.keeper import Account, attempt
 
@@ -29,6 +33,35 @@ def test_child_that_raises_gives_its_traceback() -> None:
     assert account.how == "failed" and account.message.startswith("ValueError: ")
     assert account.under_way == "the ranks join" and not account.is_in_check
     assert "in open_store" in account.traceback
+
+
+def leave_grandchild(_: Order, __: float, messages: Connection, output: Connection) -> None:
+    child._begin_session(output)
+    sleeper = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(100)"])
+    messages.send_bytes(json.dumps({"check": {"name": "sleeper", "data": sleeper.pid}}).encode())
+    messages.send_bytes(b'{"end": true}')
+
+
+def test_what_a_child_has_started_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "run", leave_grandchild)
+    account = attempt(MACHINE_ORDER, 0, lambda: None)
+    assert account.how == "ok"
+    assert becomes_true(lambda: not running(account.checks[0]["data"]), within=5.0)
+
+
+def write_and_die(_: Order, __: float, messages: Connection, output: Connection) -> None:
+    child._begin_session(output)
+    messages.send_bytes(b'{"under_way": "a check"}')
+    os.write(2, b"x" * 10 * keeper.MAX_OUTPUT + b"last words")
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def test_end_of_what_a_child_wrote_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "run", write_and_die)
+    account = attempt(MACHINE_ORDER, 0, lambda: None)
+    assert (account.how, account.message) == ("crashed", "was killed by SIGSEGV")
+    assert account.under_way == "a check" and account.is_in_check
+    assert account.traceback.endswith("xlast words") and len(account.traceback) == keeper.MAX_OUTPUT
 
 
 def test_child_is_stopped_with_the_grace_that_is_left_to_it() -> None:
