@@ -16,14 +16,15 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from weft.run.kernels.triton_configs import (
-    BLOCKS,
     HEAD_DIMS,
     KERNELS,
+    SMALL_TARGETS,
     TARGETS,
     TMA_TARGETS,
     Config,
@@ -32,7 +33,14 @@ from weft.run.kernels.triton_configs import (
 )
 
 # What the target's matrix units are called in its assembly.
-INSTRUCTION = {"sm_80": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx942": "v_mfma"}
+INSTRUCTION = {
+    "sm_80": "mma.sync",
+    "sm_86": "mma.sync",
+    "sm_90": "wgmma.mma_async",
+    "sm_100": "tcgen05.mma",
+    "sm_120": "mma.sync",
+    "gfx942": "v_mfma",
+}
 _SIXTEEN = ("q", "k", "v", "grad", "narrow", "new_out")
 _INTEGERS = {
     "starts": "*i32",
@@ -85,23 +93,16 @@ class Resources:
     """Exponentials of the loop that stand where a matrix product is under way; counted on sm_90 only."""
 
 
-def cases(targets: Iterable[str] = TARGETS) -> Iterator[Case]:
-    """The default configuration of every kernel, target, head dim and block."""
-    for target in targets:
-        for kernel in KERNELS:
-            for head_dim in HEAD_DIMS:
-                for block in BLOCKS:
-                    yield Case(
-                        target, kernel, head_dim, block, configs(target, kernel, head_dim, block, block)[0]
-                    )
+def cases(targets: Iterable[str] = (*TARGETS, *SMALL_TARGETS)) -> Iterator[Case]:
+    """The default configuration of every kernel, target and padded head dim, for blocks of 128."""
+    for target, kernel, head_dim in product(targets, KERNELS, HEAD_DIMS):
+        yield Case(target, kernel, head_dim, 128, configs(target, kernel, head_dim, 128, 128)[0])
 
 
 def small_cases(targets: Iterable[str] = TARGETS) -> Iterator[Case]:
     """The kernels that only stream: they have no tiles to choose and no matrix product."""
-    for target in targets:
-        for head_dim in HEAD_DIMS:
-            yield Case(target, "prepare", head_dim, 0, Config(0, 0, 4, 3))
-            yield Case(target, "merge_rows", head_dim, 0, Config(0, 0, 4, 3))
+    for target, kernel, head_dim in product(targets, ("prepare", "merge_rows"), HEAD_DIMS):
+        yield Case(target, kernel, head_dim, 0, Config(0, 0, 4, 3))
 
 
 def compile_all(wanted: Iterable[Case], processes: int = 2) -> list[Resources]:
@@ -134,14 +135,15 @@ def compile_one(case: Case) -> Resources:
         return Resources(registers, shared, spills, *limits, text.count(INSTRUCTION[case.target]))
     text, count = built.asm["ptx"], _usage(built.asm["cubin"])
     registers, spills = count["REG"], count["STACK"] + count["LOCAL"]
-    # A tile of fewer than 64 rows is too small for the matrix units that a group of warps shares.
-    small = case.kernel == "forward" and case.config.bq < 64
+    matrix = text.count(INSTRUCTION[case.target])
+    if min(case.config.bq, case.config.bk) < 64:  # too small for the matrix unit that many warps share
+        matrix += text.count("mma.sync")
     return Resources(
         registers,
         shared,
         spills,
         *_resident_nvidia(case.target, registers, shared, warps, built.metadata.tmem_size),
-        text.count("mma.sync" if small else INSTRUCTION[case.target]),
+        matrix,
         bulk=text.count("cp.async.bulk.tensor"),
         copies=len(re.findall(r"cp\.async\.c[ag]", text)),
         scratch=built.metadata.global_scratch_size,
@@ -195,7 +197,9 @@ def overlapped(sass: str) -> int:
     labels = {match[1]: at for at, line in enumerate(lines) if (match := re.match(r"\s*(\.L_x_\d+):", line))}
     jumps = [(labels.get(match[1]), at) for at, line in enumerate(lines) if (match := _JUMP.search(line))]
     bodies = [lines[start:end] for start, end in jumps if start is not None and start < end]
-    loops = [body for body in bodies if all(any(op in line for line in body) for op in ("HGMMA", "MUFU.EX2"))]
+    # Jumps back at the end of the kernel make loops that are none: the shortest with most of the work is it.
+    work = [sum("MUFU.EX2" in line for line in body) for body in bodies]
+    loops = [body for body, count in zip(bodies, work, strict=True) if count and count > max(work) // 2]
     body = min(loops, key=len, default=[])
     pending, found = 0, 0
     for at, line in enumerate(body * 2):  # what a step leaves open is open where the next one begins
@@ -237,10 +241,11 @@ def _resident_nvidia(
     target: str, registers: int, shared: int, warps: int, columns: int | None
 ) -> tuple[int, int]:
     """65 536 registers, 64 warps, 512 columns of tensor memory; a program takes 1 KiB more than it says."""
-    memory = {"sm_80": 164, "sm_90": 228, "sm_100": 228}[target] * 1024
+    memory = {"sm_80": 164, "sm_90": 228, "sm_100": 228}.get(target, 100) * 1024
+    most = 48 if target in SMALL_TARGETS else 64
     by_registers = 65536 // (-(-registers * 32 // 256) * 256 * warps)
     by_columns = 512 // columns if columns else 64
-    return min(by_registers, memory // (shared + 1024), 64 // warps, by_columns) * warps, 64
+    return min(by_registers, memory // (shared + 1024), most // warps, by_columns) * warps, most
 
 
 def _resident_amd(registers: int, shared: int, warps: int) -> tuple[int, int]:
@@ -252,16 +257,15 @@ def _resident_amd(registers: int, shared: int, warps: int) -> tuple[int, int]:
 def table(wanted: Iterable[Case]) -> str:
     """Markdown, one line per case."""
     wanted = list(wanted)
-    head = (
-        "| target | kernel | D | block | tile | warps | stages | registers | shared KiB | spills | resident |"
-    )
-    lines = [head, "|" + "---|" * 11]
+    head = "target|kernel|D|tile|warps|stages|registers|shared KiB|spills|resident|TMA|cp.async|setmaxnreg"
+    lines = [f"| {' | '.join(head.split('|'))} |", "|" + "---|" * 13]
     for case, found in zip(wanted, compile_all(wanted), strict=True):
         config = case.config
+        how = " early" * config.early + " specialized" * config.specialize
         cells = [
-            case.target, case.kernel, case.head_dim, case.block, f"{config.bq}x{config.bk}", config.warps,
+            case.target, case.kernel, case.head_dim, f"{config.bq}x{config.bk}{how}", config.warps,
             config.stages, found.registers, f"{found.shared / 1024:.1f}", found.spills,
-            f"{found.resident}/{found.of}",
+            f"{found.resident}/{found.of}", found.bulk, found.copies, found.reassigned,
         ]  # fmt: skip
         lines.append(f"| {' | '.join(str(cell) for cell in cells)} |")
     return "\n".join(lines)
