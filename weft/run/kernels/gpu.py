@@ -20,6 +20,7 @@ from weft.run.kernels import Sums, aligned, packed
 from weft.run.kernels.machine import arch_of
 from weft.run.kernels.tiles import Blocks, Tiles
 from weft.run.kernels.triton_configs import BLOCKS, HEAD_DIMS, TARGET_OF, TMA_TARGETS, Config, configs, padded
+from weft.run.kernels.tuning import Key, Table, length_class
 
 # What prepares the gradient only streams; one shape serves all.
 _ROWS = 32
@@ -45,6 +46,10 @@ class Gpu:
             ) from error
         self._interpreted = _is_interpreted()
         self._interpreted_as = interpreted_as
+        self.tuned: Table = {}
+        """What all ranks have measured together."""
+        self.density = 1
+        """The class of the mask, where it is sparse."""
 
     def attend(
         self,
@@ -59,7 +64,7 @@ class Gpu:
     ) -> Sums:
         """(out, lse); with `into`, these tiles are added to that (out, lse) in place, and it is returned."""
         self._check(q, k, v)
-        tma = self._target(q.device) in TMA_TARGETS
+        tma = self.target(q.device) in TMA_TARGETS
         shape = self._shape(q, k, tiles)
         if into is None:
             out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
@@ -72,7 +77,7 @@ class Gpu:
             return out, lse
         if not k.shape[2]:
             return (out, lse) if merges else (out.zero_(), lse.fill_(-torch.inf))
-        config = self._config("forward", shape, q.device)
+        config = self._config("forward", shape, q, k)
         q, k, v = (_addressable(x) if tma else packed(x) for x in (q, k, v))
         blocks = self._blocks(tiles, q.device)
         # Descriptors know their strides; strides that nobody reads must not make a kernel of their own.
@@ -96,10 +101,6 @@ class Gpu:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) of these tiles; `done` is the final (out, lse) over *all* tiles of the rows."""
         self._check(q, k, v)
-        if q.shape[-1] not in HEAD_DIMS:
-            wide = _widened(grad), _widened(q), _widened(k), _widened(v), (_widened(done[0]), done[1])
-            dq, dk, dv = (x[..., : q.shape[-1]] for x in self.attend_backward(*wide, tiles, scale))
-            return dq, dk, dv
         q, k, v = (packed(x) for x in (q, k, v))
         by_head = (q.shape[0], q.shape[1], *k.shape[2:])
         dq, dk, dv = (
@@ -115,13 +116,13 @@ class Gpu:
         strides = _strides(q, k, v, grad)
         constants = {**shape, "EVEN": k.shape[2] % shape["BLOCK_K"] == 0}
         arguments = (*given, dq, blocks.starts, blocks.kv, *strides, *_strides(dq), *sizes)
-        config = self._config("grad_queries", shape, q.device)
+        config = self._config("grad_queries", shape, q, k)
         grid = _grid(q, config.bq)
         self._launch(self._backward.grad_queries, grid, arguments, constants, config, q.device)
         turned = blocks.inverted if tiles.sparse else blocks
         constants = {**shape, "EVEN": q.shape[2] % shape["BLOCK_Q"] == 0}
         arguments = (*given, dk, dv, turned.starts, turned.kv, *strides, *_strides(dk, dv), *sizes)
-        config = self._config("grad_keys", shape, q.device)
+        config = self._config("grad_keys", shape, q, k)
         grid = _grid(dk, config.bk)
         self._launch(self._backward.grad_keys, grid, arguments, constants, config, q.device)
         if shape["GROUP"] > 1:
@@ -139,7 +140,9 @@ class Gpu:
         arguments = (grad, out, lse, delta, peak, narrow, *_strides(grad, out, lse, narrow), heads, rows)
         grid = -(-rows // _ROWS), batch * heads
         with on_device(q.device):
-            self._backward.prepare[grid](*arguments, D=head_dim, DPAD=head_dim, NARROW=not same, ROWS=_ROWS)
+            self._backward.prepare[grid](
+                *arguments, D=head_dim, DPAD=padded(head_dim), NARROW=not same, ROWS=_ROWS
+            )
         return narrow, delta, peak
 
     def _launch(
@@ -154,12 +157,18 @@ class Gpu:
         with on_device(device):
             kernel[grid](*arguments, **constants, **config.keywords(kernel.__name__))
 
-    def _config(self, kernel: str, shape: dict[str, int], device: torch.device) -> Config:
-        """The tile sizes of a launch."""
-        target = self._target(device)
-        return configs(target, kernel, shape["DPAD"], shape["BLOCK_Q"], shape["BLOCK_K"])[0]
+    def _config(self, kernel: str, shape: dict[str, int], q: Tensor, k: Tensor) -> Config:
+        """The tile sizes of a launch: those that were measured, or the first."""
+        kind = self.target(q.device), kernel, shape["DPAD"], shape["BLOCK_Q"], shape["BLOCK_K"]
+        first = configs(*kind)[0]
+        if not self.tuned:
+            return first
+        dtype, density = str(q.dtype).removeprefix("torch."), 0 if shape["DENSE"] else self.density
+        lengths = length_class(q.shape[2]), length_class(k.shape[2])
+        return self.tuned.get(Key(*kind, dtype, shape["GROUP"], density, *lengths), first)
 
-    def _target(self, device: torch.device) -> str:
+    def target(self, device: torch.device) -> str:
+        """The entry of the table of configurations that launches on a device take."""
         return self._interpreted_as if self._interpreted else target_of(device)
 
     def _blocks(self, tiles: Tiles, device: torch.device) -> Blocks:
@@ -212,11 +221,6 @@ def target_of(device: torch.device) -> str:
     if arch not in TARGET_OF:
         raise InputError(f"backend='triton' serves {', '.join(TARGET_OF)}, not {arch}.")
     return TARGET_OF[arch]
-
-
-def _widened(x: Tensor) -> Tensor:
-    """Rows with zeros up to the next head dim that there is: they change no score and no other number."""
-    return F.pad(x, (0, next(size for size in HEAD_DIMS if size >= x.shape[-1]) - x.shape[-1]))
 
 
 def _is_interpreted() -> bool:
