@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -69,9 +70,14 @@ def test_child_is_stopped_with_the_grace_that_is_left_to_it() -> None:
     assert attempt(MACHINE_ORDER, 0, lambda: 60.0).how == "ok"
 
 
+def sleep_on(*_: object) -> None:
+    time.sleep(100)
+
+
 def test_child_that_cannot_be_killed_is_left_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
     pids: list[int] = []
     with monkeypatch.context() as patch:
+        patch.setattr(child, "run", sleep_on)
         patch.setattr(keeper, "KILL_SECONDS", 0.05)
         patch.setattr(keeper.os, "killpg", lambda pid, _: pids.append(pid))
         patch.setattr(keeper._Child, "dump_stacks", lambda _: None)  # its signal ends one that has just begun
