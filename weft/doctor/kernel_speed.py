@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable
+from statistics import median
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.run.clocks import clock_of
 from weft.run.kernels import Kernel
 from weft.run.kernels.rules import Work
 from weft.run.kernels.tiles import Tiles
+from weft.run.stopwatch import device_seconds
 
 HEADS, TOKENS, BLOCK, DENSITY = 16, 8192, 128, 0.25
 """A shape that fills a GPU; DENSITY is the share of active tiles where it is sparse."""
@@ -60,13 +60,5 @@ def _torch_call(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, *, backward: bool
     return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
 
 
-def median_seconds(call: Callable[[], object], device: torch.device, rounds: int = ROUNDS) -> float:
-    """Time calls on the current stream of a device, after one that is not counted."""
-    call()
-    clock = clock_of(device)
-    marks = [clock.mark()]
-    for _ in range(rounds):
-        call()
-        marks.append(clock.mark())
-    times = clock.nanoseconds(marks)
-    return statistics.median(b - a for a, b in zip(times, times[1:], strict=False)) / 1e9
+def median_seconds(call: Callable[[], object], device: torch.device) -> float:
+    return median(device_seconds(call, device, ROUNDS))
