@@ -36,6 +36,7 @@ from weft.run.execute import Executor
 from weft.run.kernels.gpu import Gpu
 from weft.run.kernels.reference import Reference
 from weft.run.kernels.tiles import Tiles
+from weft.run.kernels.triton_configs import SMALL_TARGETS, TARGETS, configs
 from weft.run.merge import merged
 
 ROOT = Path(__file__).parents[2]
@@ -110,6 +111,10 @@ SHAPES = {
     "grouped heads": Shape(heads=6, group=3, batch=2, q_len=150, k_len=130),
     "grouped heads, dense": Shape(heads=4, group=2, density=None, q_len=70, k_len=130),
     "head dim 24": Shape(head_dim=24, q_len=100),
+    "head dim 20, float16": Shape(head_dim=20, dtype=torch.float16, k_len=100),
+    "head dim 160": Shape(head_dim=160, q_len=40, k_len=70),
+    "blocks of 16 by 32": Shape(q_len=70, k_len=90, block_q=16, block_k=32),
+    "blocks of 48": Shape(q_len=110, k_len=96, block_q=48, block_k=48),
     "head dim 72, float16": Shape(head_dim=72, dtype=torch.float16, k_len=100),
 }
 
@@ -243,6 +248,44 @@ def no_keys_or_no_queries_give_nothing() -> None:
     assert dq.shape[2] == 0 and not dk.any() and not dv.any()
 
 
+def every_configuration_of_a_target_is_the_reference(target: str) -> None:
+    """Pointers or descriptors, tiles smaller than blocks, products issued early, warps with roles."""
+    shape = Shape(q_len=200, k_len=150, block_q=128, block_k=128, heads=4, group=2, batch=2)
+    q, k, v, _ = shape.operands()
+    keys, values = (x.repeat_interleave(2, 1) for x in (k, v))
+    before = Reference().attend(q, keys + 1, values, shape.tiles(), 0.2)
+    expected = merged(
+        Reference().attend(q, keys, values, shape.tiles(), 0.2), tuple(x.clone() for x in before), fresh=False
+    )
+    for config in configs(target, "forward", 64, 128, 128):
+        kernel = Gpu(interpreted_as=target)
+        kernel._config = lambda *_, config=config: config
+        found = kernel.attend(q, k, v, shape.tiles(), 0.2, into=tuple(x.clone() for x in before))
+        for x, y in zip(found, expected, strict=True):
+            same(x, y)
+
+
+def operands_that_no_descriptor_describes_are_served() -> None:
+    shape = Shape(q_len=70, k_len=100, head_dim=24, dtype=torch.float16, batch=2)
+    q, k, v, _ = shape.operands()
+    one = k[:, :1].expand(-1, 2, -1, -1)  # a stride of 0
+    odd = torch.cat([v, v], -1)[..., 4:28]  # begins at 8 bytes
+    narrow = torch.empty(2, 2, 100, 27, dtype=q.dtype)[..., :24].copy_(v)  # rows are 54 bytes apart
+    for keys, values in ((one, v), (k, odd), (k, narrow)):
+        found = Gpu().attend(q, keys, values, shape.tiles(), 0.2)
+        for x, y in zip(found, Reference().attend(q, keys, values, shape.tiles(), 0.2), strict=True):
+            same(x, y, shape.dtype)
+
+
+def rows_past_the_end_are_not_those_of_the_next_head() -> None:
+    shape = Shape(q_len=70, k_len=70, density=None)
+    q, k, v, _ = shape.operands()
+    k[:, 1], v[:, 1] = torch.nan, torch.inf
+    for target in ("sm_80", "sm_90"):
+        out, lse = Gpu(interpreted_as=target).attend(q, k, v, shape.tiles(), 0.2)
+        assert out[:, 0].isfinite().all() and lse[:, 0].isfinite().all()
+
+
 def float16_is_as_good_as_torch() -> None:
     shape = Shape(q_len=128, k_len=256, density=None, dtype=torch.float16)
     q, k, v, grad = shape.operands()
@@ -344,6 +387,8 @@ def checks() -> dict[str, Callable[[], None]]:
         a_nan_reaches_the_rows_that_read_it_and_no_other,
         scores_far_apart_do_not_overflow,
         no_keys_or_no_queries_give_nothing,
+        operands_that_no_descriptor_describes_are_served,
+        rows_past_the_end_are_not_those_of_the_next_head,
         float16_is_as_good_as_torch,
         merging_in_one_launch_is_merging,
         what_it_cannot_serve_it_refuses,
@@ -353,6 +398,8 @@ def checks() -> dict[str, Callable[[], None]]:
         found[f"executor, {name}, {heads} heads over {kv_heads}"] = partial(
             whole_executor, name, heads, kv_heads
         )
+    for target in (*TARGETS, *SMALL_TARGETS):
+        found[f"forward as on {target}"] = partial(every_configuration_of_a_target_is_the_reference, target)
     for name, shape in SHAPES.items():
         found[f"forward, {name}"] = lambda shape=shape: forward_is_the_reference(shape)
         found[f"backward, {name}"] = lambda shape=shape: backward_is_the_reference(shape)
