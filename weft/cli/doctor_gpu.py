@@ -26,8 +26,8 @@ GRACE_SECONDS = 20.0
 """From Ctrl-C to SIGKILL, for rank 0 to write what there is."""
 WIDTH = 80
 NUMBERS = {
-    "tflops": "up to {:.0f} TFLOP/s",
     "gbytes_per_s": "up to {:.3g} GB/s",
+    "tflops": "up to {:.3g} TFLOP/s",
     "error": "error {:.1e}",
     "output_error": "error {:.1e}",
 }
