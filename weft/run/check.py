@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,7 +34,6 @@ from weft.run.devices import device
 from weft.run.exchange import all_gather_json, broadcast_json, host_device
 from weft.run.kernels.reference import Reference
 from weft.run.kernels.tiles import Tiles
-from weft.run.pool import Pool
 from weft.run.world import world_of
 
 # Largest difference from float64, relative to the largest value: a few roundings of each dtype.
@@ -116,13 +117,21 @@ class Joined:
     """By the rank that sent most."""
 
 
-def check(pool: Pool, trial: Trial) -> Outcome:
-    """Run a trial on the pool's ranks and compare with one process in float64.
+class Ranks(Protocol):
+    """A Pool, or the world of a launcher whose ranks all call `check`."""
+
+    size: int
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]: ...
+
+
+def check(ranks: Ranks, trial: Trial) -> Outcome:
+    """Run a trial on some ranks and compare with one process in float64.
 
     Raises a ScheduleError that names the steps if programs of the schedule can race or deadlock.
     """
-    proved_steps = prove(trial, pool.size)  # before a rank runs them
-    outcome: Outcome = pool.run(compare, trial)[0]
+    proved_steps = prove(trial, ranks.size)  # before a rank runs them
+    outcome: Outcome = ranks.run(compare, trial)[0]
     return replace(outcome, proved_steps=proved_steps, tolerance=TOLERANCE[trial.dtype])
 
 
@@ -177,8 +186,10 @@ def run(trial: Trial) -> Joined:
     out = attention(*leaves, plan=schedule, backend=trial.backend)
     out.backward(grad)
     shards = [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
-    # Replicated tokens have the same output, but a partial gradient, on every rank.
-    shards[0][:, :, : trial.prefix * bool(comm.rank)] = 0
+    shards = [shard.double().cpu() for shard in shards]
+    # Replicated tokens have the same output, but a partial gradient, on every rank; an output that is wrong
+    # on any of them shows in the mean.
+    shards[0][:, :, : trial.prefix] /= comm.size
     tensors = [_joined(shard, rows, trial.tokens) for shard in shards]
     mine = statistics.median(seconds[1:]), sent
     slowest, most = (max(each) for each in zip(*all_gather_json(mine), strict=True))
@@ -188,7 +199,7 @@ def run(trial: Trial) -> Joined:
 def _joined(shard: Tensor, rows: Tensor, tokens: int) -> Tensor:
     """Return the sum over ranks of shards in their places."""
     whole = torch.zeros(*shard.shape[:2], tokens, shard.shape[-1], dtype=torch.float64)
-    whole[:, :, rows] = shard.double().cpu()
+    whole[:, :, rows] = shard
     if dist.is_initialized():
         group = dist.group.WORLD
         assert group is not None
