@@ -22,8 +22,8 @@ from weft.doctor.kernel_speed import speeds
 from weft.doctor.part import Check, Site
 from weft.doctor.parts import BACKENDS_TRIED
 from weft.run.check import TOLERANCE
-from weft.run.kernels import Kernel, choose, make
-from weft.run.kernels.choice import DISTRIBUTIONS, Machine, cannot
+from weft.run.kernels import Kernel, choice, choose, make
+from weft.run.kernels.choice import Machine, cannot
 from weft.run.kernels.machine import machine_of
 from weft.run.kernels.parity_sample import Sample, compute
 from weft.run.kernels.rules import HALF, Work
@@ -133,8 +133,8 @@ def _missing(backend: str, site: Site) -> str:
             choose(backend)
         except InputError as error:
             return str(error)
-    elif backend in DISTRIBUTIONS and backend not in machine_of(site.device).installed:
-        package = " and ".join(DISTRIBUTIONS[backend])
+    elif backend in choice.DISTRIBUTIONS and backend not in choice.installed():
+        package = " and ".join(choice.DISTRIBUTIONS[backend])
         return f"it needs {package}, which is not here: pip install 'weft[{EXTRAS[backend]}]'."
     return ""
 
@@ -142,7 +142,7 @@ def _missing(backend: str, site: Site) -> str:
 def _all(backend: str, site: Site) -> list[Combination]:
     dtypes = (*HALF, "float32") if backend == "exact" else HALF
     if site.is_rehearsal and backend == "triton":
-        dtypes = ("float16", "float32")  # Triton's interpreter has no bfloat16
+        dtypes = ("float16",)  # Triton's interpreter has no bfloat16
     head_dims = REHEARSED_DIMS if site.is_rehearsal else HEAD_DIMS
     return [Combination(*each) for each in product(KINDS, dtypes, head_dims, (False, True))]
 
