@@ -72,6 +72,17 @@ def test_limit_is_cut_to_what_is_left_and_later_parts_are_skipped(monkeypatch: p
     assert report["parts"][2]["message"] == "no time left of 1.01667 minutes"
 
 
+def test_part_that_the_budget_cut_is_not_hung(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hung(order: Order) -> list[Account]:
+        checks = [check("done")]
+        return [Account(rank=0, how="hung", under_way="x", is_in_check=True, message="still", checks=checks)]
+
+    report = FakeKeepers(monkeypatch, hung, seconds=100.0).examined(seconds=130.0)
+    assert [part["status"] for part in report["parts"]] == ["hung", "skipped", "skipped"]
+    assert report["parts"][1]["message"] == "the budget left it 30 of its 100 s"
+    assert [each["name"] for each in report["parts"][1]["checks"]] == ["done"]
+
+
 def test_part_goes_on_after_crashes_with_what_is_left_at_most_four_times(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -129,10 +140,10 @@ def test_files_are_a_page_a_json_and_the_topology(monkeypatch: pytest.MonkeyPatc
 
     report = FakeKeepers(monkeypatch, topology).examined()
     files = write(report, tmp_path / "new" / "out")
-    assert [path.name for path in files] == ["doctor.json", "doctor.html", "topology.toml"]
+    assert [path.name for path in files] == ["doctor.json", "topology.toml", "doctor.html"]
     assert json.loads(files[0].read_text()) == report == json.loads(as_json(report))
-    assert "of a by …" in files[1].read_text()
-    assert files[2].read_text() == topology_text(report["parts"]) == "name = 'x'\n"
+    assert "of a by …" in files[2].read_text()
+    assert files[1].read_text() == topology_text(report["parts"]) == "name = 'x'\n"
     assert report["topology"] == {"name": "x"}
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="--out"):

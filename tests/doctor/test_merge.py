@@ -91,6 +91,14 @@ def test_crashed_part_names_its_check_and_keeps_what_came_after() -> None:
     assert statuses == {"a": "ok", "b": "wrong", "c": "ok"}
 
 
+def test_later_attempt_that_ran_out_of_time_does_not_hang() -> None:
+    first = Account(rank=0, how="crashed", message="died", under_way="a", is_in_check=True)
+    second = Account(rank=0, how="hung", message="still", under_way="b", is_in_check=True)
+    merged = report([first], [second])
+    assert merged["status"] == "crashed"
+    assert [each["name"] for each in merged["checks"]] == ["a"]
+
+
 def test_hung_part_shows_where_every_rank_was_and_equal_stacks_once() -> None:
     def hung(rank: int, stack: str) -> Account:
         message = "still ran after 5 s"

@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 from weft import __version__
 from weft.core.errors import InputError
@@ -131,7 +137,8 @@ def _ask(part: Part, examination: Examination, keepers: Keepers, left: float) ->
         may_go_on = can_go_on(attempts[-1]) and not keepers.is_stopped.is_set()
         if not may_go_on or len(attempts) == MAX_ATTEMPTS or time_left < MIN_SECONDS:
             break
-    report = part_report(part, attempts, seconds=time.monotonic() - began, limit=limit)
+    is_cut = not bound and limit < part.seconds
+    report = part_report(part, attempts, seconds=time.monotonic() - began, limit=limit, is_cut=is_cut)
     if keepers.is_stopped.is_set():
         report |= {"status": "skipped", "message": "stopped while it ran"}
     return report
@@ -139,14 +146,10 @@ def _ask(part: Part, examination: Examination, keepers: Keepers, left: float) ->
 
 def _topology(parts: Sequence[Report]) -> Any:
     """Return the measured topology as plain data; a file of TOML holds the same."""
-    import sys
-
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-    text = topology_text(parts)
-    return tomllib.loads(text) if text else None
+    try:
+        return tomllib.loads(topology_text(parts)) or None
+    except tomllib.TOMLDecodeError:
+        return None
 
 
 def topology_text(parts: Sequence[Report]) -> str:
@@ -158,15 +161,17 @@ def write(report: Report, folder: Path) -> list[Path]:
     """Write doctor.json, doctor.html and, if links were measured, topology.toml; return their paths."""
     from weft.doctor.page import page
 
-    texts = {"doctor.json": as_json(report), "doctor.html": page(report)}
-    if topology := topology_text(report["parts"]):
-        texts["topology.toml"] = topology
+    texts = {"doctor.json": as_json, "topology.toml": lambda each: topology_text(each["parts"])}
+    texts["doctor.html"] = page  # last: whatever it does not understand, the others are there
+    files: list[Path] = []
     with writing(folder, hint=WRITE_HINT):
         folder.mkdir(parents=True, exist_ok=True)
-        for name, text in texts.items():
-            with whole(folder / name) as temporary:
-                temporary.write_text(text, encoding="utf-8")
-    return [folder / name for name in texts]
+        for name, make in texts.items():
+            if text := make(report):
+                with whole(folder / name) as temporary:
+                    temporary.write_text(text, encoding="utf-8")
+                files.append(folder / name)
+    return files
 
 
 def as_json(report: Report) -> str:

@@ -40,9 +40,13 @@ def can_go_on(accounts: Sequence[Account]) -> bool:
     return cause is not None and cause.how in ("crashed", "failed") and cause.is_in_check
 
 
-def part_report(part: Part, attempts: Attempts, *, seconds: float, limit: float) -> dict[str, Any]:
-    """Return the part as doctor.json has it."""
+def part_report(
+    part: Part, attempts: Attempts, *, seconds: float, limit: float, is_cut: bool = False
+) -> dict[str, Any]:
+    """Return the part as doctor.json has it; `is_cut`: its limit is what was left of the budget."""
     causes = [cause for accounts in attempts if (cause := first_failure(accounts)) is not None]
+    # An attempt that had less time than the part is to have does not show that anything hangs.
+    causes = [cause for cause in causes if cause.how != "hung" or (cause in attempts[0] and not is_cut)]
     checks: dict[str, dict[str, Any]] = {}
     for accounts in attempts:
         checks |= merge_checks(accounts)
@@ -58,6 +62,8 @@ def part_report(part: Part, attempts: Attempts, *, seconds: float, limit: float)
         message = f"{_line(worst, len(attempts[0]))}{where}"
         if len(attempts) > 1:
             message += f"; went on after it, {len(attempts)} attempts in all"
+    elif attempts and any(account.how == "hung" for account in attempts[0]):
+        status, message = "skipped", f"the budget left it {limit:.0f} of its {part.seconds:.0f} s"
     elif status == "skipped":
         message = next((check["note"] for check in checks.values() if check["note"]), "")
     return {
