@@ -170,6 +170,48 @@ def test_the_sender_waits_until_its_half_was_copied(board: Callable[..., Board])
     assert run_threads(2, job)[1] == [0, 1, 2, 3]
 
 
+def test_a_half_is_written_again_when_devices_have_left_it_not_hosts(
+    board: Callable[..., Board], fake: FakeStreams
+) -> None:
+    shared, may_leave = board(2), threading.Event()
+
+    def job(base: ThreadComm) -> None:
+        comm = comm_over(shared, base)
+        if comm.rank == 1:
+            fake.side(CPU, "leave").put("busy", lambda: None if may_leave.wait(5.0) else None)
+        for _ in range(2):
+            message(comm, {}, [])
+        if comm.rank == 1:
+            threading.Timer(0.2, may_leave.set).start()
+        comm.begin(CPU)
+        assert may_leave.is_set()
+
+    run_threads(2, job)
+
+
+def test_a_signal_is_queued_before_the_words_are_sent(board: Callable[..., Board]) -> None:
+    """So that whoever has the words waits for what is queued already."""
+
+    def job(found: SymmetricWindow) -> list[str]:
+        (handle, _), mail = parts(found), found._mail
+        put = mail.put
+        mail.put = lambda *args: handle.calls.append("words") or put(*args)  # type: ignore[func-returns-value,method-assign]
+        found.put(1 - found.rank, Words(0, 0, 0, 0), 5.0)
+        return handle.calls
+
+    assert run(board(2), job) == [["put 1", "words"], ["put 0", "words"]]
+
+
+def test_bytes_that_were_copied_to_twice_are_the_last_message() -> None:
+    comm = OneSidedComm(ThreadComm(_Board(1, 1.0), 0), shm.meet, 1.0)
+    buffer = torch.zeros(96, dtype=torch.uint8)
+    comm.note_copy(buffer[:64], Words(0, 3, 1000, 64))
+    assert comm._origin(buffer[16:64]) == (3, 1016)
+    comm.note_copy(buffer[32:], Words(0, 5, 9000, 64))
+    assert comm._origin(buffer[40:64]) == (5, 9008)
+    assert comm._origin(buffer[:16]) is None
+
+
 def test_memory_grows_to_need_in_one_block_and_is_given_back(board: Callable[..., Board]) -> None:
     shared = board(2)
 
