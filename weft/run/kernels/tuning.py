@@ -24,6 +24,7 @@ from weft.run.agree import gather_text
 from weft.run.comm import Comm
 from weft.run.kernels import Kernel, make
 from weft.run.kernels.composite import Composite
+from weft.run.kernels.parity_sample import TOLERANCE
 from weft.run.kernels.tiles import Blocks, Tiles
 from weft.run.kernels.triton_configs import BLOCKS, Config, configs, padded
 from weft.run.stopwatch import device_seconds, low
@@ -146,24 +147,42 @@ def keys_of(schedule: Schedule, rank: int, kernel: Kernel, device: torch.device)
 def fastest(key: Key, device: torch.device, deadline: float) -> int:
     """Return the place of the fastest configuration in `options`, of those that the time is enough for.
 
-    One that fails is left out. What a process has measured once it does not measure again.
+    One that fails is left out, and one whose result is not that of the first, which parity tests cover.
+    What a process has measured once it does not measure again.
     """
     if (key, device) not in _measured:
         seconds: dict[int, float] = {}
+        expected: tuple[Tensor, ...] = ()
         for at, config in enumerate(options(key)):
             if time.monotonic() > deadline:
                 break
             try:
-                seconds[at] = _seconds(key, config, device)
+                taken, results = measure(key, config, device)
             except Exception as error:  # noqa: BLE001 - whatever a compiler or a driver raises
-                _log.warning("%s of %s does not run: %s", config, key, error)
+                _log.warning("%s of %s is left out: %s", config, key, error)
+                continue
+            expected = expected or results
+            if all(
+                _is_near(*pair, TOLERANCE.get(key.dtype, 1e-3))
+                for pair in zip(results, expected, strict=True)
+            ):
+                seconds[at] = taken
+            else:
+                _log.warning("%s of %s is left out: its result is wrong.", config, key)
         _measured[key, device] = min(seconds, key=lambda at: seconds[at], default=0)
     return _measured[key, device]
 
 
+def _is_near(found: Tensor, expected: Tensor, share: float) -> bool:
+    return bool((found - expected).abs().max() <= share * expected.abs().max())
+
+
 @torch.no_grad()
-def _seconds(key: Key, config: Config, device: torch.device) -> float:
-    """Time a kernel on random operands; what else a gradient has to run takes as long each time."""
+def measure(key: Key, config: Config, device: torch.device) -> tuple[float, tuple[Tensor, ...]]:
+    """Return the seconds and the results of a kernel on random operands.
+
+    What else a gradient has to run takes equally long with each configuration.
+    """
     random = torch.Generator(device).manual_seed(5)
     group = key.group
     q_len, k_len = (3 << length - 2 for length in (key.q_length, key.k_length))
@@ -182,12 +201,12 @@ def _seconds(key: Key, config: Config, device: torch.device) -> float:
     kernel.tuned, kernel.density = {key: config}, key.density
     done = kernel.attend(q, k, v, tiles, key.head_dim**-0.5)
 
-    def call() -> object:
+    def call() -> tuple[Tensor, ...]:
         if key.kernel == "forward":
-            return kernel.attend(q, k, v, tiles, key.head_dim**-0.5, done, fresh=True)
+            return kernel.attend(q, k, v, tiles, key.head_dim**-0.5)[:1]
         return kernel.attend_backward(q, q, k, v, done, tiles, key.head_dim**-0.5)
 
-    return low(device_seconds(call, device, REPEATS))
+    return low(device_seconds(call, device, REPEATS)), call()
 
 
 def _triton_kernels(kernel: Kernel) -> list[Gpu]:
