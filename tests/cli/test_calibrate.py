@@ -57,9 +57,7 @@ def test_what_was_measured_is_written_and_said(pool, tmp_path, capsys):
     assert pool == [{"head_dim": 96, "dtype": "bfloat16", "backend": "exact"}]
     assert Topology.from_toml(target) == TWO
     said = capsys.readouterr().out
-    assert all(
-        word in said for word in ("2 × 4 devices", "FLOP/s", "intra", "inter", f"--topology {target}")
-    )
+    assert all(word in said for word in ("2 × 4 devices", "FLOP/s", "intra", "inter", f"--topology {target}"))
 
 
 def test_what_was_measured_as_json(pool, tmp_path, capsys):
@@ -73,7 +71,7 @@ def test_under_a_launcher_one_rank_writes(tmp_path, monkeypatch):
     monkeypatch.setattr("weft.run.world.is_launched", lambda: True)
     monkeypatch.setattr("weft.run.calibrate.calibrate", lambda **_: TWO)
     for rank in (1, 0):
-        world = SimpleNamespace(comm=SimpleNamespace(rank=rank))
+        world = SimpleNamespace(comm=SimpleNamespace(rank=rank, size=2))
         monkeypatch.setattr("weft.run.world.world_of", lambda *_, world=world: world)
         with pytest.raises(SystemExit) as ended:
             main(["calibrate", "-o", str(tmp_path / "two.toml")])

@@ -51,14 +51,15 @@ def _measure(ranks: int, how: dict[str, Any]) -> Topology | None:
     import torch
     from rich.console import Console
 
+    from weft.cli.ranks import LaunchedRanks
     from weft.run.calibrate import calibrate
     from weft.run.pool import Pool
-    from weft.run.world import is_launched, machines, world_of
+    from weft.run.world import is_launched, machines
 
     if is_launched():
-        rank = world_of(None, 60.0).comm.rank
-        found = calibrate(**how, machines=machines())
-        return found if rank == 0 else None
+        with LaunchedRanks() as ranks_here:
+            found = calibrate(**how, machines=machines())
+            return found if ranks_here.rank == 0 else None
     gpus = torch.cuda.device_count()
     if gpus and ranks > gpus:
         raise InputError(f"{ranks} ranks need as many GPUs; {gpus} are visible.", hint=f"Use --ranks {gpus}.")

@@ -34,8 +34,12 @@ class LaunchedRanks:
     def __enter__(self) -> LaunchedRanks:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """The launcher ends the ranks."""
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Leave the world: gloo may abort a process whose peers end while it still has their connections."""
+        import torch.distributed as dist
+
+        if kind is None and dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def launched(ranks: int, nodes: Nodes | None = None, *, grace: float | None = None) -> int:
