@@ -64,13 +64,13 @@ def test_exact_holds_on_the_cpu_and_every_rank_has_its_share() -> None:
 
 
 def test_what_is_made_wrong_is_wrong() -> None:
-    assert {check.status for check in judged(tried(Exact(), is_made_wrong=True)).values()} == {"wrong"}
+    assert {check.status for check in judged(tried(Exact(), is_made_wrong=True, ranks=4)).values()} == {"wrong"}
 
 
 @pytest.mark.parametrize("backend", [name for name in BACKENDS_TRIED if name != "exact"])
 def test_backends_of_gpus_say_why_they_are_skipped_on_cpus(backend: str) -> None:
     (check,) = getattr(kernels, backend)(site_of())
-    assert check.status == "skipped" and "it computes on a GPU, not on cpu" in check.note
+    assert (check.status, check.note) == ("skipped", "it computes on a GPU, not on cpu.")
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ class Mutant(Exact):
     ],
 )
 def test_mistakes_of_kernels_are_found_and_named(mistake: str, kinds: set[str] | None) -> None:
-    found = judged(tried(Mutant(mistake)))
+    found = judged(tried(Mutant(mistake), rank=1, ranks=2))
     wrong = [name.split(" · ") for name, check in found.items() if check.status == "wrong"]
     direction = "backward" if mistake == "dk" else "forward"
     expected = [name.split(" · ") for name in found if name.endswith(direction)]
@@ -184,8 +184,8 @@ def test_what_is_not_served_is_said_once_for_each_reason() -> None:
 
 def test_what_an_attempt_before_has_done_is_not_done_again() -> None:
     announced: list[str] = []
-    names = list(judged(tried(Exact())))
-    again = tried(Exact(), finished=frozenset(names[:-1]), announce=announced.append)
+    names = list(judged(tried(Exact(), ranks=6)))
+    again = tried(Exact(), ranks=6, finished=frozenset(names[:-1]), announce=announced.append)
     assert announced == names[-1:] == list(judged(again))
 
 
@@ -199,7 +199,7 @@ class Raising(Exact):
 
 
 def test_what_a_package_raises_is_wrong_and_what_ends_the_context_is_raised() -> None:
-    checks = judged(tried(Raising(ValueError("no tile\nfits"))))
+    checks = judged(tried(Raising(ValueError("no tile\nfits")), ranks=6))
     assert {check.note for check in checks.values() if check.status == "wrong"} == {
         "it raised ValueError: no tile"
     }
@@ -241,6 +241,13 @@ def test_speed_counts_active_tiles_and_stays_on_the_device(sparse: bool, clock: 
     flops = 4 * 16 * TOKENS**2 * 64
     assert speeds["torch_tflops"] == pytest.approx(flops / 2e-3 / 1e12)
     assert speeds["tflops"] == pytest.approx((0.25 if sparse else 1.0) * flops / 1e-3 / 1e12, rel=0.1)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_speed_is_taken_of_both_directions(backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: FBT001
+    monkeypatch.setattr(kernel_speed, "TOKENS", 128)
+    speeds = kernel_speed.speeds(Exact(), Work(False, backward, 64, "float32"), torch.device("cpu"))
+    assert sorted(speeds) == ["tflops", "torch_tflops"] and min(speeds.values()) > 0
 
 
 @pytest.mark.soak

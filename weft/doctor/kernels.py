@@ -22,7 +22,7 @@ from weft.doctor.kernel_speed import speeds
 from weft.doctor.part import Check, Site
 from weft.doctor.parts import BACKENDS_TRIED
 from weft.run.check import TOLERANCE
-from weft.run.kernels import Kernel, choice, choose, make
+from weft.run.kernels import Kernel, choice, make
 from weft.run.kernels.choice import Machine, cannot
 from weft.run.kernels.machine import machine_of
 from weft.run.kernels.parity_sample import Sample, compute
@@ -34,6 +34,7 @@ REHEARSED_DIMS = (128, 72)
 EXTRAS = {"fa4": "fa4", "cudnn_sparse": "cudnn", "triton": "gpu"}
 """What `pip install 'weft[…]'` brings a package."""
 GROUPED_HEADS = "weft repeats key/value heads for it before it is called."
+UNTUNED = "by its first configuration; calls measure others when they are made."
 RESERVED_SECONDS = 4.0
 KV_HEADS, BLOCKS, DENSE_LENGTH = 2, 3, 384
 PRIMES = (331, 397)
@@ -128,15 +129,16 @@ def matrix(backend: str, kernel: Kernel, machine: Machine, site: Site) -> Iterat
 
 def _missing(backend: str, site: Site) -> str:
     """Return why nothing of a backend can be tried here."""
-    if site.is_rehearsal and not (backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"):
-        try:
-            choose(backend)
-        except InputError as error:
-            return str(error)
-    elif backend in choice.DISTRIBUTIONS and backend not in choice.installed():
+    if site.is_rehearsal and not (backend == "exact" or _is_interpreted(backend)):
+        return f"it computes on a GPU, not on {site.device.type}."
+    if backend in choice.DISTRIBUTIONS and backend not in choice.installed():
         package = " and ".join(choice.DISTRIBUTIONS[backend])
         return f"it needs {package}, which is not here: pip install 'weft[{EXTRAS[backend]}]'."
     return ""
+
+
+def _is_interpreted(backend: str) -> bool:
+    return backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _all(backend: str, site: Site) -> list[Combination]:
@@ -191,6 +193,7 @@ def _tried(kernel: Kernel, order: Sequence[Combination], site: Site) -> Iterator
 
 def _judged(kernel: Kernel, each: Combination, site: Site) -> Check:
     """Compare one combination; what a kernel raises is wrong, but for errors that end the CUDA context."""
+    note = ""
     # What is computed in float32 inside is not rounded to 16 bits anywhere.
     allowed = TOLERANCE["float32" if kernel.name == "exact" else each.dtype]
     try:
@@ -204,7 +207,8 @@ def _judged(kernel: Kernel, each: Combination, site: Site) -> Check:
             return Check(name=str(each), status="wrong", note=f"its {worst} is wrong.", numbers=numbers)
         if each.is_timed and not site.is_rehearsal:
             numbers |= speeds(kernel, each.work, site.device)
-        return Check(name=str(each), status="ok", numbers=numbers)
+            note = UNTUNED if kernel.name == "triton" else ""
+        return Check(name=str(each), status="ok", note=note, numbers=numbers)
     except torch.AcceleratorError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever a package raises
