@@ -140,6 +140,14 @@ def test_every_part_runs_and_holds(whole: Run) -> None:
         assert 0 < part["seconds"] <= part["limit"]
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("ranks", ["1", "3", "4"])
+def test_every_part_holds_on_other_numbers_of_ranks(ranks: str, tmp_path: Path) -> None:
+    with started(tmp_path, *COMMAND, "--ranks", ranks) as process:
+        run = ended(*process, tmp_path)
+    assert run.code == 0, run.text + run.errors
+
+
 def test_it_begins_with_what_never_ran_and_says_one_line_a_part(whole: Run) -> None:
     lines = whole.text.splitlines()
     claims = [claim for part in PARTS for claim in part.claims]

@@ -26,10 +26,10 @@ GRACE_SECONDS = 20.0
 """From Ctrl-C to SIGKILL, for rank 0 to write what there is."""
 WIDTH = 80
 NUMBERS = {
-    "gbytes_per_s": "up to {:.3g} GB/s",
-    "tflops": "up to {:.3g} TFLOP/s",
-    "error": "error {:.1e}",
-    "output_error": "error {:.1e}",
+    "gbytes_per_s": "up to {} GB/s",
+    "tflops": "up to {} TFLOP/s",
+    "error": "error {}",
+    "output_error": "error {}",
 }
 """What a line says of a part that holds: the largest of the first that its checks have."""
 
@@ -155,7 +155,8 @@ def _begin(console: Console, parts: Sequence[Part], ranks: int, options: Options
         for claim in part.claims:
             console.print(f"  · {claim}", markup=False)
     where = "CPUs, which stand in for GPUs: a rehearsal" if options.device == "cpu" else "GPUs"
-    console.print(f"\n{len(parts)} parts on {ranks} {where}; at most {options.minutes:g} minutes.\n")
+    many = f"{len(parts)} parts; ranks: {ranks}, on {where}; at most {options.minutes:g} minutes."
+    console.print(f"\n{many}\n")
 
 
 def _line(part: dict[str, Any]) -> Any:
@@ -183,7 +184,9 @@ def _told(part: dict[str, Any]) -> str:
     for name, template in NUMBERS.items():
         values = [value for check in checks if isinstance(value := check["numbers"].get(name), float)]
         if values:
-            words.append(template.format(max(values)))
+            most = max(values)
+            number = f"{most:.1e}" if "error" in name else f"{most:,.0f}" if most >= 100 else f"{most:.3g}"
+            words.append(template.format(number))
             break
     return ", ".join(words)
 
