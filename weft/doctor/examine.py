@@ -87,7 +87,7 @@ def _examined(
         if keepers.is_stopped.is_set():
             found = skipped(part, "stopped before it began")
         elif left < MIN_SECONDS:
-            found = skipped(part, f"no time left of {examination.seconds / 60:g} minutes")
+            found = skipped(part, "no time left: give more --minutes, or --only some parts")
         else:
             on_begin(part)
             found = _ask(part, examination, keepers, left)
