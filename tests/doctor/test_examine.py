@@ -69,7 +69,7 @@ def test_limit_is_cut_to_what_is_left_and_later_parts_are_skipped(monkeypatch: p
     report = keepers.examined(seconds=61.0)
     assert [order.seconds for order in keepers.orders] == [61.0, 21.0]
     assert [part["status"] for part in report["parts"]] == ["ok", "ok", "skipped"]
-    assert report["parts"][2]["message"] == "no time left of 1.01667 minutes"
+    assert report["parts"][2]["message"].startswith("no time left")
 
 
 def test_part_that_the_budget_cut_is_not_hung(monkeypatch: pytest.MonkeyPatch) -> None:

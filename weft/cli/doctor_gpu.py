@@ -22,6 +22,8 @@ BAD = ("wrong", "crashed", "hung", "failed")
 COLORS = {"ok": "green", "skipped": "yellow"}
 DEVICES = ("cuda", "cpu")
 REHEARSAL_RANKS = 2
+RESERVED_SECONDS = 20.0
+"""Of the minutes, for starting, for a last child that must be killed, and for the files."""
 GRACE_SECONDS = 20.0
 """From Ctrl-C to SIGKILL, for rank 0 to write what there is."""
 WIDTH = 80
@@ -114,7 +116,7 @@ def _keep(options: Options, parts: Sequence[Part], faults: dict[str, str]) -> in
             Examination(
                 parts=parts,
                 device=options.device,
-                seconds=60 * options.minutes,
+                seconds=60 * options.minutes - RESERVED_SECONDS,
                 faults=faults,
                 machines=machines(),
             ),
