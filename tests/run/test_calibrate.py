@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ import torch
 
 from tests.run.hot_path import fake_cuda
 from tests.worlds import world
-from weft.core.topology import Host, Topology
+from weft.core.topology import Host, Link, Topology
 from weft.run import calibrate as module
 from weft.run import links
 from weft.run.calibrate import Calibration, calibrate
+from weft.run.comm import Comm, shm
 from weft.run.comm.group import GroupComm
 from weft.run.comm.onesided import OneSidedComm
 from weft.run.world import World
@@ -44,22 +46,26 @@ def meetings(machines: int, transport: str) -> tuple[list[str], list[str], Topol
     def noted(name: str, real: Any) -> Any:
         return lambda *args, **kwargs: seen.append(name) or real(*args, **kwargs)
 
-    with patch.dict(os.environ, {"WEFT_TRANSPORT": transport}), patch("weft.run.world._worlds", {}):
-        calibration = Calibration(CPU, 16, "float32", "auto", machines, quick=True)
-        steps = calibration.steps()
+    def post(*args: Any, real: Any = GroupComm.post) -> Any:
+        assert "warm_up" in seen, "two ranks speak before NCCL has connected all"
+        return real(*args)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, {"WEFT_TRANSPORT": transport}))
+        stack.enter_context(patch("weft.run.world._worlds", {}))
+        stack.enter_context(patch.object(GroupComm, "post", post))
         for place, name in (
-            (GroupComm, "gather_numbers"), (OneSidedComm, "begin"),
+            (GroupComm, "warm_up"), (GroupComm, "gather_numbers"), (OneSidedComm, "begin"),
             (links, "all_gather_json"), (module, "all_gather_json"),
         ):  # fmt: skip
-            patch.object(place, name, noted(name, getattr(place, name))).start()
-        try:
-            for name, step in steps.items():
-                seen.append(name)
-                numbers = step()
-                assert numbers and all(number >= 0 for number in numbers.values()), (name, numbers)
-            return list(steps), seen, calibration.topology()
-        finally:
-            patch.stopall()
+            stack.enter_context(patch.object(place, name, noted(name, getattr(place, name))))
+        calibration = Calibration(CPU, 16, "float32", "auto", machines, quick=True)
+        steps = calibration.steps()
+        for name, step in steps.items():
+            seen.append(name)
+            numbers = step()
+            assert numbers and all(number >= 0 for number in numbers.values()), (name, numbers)
+        return list(steps), seen, calibration.topology()
 
 
 @pytest.mark.parametrize("transport", ["auto", "group"])
@@ -113,3 +119,33 @@ def test_a_step_that_is_taken_again_keeps_the_better_result(monkeypatch: pytest.
         calibration.steps()["dense"]()
     assert calibration.times["dense"] == 2.0
     assert [calibration._rate("nic_bandwidth", rate)["gbytes_per_s"] for rate in (2e9, 1e9)] == [2, 2]
+
+
+def one_sided(has_memory: bool) -> tuple[dict[str, float], Topology]:  # noqa: FBT001 - a Pool passes no names
+    """On a rank: shared memory of the host stands in for that of GPUs."""
+    calibration = Calibration(CPU, 16, "float32", "auto", 1, quick=True)
+    calibration.steps()["all-to-all"]()
+
+    def meet(_: Any, base: Comm) -> Any:
+        return shm.meet(base) if has_memory else (None, "no GPU")
+
+    with patch("weft.run.comm.symmetric.meet", meet):
+        return calibration._symmetric(), calibration.topology()
+
+
+def test_symmetric_memory_is_measured_where_all_ranks_have_it() -> None:
+    (numbers, topology), (_, same) = world(2).run(one_sided, True)  # noqa: FBT003
+    assert set(numbers) == {"gbytes_per_s", "microseconds"}
+    assert topology == same and topology.transport in ("group", "symmetric")
+    (numbers, topology), _ = world(2).run(one_sided, False)  # noqa: FBT003
+    assert numbers == {} and topology.transport == ""
+
+
+@pytest.mark.parametrize(("rate", "transport"), [(1e9, "group"), (3e9, "symmetric")])
+def test_the_faster_transport_is_chosen_with_its_links(rate: float, transport: str) -> None:
+    calibration = Calibration(CPU, 16, "float32", "auto", 1, quick=True)
+    calibration.rates["all-to-all"] = 2e9
+    calibration.one_sided = Link(latency=1e-6, bandwidth=0.5e9), rate
+    found = calibration.topology()
+    assert found.transport == transport
+    assert (found.intra == Link(latency=1e-6, bandwidth=3e9)) == (transport == "symmetric")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 
+from tests.worlds import world
 from weft.core.topology import Link, Topology
-from weft.run.links import MAX_PAIRS, fields, pairs
+from weft.run.links import MAX_PAIRS, Sizes, fields, measure_pairs, pairs
+from weft.run.world import world_of
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -56,3 +60,19 @@ def test_links_between_machines_are_their_own() -> None:
     found = fields(links, 2, GPU)
     assert (found["intra"].bandwidth, found["inter"].bandwidth) == (1e11, 1e10)
     assert fields({}, 1, GPU) == {}
+
+
+def measured_apart() -> tuple[list[Link], int]:
+    """On a rank: rank 0 cannot read rank 1's memory, rank 2 has nobody to read."""
+    comm = world_of(None, 60.0).comm
+    begun = getattr(comm, "calls", 0)
+    with patch("weft.run.links._reads_in_place", lambda comm, *_: comm.rank == 2):
+        found = measure_pairs(comm, CPU, [(0, 1)], Sizes.of(CPU, quick=True))
+    return found, getattr(comm, "calls", 0) - begun
+
+
+def test_ranks_that_take_part_begin_as_many_calls_as_those_that_speak() -> None:
+    """A transport whose calls are of all ranks would wait for ever."""
+    found = world(3).run(measured_apart)
+    assert found == [found[0]] * 3
+    assert found[0][1] > Sizes.of(CPU, quick=True).large_repeats

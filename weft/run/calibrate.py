@@ -14,11 +14,14 @@ from statistics import median
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 
 from weft.core.topology import Host, Link, Topology
 from weft.run import links, world
 from weft.run.attention import attention
-from weft.run.comm import Comm
+from weft.run.comm import Comm, symmetric
+from weft.run.comm.group import GroupComm
+from weft.run.comm.onesided import OneSidedComm
 from weft.run.devices import check_devices, default_dtype
 from weft.run.devices import device as own_device
 from weft.run.exchange import all_gather_json, broadcast_json
@@ -34,7 +37,7 @@ TIMEOUT = 60.0  # as attention has it, so that it is the same world
 ROUNDS = 20
 """On CPUs, whose neighbours disturb them for seconds: what is best in some round is what a machine can do."""
 DIGITS = 4
-ALL_TO_ALL = "all-to-all"
+ALL_TO_ALL, SYMMETRIC = "all-to-all", "symmetric"
 
 Numbers = dict[str, float]
 Step = Callable[[], Numbers]
@@ -93,7 +96,8 @@ class Calibration:
         self.rates: dict[str, float] = {}
         """The highest, in bytes per second."""
         self.host = Host()
-        self.transport = ""
+        self.one_sided: tuple[Link, float] | None = None
+        """Through symmetric memory: the link of a pair, and the bytes/s of an all-to-all."""
 
     def steps(self) -> dict[str, Step]:
         """Return what there is to measure here, by name, in order; the same on all ranks."""
@@ -112,11 +116,13 @@ class Calibration:
         steps |= {"dense": self._dense, "sparse": self._sparse, "copy": self._copy}
         if on_gpu:
             steps["host"] = self._host
+        if on_gpu and self.devices > 1:
+            steps[SYMMETRIC] = self._symmetric  # last: it may end the process, and the rest is known by then
         return steps
 
     def topology(self) -> Topology:
         """Return what the steps have found."""
-        found: dict[str, Any] = {"name": "calibrated", "cores": self.cores, "transport": self.transport}
+        found: dict[str, Any] = {"name": "calibrated", "cores": self.cores}
         if {"dense", "few"} <= self.times.keys():
             found |= self.speeds.fields(self.times)
         if self.host != Host():
@@ -125,8 +131,21 @@ class Calibration:
         found |= links.fields(self.links, self.devices, self.device, self.rates.get(ALL_TO_ALL))
         if self.comm.size > 1:
             found["two_sided"] = self.machines > 1 or not links.is_one_sided(self.comm, self.device)
+        found |= self._transport_fields()
         topology = replace(self.base, **found)
         return _rounded(replace(topology, **self._call_fields(topology)))
+
+    def _transport_fields(self) -> dict[str, Any]:
+        """Return which transport was faster, and its links if it is not the one that all others are of."""
+        if self.one_sided is None or ALL_TO_ALL not in self.rates:
+            return {}
+        link, rate = self.one_sided
+        if rate <= self.rates[ALL_TO_ALL]:
+            return {"transport": "group"}
+        # Copy engines move its messages, beside kernels and whenever they are sent.
+        intra = Link(latency=link.latency, bandwidth=max(rate, link.bandwidth))
+        found = {"transport": SYMMETRIC, "intra": intra, "comm_slowdown": 0.0, "links": ()}
+        return found | {"two_sided": self.machines > 1}
 
     def _call_fields(self, topology: Topology) -> dict[str, float]:
         """Return what an attention costs with all that goes with it, however few its tokens."""
@@ -223,6 +242,20 @@ class Calibration:
         kernel, dtype, head_dim = self.speeds.selected, self.dtype, self.speeds.head_dim
         self.host = measure_host(self.comm, self.device, kernel, dtype, head_dim)
         return {f"{name}_microseconds": seconds * 1e6 for name, seconds in vars(self.host).items()}
+
+    def _symmetric(self) -> Numbers:
+        """Exchange messages through symmetric memory, if all ranks have it."""
+        group = dist.group.WORLD
+        assert group is not None
+        meet = partial(symmetric.meet, group)
+        comm = OneSidedComm(GroupComm(group, TIMEOUT), meet, TIMEOUT, group=group, transport=SYMMETRIC)
+        if not links.is_one_sided(comm, self.device):
+            return {}
+        together = [(first, first + 1) for first in range(0, self.comm.size, self.devices)]
+        link = links.measure_pairs(comm, self.device, together, self.sizes)[0]
+        rate = links.measure_all_to_all(comm, self.device, self.devices, self.sizes)
+        self.one_sided = link, rate
+        return {"gbytes_per_s": rate / 1e9, "microseconds": link.latency * 1e6}
 
     def _keep(self, seconds: Numbers) -> Numbers:
         for name, each in seconds.items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, count
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ import torch
 
 from weft.core.topology import Link
 from weft.run.comm import Comm
+from weft.run.comm.onesided import ALIGN
 from weft.run.exchange import all_gather_json
 from weft.run.stopwatch import device_seconds, low
 
@@ -68,9 +69,12 @@ def exchange(
         for ranks in (peers, sources)
     )
     receives = [(peer, landing[str(peer)]) for peer in sources]
+    calls = count()
 
     def call() -> None:
         lender = comm.begin(device)
+        if lender and next(calls) == 0:
+            lender.reserve(len(peers) * (num_bytes + ALIGN))
         if peers:
             out = lender.lend(dict.fromkeys(own, num_bytes)) if lender else own
             sends = [(peer, out[str(peer)]) for peer in peers]
@@ -109,12 +113,12 @@ def measure_pairs(
 
 
 def _reads_in_place(comm: Comm, device: torch.device, peers: Sequence[int]) -> bool:
-    """Whether nothing moves between peers: they read each other's host memory."""
+    """Whether nothing moves between peers: they read each other's memory."""
     lender = comm.begin(device)
     if lender is None:
         return False
     lender.end()
-    return device.type == "cpu" and set(peers) <= lender.near
+    return not lender.lands and set(peers) <= lender.near
 
 
 def is_one_sided(comm: Comm, device: torch.device) -> bool:
