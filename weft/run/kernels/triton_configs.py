@@ -15,7 +15,7 @@ TARGET_OF = {
 }  # fmt: skip
 """The entry of the table that an architecture takes."""
 SMALL_TARGETS = ("sm_86", "sm_120")
-"""They have sm_80's entries that fit into the 99 KiB of shared memory that a program has there."""
+"""They have sm_80's entries that fit there: a program has 99 KiB of shared memory."""
 TMA_TARGETS = ("sm_90", "sm_100", "sm_120")
 """Targets whose forward reads its operands by tensor-memory descriptors."""
 KERNELS = ("forward", "grad_queries", "grad_keys")
@@ -55,7 +55,7 @@ def configs(target: str, kernel: str, head_dim: int, block_q: int, block_k: int)
     """Those for a padded head dim whose tiles divide the blocks of the mask, at most `MAX_CHOICES`."""
     found = _TABLE["sm_80" if target in SMALL_TARGETS else target, kernel, head_dim]
     if target in SMALL_TARGETS:
-        found = tuple(c for c in found if (kernel, head_dim, c) not in _ABOVE_99_KIB)
+        found = tuple(c for c in found if (kernel, head_dim, c) not in _NOT_ON_SMALL)
     return tuple(c for c in found if block_q % c.bq == 0 and block_k % c.bk == 0)[:MAX_CHOICES]
 
 
@@ -240,12 +240,14 @@ _BACKWARD = {
 }
 _TABLE = _FORWARD | _BACKWARD
 
-_ABOVE_99_KIB = {
+_NOT_ON_SMALL = {
     ("forward", 256, Config(64, 64, 8, 2)),
     ("forward", 256, Config(128, 32, 8, 2)),
     ("grad_keys", 128, Config(64, 64, 8, 3)),
     ("grad_keys", 256, Config(64, 64, 8, 1)),
+    ("grad_queries", 32, Config(128, 64, 4, 3)),
+    ("grad_queries", 128, Config(128, 64, 8, 2)),
     ("grad_queries", 256, Config(64, 64, 8, 2)),
     ("grad_queries", 256, Config(64, 32, 8, 2)),
 }
-"""Entries of sm_80 that need more shared memory than `SMALL_TARGETS` have."""
+"""Entries of sm_80 that need more shared memory than `SMALL_TARGETS` have, or spill there."""
