@@ -13,8 +13,9 @@ from torch import Tensor
 
 from tests.doctor.sites import OnDevice, one_thread, site_of
 from tests.run.hot_path import fake_cuda
-from weft.doctor import graph, streams, wan
+from weft.doctor import graph, kernels, streams, wan
 from weft.doctor.operands import Operands
+from weft.doctor.part import Site
 from weft.masks.grid import TokenGrid
 
 GPU = torch.device("cuda", 0)
@@ -130,6 +131,28 @@ def test_a_graph_that_ignores_its_inputs_is_wrong(cuda: FakeCuda, monkeypatch: p
     monkeypatch.setattr(FakeGraph, "replay", lambda self: self.out.zero_())
     (check,) = graph.checks(site_of(OnDevice, dtype="bfloat16"))
     assert check.status == "wrong"
+
+
+class OnFakeGpu(Site):
+    """Both sides of a comparison are on the device, and float64 where it matters."""
+
+    def error(self, found: Tensor, expected: Tensor) -> float:
+        assert found.shape == expected.shape and found.device == expected.device == GPU
+        assert found.dtype == expected.dtype == torch.float64
+        return 0.0
+
+
+@pytest.mark.parametrize("backend", ["flash", "gather", "exact", "triton"])
+def test_kernels_are_tried_on_the_device_alone(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On fake tensors, whose values nobody knows: devices, dtypes and shapes hold, and no kernel raises."""
+    monkeypatch.setattr(kernels, "speeds", lambda *_: {})
+    plain = kernels.pairs_first
+    monkeypatch.setattr(kernels, "pairs_first", lambda every, **_: plain(every, is_short=True))
+    with fake_cuda() as seen:
+        site = site_of(OnFakeGpu, device=GPU, dtype="bfloat16", rank=2, ranks=3)
+        checks = [check for check in getattr(kernels, backend)(site) if check.status != "skipped"]
+    assert len(checks) > 5 and {(check.status, check.note) for check in checks} == {("ok", "")}
+    assert not seen.mixed
 
 
 def test_memory_of_wan_is_what_torch_held_beside_its_inputs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,14 +35,14 @@ def statuses(checks: list[list[Check]]) -> set[str]:
     return {check.status for each in checks for check in each}
 
 
-def _with_wrong_kernel(name: str, fields: dict[str, Any]) -> list[Check]:
-    """As if the kernel of rank 1 had a mistake."""
-    plain = Cpu.attend
+def _with_wrong_kernel(name: str, direction: str, fields: dict[str, Any]) -> list[Check]:
+    """As if a kernel of rank 1 took its first operand for something larger."""
+    plain = getattr(Cpu, direction)
 
-    def attend(self: Any, q: Any, *rest: Any, **options: Any) -> Any:
-        return plain(self, q * 1.05, *rest, **options)
+    def wrong(self: Any, x: Any, *rest: Any, **options: Any) -> Any:
+        return plain(self, x * 1.05, *rest, **options)
 
-    with patch.object(Cpu, "attend", attend if fields.pop("of") else plain):
+    with patch.object(Cpu, direction, wrong if fields.pop("of") else plain):
         return run_part(name, **fields)
 
 
@@ -62,7 +62,13 @@ def test_part_that_is_made_wrong_is_wrong_on_every_rank(name: str, worlds: World
 @pytest.mark.parametrize("name", NAMES)
 def test_mistake_of_one_rank_is_found(name: str, worlds: Worlds) -> None:
     per_rank = [({"of": rank == 1},) for rank in range(2)]
-    checks = worlds(2).run(_with_wrong_kernel, name, per_rank=per_rank)
+    checks = worlds(2).run(_with_wrong_kernel, name, "attend", per_rank=per_rank)
+    assert {check.status for check in checks[1]} == {"wrong"}
+
+
+def test_wrong_gradient_of_one_rank_is_found_on_streams(worlds: Worlds) -> None:
+    per_rank = [({"of": rank == 1},) for rank in range(2)]
+    checks = worlds(2).run(_with_wrong_kernel, "streams", "attend_backward", per_rank=per_rank)
     assert {check.status for check in checks[1]} == {"wrong"}
 
 
@@ -89,9 +95,10 @@ def test_strategies_that_are_made_wrong_are_wrong(worlds: Worlds) -> None:
     ]
 
 
-def test_mistake_of_one_rank_is_found_by_the_strategies(worlds: Worlds) -> None:
+@pytest.mark.parametrize("direction", ["attend", "attend_backward"])
+def test_mistake_of_one_rank_is_found_by_the_strategies(direction: str, worlds: Worlds) -> None:
     per_rank = [({"of": rank == 1, "finished": _few("ring ·")},) for rank in range(2)]
-    checks = worlds(2).run(_with_wrong_kernel, "strategies", per_rank=per_rank)
+    checks = worlds(2).run(_with_wrong_kernel, "strategies", direction, per_rank=per_rank)
     assert len(checks[0]) == 3 and statuses(checks) == {"wrong"}
 
 
@@ -113,7 +120,8 @@ def test_pipeline_holds(dtype: str, worlds: Worlds) -> None:
 def test_pipeline_that_is_wrong_is_found(worlds: Worlds) -> None:
     pytest.importorskip("diffusers")
     assert statuses(run(worlds, 3, "pipeline", is_made_wrong=True)) == {"wrong"}
-    checks = worlds(3).run(_with_wrong_kernel, "pipeline", per_rank=[({"of": r == 1},) for r in range(3)])
+    per_rank = [({"of": rank == 1},) for rank in range(3)]
+    checks = worlds(3).run(_with_wrong_kernel, "pipeline", "attend", per_rank=per_rank)
     assert statuses(checks) == {"wrong"} and "blocks.1.attn1: rows of rank" in checks[0][0].note
 
 
