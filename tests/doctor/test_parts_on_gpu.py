@@ -151,7 +151,7 @@ def test_kernels_are_tried_on_the_device_alone(backend: str, monkeypatch: pytest
     with fake_cuda() as seen:
         site = site_of(OnFakeGpu, device=GPU, dtype="bfloat16", rank=2, ranks=3)
         checks = [check for check in getattr(kernels, backend)(site) if check.status != "skipped"]
-    assert len(checks) > 5 and {(check.status, check.note) for check in checks} == {("ok", "")}
+    assert len(checks) > 5 and {check.status for check in checks} == {"ok"}
     assert not seen.mixed
 
 

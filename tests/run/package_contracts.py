@@ -71,8 +71,9 @@ class FlashAttention4:
             rows, columns = block_sparse_tensors.block_size
             tile = 128 if self.arch == "sm_100" or q.shape[3] <= 64 else 64
             require(rows % tile == 0, f"sparse_block_size[0] must be a multiple of tile_m={tile}")
-            fits = columns % 128 == 0 if self.arch == "sm_100" else columns == 128
-            require(fits, f"sparse_block_size[1]={columns} to match tile_n=128")
+            keys = 128 if q.shape[3] <= 128 else 96 if q.shape[3] <= 192 else 64
+            fits = columns % 128 == 0 if self.arch == "sm_100" else columns == keys
+            require(fits, f"sparse_block_size[1]={columns} to match tile_n={keys}")
         reads = self._reads(block_sparse_tensors, q, k, backward=True)
         grads = backward(dout, q, k, v, out, lse, softmax_scale, reads)
         dq, dk, dv = (x.to(q.dtype).transpose(1, 2) for x in grads)
