@@ -290,7 +290,7 @@ def test_groups_share_one_block(first: str, board: Callable[..., Board], fake: F
 def run(shared: Board, job: Callable[[SymmetricWindow], Any], capacity: int = GRANULE) -> list[Any]:
     def prepared(base: ThreadComm) -> Any:
         found = window(shared, base)
-        found.reserve(capacity)
+        found.reserve(capacity, 10.0)
         return job(found)
 
     return run_threads(shared.ranks, prepared)
@@ -368,7 +368,7 @@ def test_a_wait_whose_signal_never_comes_ends_when_the_watcher_has_decided(
 
     def job(base: ThreadComm) -> bool:
         found = window(shared, base)
-        found.reserve(64)
+        found.reserve(64, 10.0)
         if base.rank == 1:
             found._mail.put(0, Words(0, 1, 0, 64), 5.0)
             return True
@@ -439,7 +439,7 @@ def test_memory_that_does_not_fit_on_one_rank_is_an_error_on_all(board: Callable
         _, pool = parts(found)
         taken = pool.empty(2_000_000) if found.rank == 1 else None
         with pytest.raises(CommError, match=r"3,\d\d\d,\d\d\d bytes for messages does not fit on rank 1"):
-            found.reserve(1_500_000)
+            found.reserve(1_500_000, 10.0)
         del taken
 
     run(board(2), job)

@@ -51,12 +51,13 @@ class Block:
         """By group. Those of one group have it on all of its ranks, or on none."""
         self.last: list[Leave | None] = [None] * HALVES
         """The last call that wrote each half."""
-        self._turn = 0
+        self.half = 0
+        """The one that was written last, or is being written."""
 
     def turn(self, halves: int) -> int:
         """The next half. Ranks of a group may be at different ones: words tell where a message lies."""
-        self._turn = (self._turn + 1) % halves
-        return self._turn
+        self.half = (self.half + 1) % halves
+        return self.half
 
 
 _newest: WeakValueDictionary[torch.device, Block] = WeakValueDictionary()

@@ -90,6 +90,14 @@ class OneSidedComm:
             raise self.late(late, "op 0 (leave to write again)", self.timeout) from late
         return self._lent[half]
 
+    def close(self) -> None:
+        """Give the memory back; the ranks would have to meet again."""
+        for borrower in self.borrowers:
+            borrower.unbind()
+        if self.window is not None:
+            self.window.close()
+        self.window, self._lent, self._met = None, [], False
+
     def end(self) -> None:
         assert self.window is not None
         self.window.arrive(self.calls)
@@ -222,9 +230,12 @@ class Half:
         self._comm, self._window, self._number = comm, window, number
 
     def reserve(self, num_bytes: int) -> None:
-        if self._window.reserve(num_bytes):
-            for borrower in self._comm.borrowers:
-                borrower.unbind()
+        try:
+            has_moved = self._window.reserve(num_bytes, self._comm.timeout)
+        except Late as late:
+            raise self._comm.late(late, "op 0 (leave to write again)", self._comm.timeout) from late
+        for borrower in self._comm.borrowers if has_moved else ():
+            borrower.unbind()
 
     def lend(self, sizes: dict[str, int], borrower: Borrower | None = None) -> dict[str, Tensor]:
         """Buffers for a program's messages, aligned and apart."""

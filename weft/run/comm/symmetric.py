@@ -61,7 +61,7 @@ class SymmetricWindow(Window):
         self._under_way: dict[str, streams.Event] = {}
         """The last event of each side stream."""
 
-    def reserve(self, num_bytes: int) -> bool:
+    def reserve(self, num_bytes: int, timeout: float) -> bool:
         newest = self._source.blocks.get(self._device)
         size, met = (newest.half_bytes, self._source.group in newest.handles) if newest else (0, False)
         rows = self._base.gather_numbers([num_bytes, size, int(met)])
@@ -73,8 +73,8 @@ class SymmetricWindow(Window):
             newest.handles[self._source.group] = self._source.rendezvous(newest.memory)
         if newest is self._block:
             return False
-        self._block = newest
-        self._await_readers(float("inf"))  # another group may have written this half last
+        self._block, newest.half = newest, self._half
+        self._await_readers(timeout)  # another group may have written this half last
         return True
 
     def _grow(self, half_bytes: int) -> Block:
@@ -147,10 +147,9 @@ class SymmetricWindow(Window):
         return landed
 
     def turn(self, call: int, halves: int, timeout: float) -> int:
-        if self._block is None:
-            return call % halves
-        self._half = self._block.turn(halves)
-        self._await_readers(timeout)
+        self._half = call % halves if self._block is None else self._block.turn(halves)
+        if self._block is not None:
+            self._await_readers(timeout)
         return self._half
 
     def _await_readers(self, timeout: float) -> None:

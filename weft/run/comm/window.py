@@ -35,9 +35,9 @@ class Window(Protocol):
     lands: bool = False
     """Whether messages are copied out, once, by `land`; else they are read in place."""
 
-    def reserve(self, num_bytes: int) -> bool:
+    def reserve(self, num_bytes: int, timeout: float) -> bool:
         """Make every half of every rank large enough, all ranks together; whether memory has moved."""
-        del num_bytes
+        del num_bytes, timeout
         return False
 
     def allocate(self, half: int, num_bytes: int) -> Tensor:
