@@ -64,7 +64,8 @@ def test_exact_holds_on_the_cpu_and_every_rank_has_its_share() -> None:
 
 
 def test_what_is_made_wrong_is_wrong() -> None:
-    assert {check.status for check in judged(tried(Exact(), is_made_wrong=True, ranks=4)).values()} == {"wrong"}
+    checks = judged(tried(Exact(), is_made_wrong=True, ranks=4))
+    assert {check.status for check in checks.values()} == {"wrong"}
 
 
 @pytest.mark.parametrize("backend", [name for name in BACKENDS_TRIED if name != "exact"])
