@@ -33,12 +33,12 @@ def times(tile: float, row: float, extra: float, back: float, call: float = 1e-5
 
 @pytest.mark.parametrize("extra", [0.0, 1e-6])
 def test_costs_of_tiles_and_rows_are_told_apart(extra: float) -> None:
-    found = speeds().fields(times(tile=4e-6, row=7e-7, extra=extra, back=15e-6))
+    found = speeds().fields(times(tile=4e-6, row=6.4e-7, extra=extra, back=15e-6))
     flops = 4 * 16 * 64 * 64
     # Without the extra of a sparse tile the result is exact; with it, dense tiles seem a little cheaper.
     assert found["flops"] == pytest.approx(flops / 4e-6, rel=0.05)
     assert found["tile_seconds"] == pytest.approx(extra, rel=0.2)
-    assert found["row_seconds"] == pytest.approx(7e-7, rel=0.5 if extra else 1e-6)
+    assert found["row_seconds"] == pytest.approx(6e-7, abs=3e-7 if extra else 1e-9)
     assert found["backward_flops"] == pytest.approx(2.5 * flops / 15e-6, rel=0.01)
     assert found["sparse_backward_flops"] == pytest.approx(found["backward_flops"], rel=0.01)
 

@@ -93,6 +93,8 @@ class Calibration:
         self.links: dict[tuple[int, int], Link] = {}
         self.times: dict[str, float] = {}
         """The shortest that was seen of each, in seconds."""
+        self.by_rank: dict[str, list[float]] = {}
+        """Of those that several ranks measure."""
         self.rates: dict[str, float] = {}
         """The highest, in bytes per second."""
         self.host = Host()
@@ -200,11 +202,11 @@ class Calibration:
         return self._keep({"ring": broadcast_json(seconds)})
 
     def _dense(self) -> Numbers:
-        self._keep(self._together(self.speeds.dense_times))
+        self._together(self.speeds.dense_times)
         return self._tflops("dense", self.speeds.sizes.tiles)
 
     def _sparse(self) -> Numbers:
-        self._keep(self._together(self.speeds.sparse_times))
+        self._together(self.speeds.sparse_times)
         return self._tflops("some", self.speeds.sizes.some * self.speeds.sizes.rows)
 
     def _tflops(self, key: str, tiles: int) -> Numbers:
@@ -225,18 +227,22 @@ class Calibration:
             at = next(turn) % pieces
             target[-at, 0].copy_(source[at, 1])
 
-        seconds = self._together(lambda: {"copy": low(device_seconds(copy, self.device, 6 * pieces))})
-        return self._rate("memory_bandwidth", 2 * num_bytes / seconds["copy"])
+        self._together(lambda: {"copy": low(device_seconds(copy, self.device, 6 * pieces))})
+        return self._rate("memory_bandwidth", 2 * num_bytes / self.times["copy"])
 
-    def _together(self, measure: Callable[[], Numbers]) -> Numbers:
-        """Return the medians over the ranks that have a device, or a core, to themselves.
+    def _together(self, measure: Callable[[], Numbers]) -> None:
+        """Time something on the ranks that have a device, or a core, to themselves, and take the medians.
 
         Cores that are all busy share caches and memory, and a schedule keeps them all busy.
         """
         takes_part = self.comm.rank < min(self.devices, self.cores) or not self.cores
         links.meet(self.comm)
         by_rank: list[Numbers] = [each for each in all_gather_json(measure() if takes_part else None) if each]
-        return {name: median(each[name] for each in by_rank) for name in by_rank[0]}
+        for name in by_rank[0]:
+            # Each rank's best of all rounds: not all ranks are left alone in the same one.
+            taken = [each[name] for each in by_rank]
+            best = self.by_rank[name] = [*map(min, taken, self.by_rank.get(name, taken))]
+            self.times[name] = median(best)
 
     def _host(self) -> Numbers:
         kernel, dtype, head_dim = self.speeds.selected, self.dtype, self.speeds.head_dim

@@ -22,7 +22,7 @@ from weft.run.stopwatch import device_seconds
 from weft.simulate.costs import BACKWARD_WORK
 
 RESOLUTION = 0.05
-"""Of a tile's time: sparse tiles that cost less than this beyond dense ones are taken to cost the same."""
+"""Of a tile's time. Smaller differences are none: they are those of two long times, and all noise."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,7 @@ class Speeds:
         sparse = (times["some"] - times["few"]) / ((sizes.some - sizes.few) * sizes.rows)
         extra = sparse - tile if sparse > (1 + RESOLUTION) * tile else 0.0
         row = max(0.0, (times["few"] - call) / sizes.rows - sizes.few * (tile + extra))
+        row = round(row / (RESOLUTION * tile)) * RESOLUTION * tile
         around = call + sizes.rows * row
         back = (times["dense backward"] - around) / sizes.tiles
         sparse_back = (times["some backward"] - around) / (sizes.some * sizes.rows) - extra
