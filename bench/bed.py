@@ -24,10 +24,13 @@ from weft.core.problem import Problem
 from weft.core.schedule import Schedule
 from weft.core.topology import Link, Topology
 from weft.plan.choose import build
-from weft.run import calibrate
+from weft.run.calibrate import Calibration
+from weft.run.exchange import broadcast_json
 from weft.run.execute import Executor
 from weft.run.kernels import Sums, choose
+from weft.run.kernels.speeds import Sizes, Speeds
 from weft.run.kernels.tiles import Tiles
+from weft.run.stopwatch import device_seconds, low
 from weft.run.world import world_of
 
 DEVICES, HEADS, DIM = 2, 24, 64
@@ -89,21 +92,23 @@ def go_first() -> None:
 
 def links(machines: int) -> Topology:
     """The bed as it is: its links, and what calls, posts and copies cost with all ranks at work."""
-    latency = calibrate._exchange_seconds(0, DEVICES, calibrate.SMALL, CPU)
-    card = calibrate.measure_card(machines, CPU)
-    found = Topology(
+    calibration = Calibration(CPU, DIM, "float32", "auto", machines)
+    steps = calibration.steps()
+    for name in ("0→1", f"0→{DEVICES}", "network card", "copy", "post"):
+        steps[name]()
+    latency, card = calibration.links[0, DEVICES].latency, calibration.rates["nic_bandwidth"]
+    return Topology(
         name="bed",
         machines=machines,
         devices=DEVICES,
-        intra=calibrate.measure_link(0, 1, CPU),
+        intra=calibration.links[0, 1],
         inter=Link(latency=latency, bandwidth=card),
         nic_bandwidth=card,
-        call_seconds=_call_seconds(latency),
-        memory_bandwidth=calibrate.measure_memory(CPU),
-        post_seconds=calibrate.measure_post(0, DEVICES, CPU),
+        call_seconds=broadcast_json(_call_seconds(latency)),
+        memory_bandwidth=calibration.rates["memory_bandwidth"],
+        post_seconds=calibration.times["post"],
         two_sided=True,
     )
-    return calibrate._from_first(found)
 
 
 def cores() -> int:
@@ -113,7 +118,12 @@ def cores() -> int:
 def kernel_flops() -> float:
     """FLOP/s of one core, while all are busy; 0 from ranks that let them be."""
     busy = dist.get_rank() < cores()
-    return calibrate.measure_kernel(DIM, "float32", CPU)[0] if busy else 0.0
+    return _kernel_flops() if busy else 0.0
+
+
+def _kernel_flops() -> float:
+    speeds = Speeds("auto", "float32", DIM, CPU, Sizes.of(CPU), None)
+    return float(speeds.fields(speeds.dense_times() | speeds.sparse_times())["flops"])
 
 
 def slowdown() -> float:
@@ -126,7 +136,7 @@ def slowdown() -> float:
     for _ in range(5):
         alone, beside = (_computing(compute, way) for way in ((), (out, into, (rank + DEVICES) % ranks)))
         lost.append(1 - alone / beside)
-    return max(0.0, float(calibrate._from_first(torch.tensor(lost).median().item())))
+    return max(0.0, float(broadcast_json(torch.tensor(lost).median().item())))
 
 
 def _computing(compute: Callable[[], object], way: tuple[Any, ...]) -> float:
@@ -149,7 +159,7 @@ def _call_seconds(latency: float) -> float:
     _timer.flops = 1e12
     ring = Executor(build("ring", problem, BlockMask.dense(HEADS, comm.size)), comm, _timer)
     x = torch.zeros(1, HEADS, 1, DIM)
-    seconds = calibrate._seconds(lambda: ring.forward(x, x, x, 1.0, keep=False), CPU, repeats=20)
+    seconds = low(device_seconds(lambda: ring.forward(x, x, x, 1.0, keep=False), CPU, 20))
     return max(0.0, seconds / comm.size - latency)
 
 

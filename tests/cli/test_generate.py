@@ -248,9 +248,18 @@ def test_the_transformer_of_a_checkpoint_is_verified(models, capfd, monkeypatch)
     assert row["error"] <= row["tolerance"] == 2e-5
     assert row["sent"] > 0
     monkeypatch.setenv("COLUMNS", "150")
-    monkeypatch.setattr("weft.models.equal.TOLERANCE", -1.0)
+    monkeypatch.setattr("weft.models.equal.TOLERANCE", {"float32": -1.0})
     assert ended("verify", models / "flux", "--ranks", "2", "--plan", "gather") == 4
     out, err = capfd.readouterr()
     assert "DIFFERS" in out
     assert "gather" in out
     assert err.endswith("weft: 1 of 1 checks differ from one rank by more than they may.\n")
+
+
+@pytest.mark.usefixtures("ranks")
+def test_a_checkpoint_in_16_bits_is_about_what_it_is_on_one_rank(models, capfd) -> None:
+    assert ended("verify", models / "flux", "--ranks", "2", "--dtype", "bfloat16", "--json") == 0
+    (row,) = json.loads(capfd.readouterr().out)["rows"]
+    assert (row["dtype"], row["device"]) == ("bfloat16", "cpu")
+    assert row["alone_error"] > 1e-4  # it was computed in 16 bits, and in float32
+    assert 0 < row["error"] <= row["tolerance"] == min(2**-4, 2 * row["alone_error"] + 2**-8)

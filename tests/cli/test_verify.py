@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 
+from weft.cli import verify
 from weft.cli.main import main
 from weft.core.errors import InputError
+from weft.run.check import Outcome, Trial
 from weft.run.pool import Failure, Pool, RankFailure
 
 
@@ -68,3 +71,44 @@ def test_more_ranks_than_gpus_are_refused_before_they_are_started(gpus, hint, ca
 def test_the_backend_is_that_of_the_ranks(capsys):
     assert call("--ranks", "2", "--plan", "ring", "--device", "cpu", "--backend", "flash") == 2
     assert "weft: backend='flash' cannot serve: it computes on a GPU, not on cpu." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("device", "worlds"), [("cuda", [8]), ("", [8]), ("cpu", [2, 3])])
+def test_all_gpus_are_tried_where_there_are_any(device, worlds, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    assert verify._place(device, []) == (device or "cuda", worlds)
+    assert verify._place(device, [2]) == (device or "cuda", [2])
+
+
+def test_gpus_are_tried_in_bfloat16_and_blocks_that_their_kernels_have(monkeypatch):
+    asked: list[Trial] = []
+
+    def check(ranks: Pool, trial: Trial) -> Outcome:
+        asked.append(trial)
+        sizes = {"output_error": 0.0, "gradient_error": 0.0, "seconds": 1.0, "bytes_sent": 1}
+        return Outcome(plan="ring", proved_steps=1, tolerance=1.0, **sizes)
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setattr(Pool, "_fresh_ranks", lambda _: None)
+    monkeypatch.setattr("weft.run.check.check", check)
+    assert call("--plan", "ring") == 0
+    assert {(trial.device, trial.dtype, trial.block) for trial in asked} == {("cuda", "bfloat16", 64)}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("error", [0.0, 1.0])
+def test_under_a_launcher_one_rank_tells_and_all_end_alike(rank, error, capsys, monkeypatch):
+    sizes = {"gradient_error": 0.0, "seconds": 1.0, "bytes_sent": 1, "proved_steps": 0}
+    outcome = Outcome(plan="ring", output_error=error, tolerance=1e-6, **sizes)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", str(rank))
+    world = SimpleNamespace(comm=SimpleNamespace(rank=rank, size=2))
+    monkeypatch.setattr("weft.run.world.world_of", lambda *_: world)
+    monkeypatch.setattr("weft.run.check.compare", lambda _: outcome)
+    monkeypatch.setattr(Pool, "__init__", lambda *_: pytest.fail("started ranks"))
+    assert bool(call("--plan", "ring", "--device", "cpu", "--json")) == bool(error)
+    said = capsys.readouterr()
+    assert bool(said.out) == (rank == 0)
+    assert bool(said.err) == (rank == 0 and bool(error))

@@ -10,6 +10,7 @@ import _pickle
 import pickle
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -72,7 +73,7 @@ def test_training_with_checkpoints_and_a_resume(tmp_path: Path) -> None:
 
 
 def test_calibration() -> None:
-    assert [seen for _, seen in world(2).run(inside, calibrate)] == [[], []]
+    assert [seen for _, seen in world(2).run(inside, partial(calibrate, quick=True))] == [[], []]
 
 
 def test_generation(tmp_path: Path) -> None:

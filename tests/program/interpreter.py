@@ -108,9 +108,11 @@ class World:
 
     def move(self, letter: Letter) -> None:
         assert letter.sender and letter.receiver and letter.source and letter.target
-        data = letter.sender.bytes(letter.source)
+        data = letter.sender.origin(letter.source)
         if letter.target.root.memory == "peer":
             letter.data = data  # in place
+            if letter.receiver.program.target.lands and not self.late:
+                self.deliver(letter)
             return
         letter.data = data.clone()
         if not self.late and not letter.fences[0]:
@@ -120,9 +122,11 @@ class World:
 
     def deliver(self, letter: Letter) -> None:
         assert letter.receiver and letter.target and letter.data is not None
-        if letter.target.root.memory == "peer":
+        if letter.receiver.is_in_place(letter.target):
             letter.receiver.landed[letter.target.root] = letter.data
             return
+        if letter.target.root.memory == "peer":
+            letter.receiver.origins[letter.target.root] = letter.data
         into = letter.receiver.bytes(letter.target)
         later = torch.zeros_like(into, dtype=torch.bool)
         if not self.late and not letter.fences[1]:
@@ -132,7 +136,7 @@ class World:
     def step(self, rank: Rank) -> None:
         step = rank.steps[rank.at]
         waited = self.waited(rank)
-        if waited and not step.sent and (self.late or waited[1].target.root.memory == "peer"):  # type: ignore[union-attr]
+        if waited and not step.sent and (self.late or rank.is_in_place(waited[1].target)):  # type: ignore[union-attr]
             self.deliver(waited[1])
         elif isinstance(step, Post):
             self.post(rank, step)
@@ -150,7 +154,7 @@ class World:
             letters.append(self.letter(rank, step.op, peer, sent=False))
             letters[-1].receiver, letters[-1].target = rank, slot
             letters[-1].fences = letters[-1].fences[0], step.fenced
-            if self.late and slot.root.memory != "peer":
+            if self.late and not rank.is_in_place(slot):
                 rank.bytes(slot).fill_(POISON)
         for letter in letters:
             if not self.late and letter.sender and letter.receiver:
@@ -171,6 +175,8 @@ class Rank:
         self.program, self.steps, self.at = program, program.steps, 0
         self.allowed_HST, self.scale = allowed_HST, scale
         self.landed: dict[Slot, Tensor] = {}
+        self.origins: dict[Slot, Tensor] = {}
+        """Of messages that were copied here: where they lie in the memory of their owners."""
         shared = torch.full((workspace.num_bytes,), POISON, dtype=torch.uint8)
         lent = torch.full((window(program).num_bytes,), POISON, dtype=torch.uint8)
         self.memory: dict[Slot, Tensor] = {}
@@ -196,6 +202,12 @@ class Rank:
             start, each = start + each.offset, each.parent
         block = self.landed[each] if each in self.landed else (memory or self.memory)[each]
         return block[start : start + slot.num_bytes]
+
+    def origin(self, slot: Slot) -> Tensor:
+        return self.bytes(slot, self.origins if slot.root in self.origins else None)
+
+    def is_in_place(self, slot: Slot | None) -> bool:
+        return slot is not None and slot.root.memory == "peer" and not self.program.target.lands
 
     def first_bytes(self, slot: Slot) -> Tensor:
         return self.bytes(slot, self.first)

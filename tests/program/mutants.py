@@ -26,7 +26,7 @@ from weft.schedule.reverse import reverse
 
 Rng = np.random.Generator
 Mutation = Callable[[Rng, "Programs"], "Programs | None"]
-NEARS = ("none", "all", "half", "collective")
+NEARS = ("none", "all", "half", "collective", "landing")
 """Which peers read messages in place; or none, and exchanges between all ranks are collectives."""
 WAYS = ("forward", "saving", "backward")
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.1}
@@ -68,7 +68,7 @@ class Subject:
         peers = frozenset(range(self.schedule.problem.ranks)) - {rank}
         if self.near == "half":
             return frozenset(peer for peer in peers if peer % 2 == rank % 2)
-        return peers if self.near == "all" else frozenset()
+        return peers if self.near in ("all", "landing") else frozenset()
 
     def lower(self, way: str) -> Programs:
         schedule = self.reversed if way == "backward" else self.schedule
@@ -76,7 +76,9 @@ class Subject:
         for rank in range(schedule.problem.ranks):
             kept = {piece.tensor for piece in self.reversed.kept[rank]} if self.reversed.kept else set[str]()
             save = {"q"} | (kept & {"kv"}) if way == "saving" else ()
-            target = Target(self.near_of(rank), self.near == "collective", frozenset(save))
+            target = Target(
+                self.near_of(rank), self.near == "collective", frozenset(save), self.near == "landing"
+            )
             programs.append(lower(schedule, rank, target))
         return Programs.of(programs)
 

@@ -102,7 +102,8 @@ def test_a_schedule_is_proved_in_both_directions_over_every_transport(name: str)
     tokens = Layout.even(12, 3)
     problem = Problem(batch=1, heads=3, kv_heads=3, head_dim=2, q=tokens, kv=tokens)
     schedule = build(name, problem, BlockMask.dense(3, 12))
-    programs = [Subject(schedule, near).lower(way) for near in ("none", "all", "collective") for way in WAYS]
+    nears = ("none", "all", "collective", "landing")
+    programs = [Subject(schedule, near).lower(way) for near in nears for way in WAYS]
     steps = sum(len(program.steps) for each in programs for program in each.ranks)
     assert prove_schedule(schedule) == steps > 0
 
@@ -186,8 +187,9 @@ def test_switches_are_accepted_and_arrive_in_the_worst_orders(
     schedule = switch(problem)
     back = [part * (1 if layout else ranks) for part in there]
     for one, given_, expected in ((schedule, there, here), (reverse(schedule), here, back)):
-        peers = frozenset(range(ranks)) if near == "all" else frozenset[int]()
-        programs = Programs.of(lower_all(one, Target(near=peers, collective=near == "collective")))
+        peers = frozenset(range(ranks)) if near in ("all", "landing") else frozenset[int]()
+        target = Target(near=peers, collective=near == "collective", lands=near == "landing")
+        programs = Programs.of(lower_all(one, target))
         prove(programs.ranks)
         inputs = [{"home x": part[None].to(getattr(torch, dtype))} for part in given_]
         for order in ORDERS:

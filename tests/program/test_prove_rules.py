@@ -116,6 +116,36 @@ def test_what_is_read_in_place_is_not_written_until_the_call_ends() -> None:
         prove(pair([*sender, sender[0]], receiver, near=True))
 
 
+def landing(between: list[Step], after: list[Step]) -> list[Program]:
+    """Rank 1 copies a message of rank 0 into its workspace; steps before and after it waits for it."""
+    sender, (post, wait) = one_sided()
+    programs = pair(sender, [post, *between, wait, *after], near=True)
+    return [replace(each, target=replace(each.target, lands=True)) for each in programs]
+
+
+def test_bytes_that_a_message_lands_in_are_its_own_from_post_to_wait() -> None:
+    other = slot("other")
+    too_early = landing([Fill(4, other)], [])
+    coming = too_early[1].steps[0].receives[0][1]  # type: ignore[union-attr]
+    spaces = [Workspace({}, 0, 0), Workspace({coming: (0, 0), other: (0, 0)}, 32, 32)]
+    with pytest.raises(ScheduleError, match="the first writes coming while the second writes other"):
+        prove(too_early, spaces)
+    prove(too_early)  # where each has its own bytes
+
+
+def test_landed_bytes_are_free_once_they_were_read_also_if_they_are_passed_on() -> None:
+    back, other = slot("back", "peer"), slot("other")
+    programs = landing([], [])
+    coming = programs[1].steps[0].receives[0][1]  # type: ignore[union-attr]
+    programs[1].steps += [Post(4, "on", ((0, coming),), ()), Fill(5, other)]
+    programs[0].steps += [Post(4, "on", (), ((1, back),)), Wait(4, "on", 1, back)]
+    spaces = [Workspace({back: (0, 0)}, 32, 32), Workspace({coming: (0, 0), other: (0, 0)}, 32, 32)]
+    prove(programs, spaces)
+    programs[1].steps.insert(2, programs[1].steps.pop())
+    with pytest.raises(ScheduleError, match="it writes over coming, which is read later"):
+        prove(programs, spaces)
+
+
 def test_ranks_that_disagree_on_who_is_near_are_rejected() -> None:
     programs = pair(*one_sided(), near=True)
     programs[0] = replace(programs[0], target=Target())

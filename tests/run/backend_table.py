@@ -17,14 +17,14 @@ from weft.run.kernels.rules import ARCHITECTURES, Work
 
 MARKS = "<!-- choice: begin -->", "<!-- choice: end -->"
 HEAD_DIMS = (40, 64, 72, 96, 128, 192, 256)
-BLOCKS = (64, 128)
+BLOCKS = (16, 64, 128)
 BARE = frozenset({"cudnn", "triton"})
 """What comes with torch."""
 FULL = BARE | {"fa4", "cudnn_sparse"}
 
 
 def works(head_dim: int) -> Iterator[Work]:
-    """Dense, sparse in blocks of 64 and of 128; each forward and backward."""
+    """Dense, and sparse in blocks of each size; forward and backward."""
     for block, backward in product((0, *BLOCKS), (False, True)):
         yield Work(bool(block), backward, head_dim, block_q=block, block_k=block)
 
@@ -51,7 +51,7 @@ def table() -> str:
             alike.setdefault(tuple(found), []).append(head_dim)
         for names, head_dims in alike.items():
             rows.setdefault((*names, str(head_dims)), {})[arch] = head_dims
-    kinds = ("dense", "sparse 64", "sparse 128")
+    kinds = ("dense", *(f"sparse {block}" for block in BLOCKS))
     heads = ["GPU", "head dim", *kinds, *(f"{kind}, packages" for kind in kinds)]
     lines = [_line(heads), "|" + "---|" * len(heads)]
     for (*names, _), archs in rows.items():

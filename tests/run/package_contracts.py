@@ -51,7 +51,7 @@ class FlashAttention4:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         if block_sparse_tensors is not None:
             rows, columns = block_sparse_tensors.block_size
-            tile = 64 if self.arch == "sm_90" else 256 if q.shape[2] > 128 else 128
+            tile = 64 if self.arch == "sm_90" else 256 if q.shape[2] > 128 and q.shape[3] < 256 else 128
             fits = columns % 128 == 0 if self.arch == "sm_100" else columns % 16 == 0 and columns <= 128
             require(rows % tile == 0, f"block size {rows} must be a multiple of {tile}")
             require(fits, f"sparse_block_size[1]={columns} to match tile_n=128")
@@ -71,8 +71,9 @@ class FlashAttention4:
             rows, columns = block_sparse_tensors.block_size
             tile = 128 if self.arch == "sm_100" or q.shape[3] <= 64 else 64
             require(rows % tile == 0, f"sparse_block_size[0] must be a multiple of tile_m={tile}")
-            fits = columns % 128 == 0 if self.arch == "sm_100" else columns == 128
-            require(fits, f"sparse_block_size[1]={columns} to match tile_n=128")
+            keys = 128 if q.shape[3] <= 128 else 96 if q.shape[3] <= 192 else 64
+            fits = columns % 128 == 0 if self.arch == "sm_100" else columns == keys
+            require(fits, f"sparse_block_size[1]={columns} to match tile_n={keys}")
         reads = self._reads(block_sparse_tensors, q, k, backward=True)
         grads = backward(dout, q, k, v, out, lse, softmax_scale, reads)
         dq, dk, dv = (x.to(q.dtype).transpose(1, 2) for x in grads)
@@ -85,7 +86,8 @@ class FlashAttention4:
         require(all(x.shape == q.shape for x in of_queries), "out and dout have the shape of q")
         require(q.shape[2] % k.shape[2] == 0, "num_head must be divisible by num_head_kv")
         limit = 256 if self.arch == "sm_90" else 128
-        require(q.shape[3] % 8 == 0 and 8 <= q.shape[3] <= limit, "head_dim is not supported")
+        fits = q.shape[3] <= limit or (self.arch == "sm_100" and q.shape[3] == 256)
+        require(q.shape[3] % 8 == 0 and fits, "head_dim is not supported")
 
     def _reads(
         self, lists: BlockSparseTensors | None, q: Tensor, k: Tensor, *, backward: bool = False

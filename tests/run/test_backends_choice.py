@@ -37,7 +37,7 @@ def test_the_document_gives_the_reason_of_every_choice() -> None:
 
 def test_16_bit_operands_are_never_computed_in_float32() -> None:
     assert {machine.arch for _, machine, _ in ALL} == set(ARCHITECTURES)
-    assert {found.backend for *_, found in ALL} == set(choice.RULES) - {"exact"}
+    assert {found.backend for *_, found in ALL} == set(choice.RULES) - {"exact", "gather"}
 
 
 def test_a_choice_is_the_first_that_serves_and_the_others_say_why_not() -> None:
@@ -70,8 +70,11 @@ def test_nothing_is_taken_that_is_not_installed() -> None:
         ("sm_90", work(128, 64, backward=True), "triton", "fa4"),
         ("sm_100", work(128), "triton", "cudnn_sparse"),
         ("sm_90", work(128, group=2, backward=True), "triton", "fa4"),
-        ("sm_90", work(48), "gather", "gather"),
-        ("sm_80", work(64, 256), "gather", "gather"),
+        ("sm_90", work(40), "gather", "gather"),
+        ("sm_90", work(16), "triton", "triton"),
+        ("sm_80", work(48), "triton", "triton"),
+        ("sm_80", work(64, 256), "triton", "triton"),
+        ("sm_80", work(64, 264), "exact", "exact"),
         ("sm_90", work(64, 72), "triton", "fa4"),
     ],
 )
@@ -147,7 +150,8 @@ def test_the_two_directions_may_have_different_backends(
         ("flash", work(64), r"dense tiles.*takes 'triton'"),
         ("gather", work(), r"sparse tiles.*takes 'cudnn'"),
         ("fa4", work(), r"needs flash-attn-4, which is not here.*takes 'cudnn'"),
-        ("triton", work(48), r"multiples of 64 tokens, not 48 by 48.*takes 'gather'"),
+        ("triton", work(40), r"multiples of 16 tokens, not 40 by 40.*takes 'gather'"),
+        ("triton", work(64, 264), r"head dims end at 256, not 264.*takes 'exact'"),
         ("cudnn", work(head_dim=20), r"multiples of 8, not 20.*takes 'flash'"),
         ("flash", work(dtype="float32"), r"bfloat16 and float16, not float32.*takes 'exact'"),
         ("cpu", work(), r"on the CPU, not bfloat16 on cuda"),
@@ -168,10 +172,10 @@ def test_a_failed_parity_test_refuses_a_named_backend(hopper: torch.device) -> N
 def test_gathering_is_said_aloud_once(hopper: torch.device, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "weft"):
         for _ in range(3):
-            choose("auto", "bfloat16", str(hopper), work(48))
+            choose("auto", "bfloat16", str(hopper), work(40))
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2, "once for each direction"
-    assert "blocks of 48 by 48 tokens" in said[0] and "triton: its blocks are multiples of 64" in said[0]
+    assert "blocks of 40 by 40 tokens" in said[0] and "triton: its blocks are multiples of 16" in said[0]
 
 
 @pytest.mark.parametrize(

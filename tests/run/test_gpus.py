@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from weft.cli.workload import Workload, read_topology
-from weft.core.topology import Topology
+from weft.core.topology import Link, Topology
 from weft.plan.choose import choose
 from weft.run import gpus
 from weft.run.call import Options, Tensors, schedule_for
@@ -203,6 +203,15 @@ def test_what_was_given_or_calibrated_comes_first(patch, tmp_path):
     (tmp_path / "here.toml").write_text(given.to_toml())
     patch.setenv("WEFT_TOPOLOGY", str(tmp_path / "here.toml"))
     assert topology_for(None, 8) == given
+
+
+def test_some_ranks_of_a_calibrated_machine_have_its_usual_links(patch, tmp_path):
+    slow = Link(latency=1e-5, bandwidth=1e9)
+    box = Topology(devices=8, links=((6, 7, slow),))
+    (tmp_path / "here.toml").write_text(box.to_toml())
+    patch.setenv("WEFT_TOPOLOGY", str(tmp_path / "here.toml"))
+    assert topology_for(None, 8) == box
+    assert topology_for(None, 2) == Topology(devices=2)
 
 
 def test_tensors_on_the_cpu_of_a_machine_with_gpus_are_no_gpus(patch):

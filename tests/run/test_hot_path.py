@@ -24,8 +24,8 @@ from weft.simulate.clusters import cluster
 
 TOKENS, RANKS, DIM = 599, 4, 64
 STRATEGIES = ("ring", "zigzag", "ulysses", "gather", "usp:2x2", "torus:2x2", "ring+balanced", "ulysses+cuts")
-MASKS = ("dense", "blocks of 64", "blocks of 128")
-GATHERED = "blocks of 48"
+MASKS = ("dense", "blocks of 16", "blocks of 128")
+GATHERED = "blocks of 40"
 """No block-sparse kernel takes them: rows are gathered."""
 MIXED = "dense heads, blocks of 64"
 

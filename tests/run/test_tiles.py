@@ -52,6 +52,14 @@ def test_lists_can_be_turned_back_and_inverted(active: np.ndarray, spare: int) -
     assert rows(blocks.inverted) == rows(Blocks.of(active.swapaxes(1, 2).copy()))
 
 
+@given(active=masks())
+def test_order_puts_the_longest_rows_first_and_keeps_equal_ones_in_place(active: np.ndarray) -> None:
+    counts = active.sum(-1).reshape(-1)
+    expected = sorted(range(len(counts)), key=lambda row: -counts[row])
+    order = Blocks.of(active).order
+    assert order.dtype == torch.int32 and order.tolist() == expected
+
+
 def test_tiles_of_lists_are_those_of_the_mask() -> None:
     active = np.random.default_rng(3).random((2, 3, 4)) < 0.5
     ours, theirs = Tiles(active, 8, 8, 20, 30), Tiles(None, 8, 8, 20, 30, listed=Blocks.of(active))
@@ -78,6 +86,7 @@ def test_a_mask_on_the_device_is_attended_to_without_the_host(group: int) -> Non
         seen.clear()
         blocks = Blocks.of(torch.empty(4, 4, 4, dtype=torch.bool, device="cuda"))
         assert blocks.kv.device.type == "cuda" and blocks.kv.shape[0] == prod((4, 4, 4))
+        assert blocks.order.device.type == "cuda" and blocks.order.shape == (16,)
         out, lse = attend(q, k, v, blocks, scale=0.1, block_q=64, block_k=64)
         tiles = Tiles(None, 64, 64, 200, 200, listed=blocks)
         make("triton").attend_backward(grad, q, k, v, (out, guarded(lse)), tiles, 0.1)

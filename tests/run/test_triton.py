@@ -1,45 +1,33 @@
-"""The Triton kernels in Triton's interpreter against the reference: indices and arithmetic, not a GPU.
-
-The interpreter must be chosen before triton is imported, so one process runs every check of this file and
-reports what failed; each check is a test here.
-"""
+"""The Triton kernels in Triton's interpreter against the reference: indices and arithmetic, not a GPU."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import subprocess
 import sys
-import threading
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from tests.adversary import run_adversary
-from tests.run.dense import Truth, error
+from tests.run.dense import error
+from tests.run.interpreted import ROOT, failures, report
 from weft.core.errors import InputError
-from weft.core.layout import Layout
-from weft.core.mask import BlockMask
-from weft.core.problem import Problem
-from weft.plan.choose import build
-from weft.run.execute import Executor
-from weft.run.kernels import gpu
+from weft.run.kernels import tuning
 from weft.run.kernels.gpu import Gpu
 from weft.run.kernels.reference import Reference
 from weft.run.kernels.tiles import Tiles
+from weft.run.kernels.triton_configs import _TABLE as TABLE
+from weft.run.kernels.triton_configs import SMALL_TARGETS, TARGETS, Config, configs
 from weft.run.merge import merged
 
-ROOT = Path(__file__).parents[2]
 # Largest difference over the largest number: float32 sums in another order, float16 weights.
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 1e-3}
 
@@ -111,6 +99,15 @@ SHAPES = {
     "grouped heads": Shape(heads=6, group=3, batch=2, q_len=150, k_len=130),
     "grouped heads, dense": Shape(heads=4, group=2, density=None, q_len=70, k_len=130),
     "head dim 24": Shape(head_dim=24, q_len=100),
+    "head dim 20, float16": Shape(head_dim=20, dtype=torch.float16, k_len=100),
+    "head dim 32": Shape(head_dim=32, q_len=100),
+    "head dim 160": Shape(head_dim=160, q_len=40, k_len=70),
+    "head dim 256, blocks of 32": Shape(head_dim=256, q_len=50, k_len=70, block_q=32, block_k=32),
+    "head dim 96, dense, grouped": Shape(head_dim=96, density=None, q_len=70, k_len=80, heads=4, group=2),
+    "blocks of 16": Shape(q_len=70, k_len=90, block_q=16, block_k=16, batch=2),
+    "blocks of 128 by 16": Shape(q_len=150, k_len=90, block_q=128, block_k=16),
+    "blocks of 16 by 32": Shape(q_len=70, k_len=90, block_q=16, block_k=32),
+    "blocks of 48": Shape(q_len=110, k_len=96, block_q=48, block_k=48),
     "head dim 72, float16": Shape(head_dim=72, dtype=torch.float16, k_len=100),
 }
 
@@ -244,6 +241,81 @@ def no_keys_or_no_queries_give_nothing() -> None:
     assert dq.shape[2] == 0 and not dk.any() and not dv.any()
 
 
+def every_configuration_of_a_target_is_the_reference(target: str) -> None:
+    """Pointers or descriptors, tiles smaller than blocks, products issued early, warps with roles."""
+    shape = Shape(q_len=200, k_len=150, block_q=128, block_k=128, heads=2, group=2)
+    q, k, v, _ = shape.operands()
+    keys, values = (x.repeat_interleave(2, 1) for x in (k, v))
+    before = Reference().attend(q, keys + 1, values, shape.tiles(), 0.2)
+    expected = merged(
+        Reference().attend(q, keys, values, shape.tiles(), 0.2), tuple(x.clone() for x in before), fresh=False
+    )
+    for config in configs(target, "forward", 64, 128, 128):
+        kernel = Gpu(interpreted_as=target)
+        kernel._config = lambda *_, config=config: config
+        found = kernel.attend(q, k, v, shape.tiles(), 0.2, into=tuple(x.clone() for x in before))
+        for x, y in zip(found, expected, strict=True):
+            same(x, y)
+
+
+def gradients_by_tiles_of_any_size_are_the_reference() -> None:
+    """Warps and stages are nothing to the interpreter: each size of tiles of any target once."""
+    shape = Shape(head_dim=40, q_len=140, k_len=130, block_q=128, block_k=128, batch=1)
+    q, k, v, grad = shape.operands()
+    done = Reference().attend(q, k, v, shape.tiles(), 0.2)
+    expected = Reference().attend_backward(grad, q, k, v, done, shape.tiles(), 0.2)
+    sizes = {
+        Config(config.bq, config.bk, 4, 2)
+        for (_, name, _), found in TABLE.items()
+        for config in found
+        if name != "forward"
+    }
+    assert len(sizes) > 5
+    for config in sizes:
+        kernel = Gpu()
+        kernel._config = lambda *_, config=config: config
+        for x, y in zip(
+            kernel.attend_backward(grad, q, k, v, done, shape.tiles(), 0.2), expected, strict=True
+        ):
+            same(x, y)
+
+
+def a_measurement_runs_the_configuration_that_it_is_for() -> None:
+    for name, density in (("forward", 0), ("grad_queries", 2), ("grad_keys", 2)):
+        blocks = (32, 16) if density else (128, 128)
+        key = tuning.Key("sm_90", name, 32, *blocks, "float32", 2, density, 7, 7)
+        *_, config = tuning.options(key)
+        keywords = Config.keywords
+        with (
+            patch.multiple(tuning, HEADS=2, REPEATS=2),
+            patch.object(Config, "keywords", autospec=True, side_effect=keywords) as launches,
+        ):
+            seconds, results = tuning.measure(key, config, torch.device("cpu"))
+        assert seconds > 0 and all(x.isfinite().all() for x in results)
+        assert {each.args[0] for each in launches.call_args_list if each.args[1] == name} == {config}
+
+
+def operands_that_no_descriptor_describes_are_served() -> None:
+    shape = Shape(q_len=70, k_len=100, head_dim=24, dtype=torch.float16, batch=2)
+    q, k, v, _ = shape.operands()
+    one = k[:, :1].expand(-1, 2, -1, -1)  # a stride of 0
+    odd = torch.cat([v, v], -1)[..., 4:28]  # begins at 8 bytes
+    narrow = torch.empty(2, 2, 100, 27, dtype=q.dtype)[..., :24].copy_(v)  # rows are 54 bytes apart
+    for keys, values in ((one, v), (k, odd), (k, narrow)):
+        found = Gpu().attend(q, keys, values, shape.tiles(), 0.2)
+        for x, y in zip(found, Reference().attend(q, keys, values, shape.tiles(), 0.2), strict=True):
+            same(x, y, shape.dtype)
+
+
+def rows_past_the_end_are_not_those_of_the_next_head() -> None:
+    shape = Shape(q_len=70, k_len=70, density=None)
+    q, k, v, _ = shape.operands()
+    k[:, 1], v[:, 1] = torch.nan, torch.inf
+    for target in ("sm_80", "sm_90"):
+        out, lse = Gpu(interpreted_as=target).attend(q, k, v, shape.tiles(), 0.2)
+        assert out[:, 0].isfinite().all() and lse[:, 0].isfinite().all()
+
+
 def float16_is_as_good_as_torch() -> None:
     shape = Shape(q_len=128, k_len=256, density=None, dtype=torch.float16)
     q, k, v, grad = shape.operands()
@@ -256,34 +328,6 @@ def float16_is_as_good_as_torch() -> None:
         results.append((out.detach(), *torch.autograd.grad(out, inputs, grad.to(dtype))))
     for ours, exact, torchs in zip(found, *results, strict=True):
         assert error(ours, exact) <= 1.5 * error(torchs, exact)
-
-
-def tuning_adds_to_a_running_sum_once() -> None:
-    # Only a GPU can be measured; here each configuration runs twice and the last wins.
-    times = iter(range(100, 0, -1))
-
-    def measured(call: Callable[[], None], quantiles: object) -> list[float]:
-        call()
-        call()
-        return [next(times)] * 3
-
-    def tuned(*given: object) -> object:
-        tuner = original(*given)
-        tuner._do_bench = measured
-        return tuner
-
-    q, k, v, _ = RAGGED.operands()
-    kernel, original = Gpu(), gpu._tuned
-    kernel._tune, gpu._tuned = True, tuned
-    try:
-        sums = torch.zeros(q.shape), torch.full(q.shape[:-1], -torch.inf)
-        for part, tiles in zip(*halves(RAGGED), strict=True):
-            kernel.attend(q, k[:, :, part], v[:, :, part], tiles, 0.2, into=sums)
-    finally:
-        gpu._tuned = original
-    assert next(times) < 99
-    for x, y in zip(sums, Reference().attend(q, k, v, RAGGED.tiles(), 0.2), strict=True):
-        same(x, y)
 
 
 def merging_in_one_launch_is_merging() -> None:
@@ -306,52 +350,17 @@ def merging_in_one_launch_is_merging() -> None:
             same(*(z.float().masked_fill(z.isnan(), 0.0) for z in (x, y)))
 
 
-class OneAtATime(Gpu):
-    """The interpreter is not thread safe, and ranks are threads."""
-
-    lock = threading.RLock()
-
-    def attend(self, *given: Any, **options: Any) -> Any:
-        with self.lock:
-            return super().attend(*given, **options)
-
-    def attend_backward(self, *given: Any) -> Any:
-        with self.lock:
-            return super().attend_backward(*given)
-
-
-def whole_executor(name: str, heads: int, kv_heads: int) -> None:
-    """Forward and backward of two ranks, in float16, with a prefix that both have."""
-    layout = Layout.even(190, 2, prefix=20)
-    problem = Problem(
-        batch=1, heads=heads, kv_heads=kv_heads, head_dim=32, q=layout, kv=layout, dtype="float16"
-    )
-    tiles = np.random.default_rng(2).random((heads, 3, 3)) < 0.6
-    tiles[0, 0], tiles[:, 1] = False, True
-    mask = BlockMask.from_tiles(tiles, q_len=190, kv_len=190, block_q=64)
-    truth, schedule, kernel = Truth.of(problem, mask), build(name, problem, mask), OneAtATime()
-
-    def job(comm: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
-        executor, inputs = Executor(schedule, comm, kernel), truth.inputs(comm.rank)
-        out, saved = executor.forward(*inputs, truth.scale, keep=True)
-        return out, executor.backward(truth.slope(comm.rank), inputs, out, saved, truth.scale)
-
-    results = run_adversary(2, job)
-    assert truth.output_error([out for out, _ in results]) < 5e-3
-    assert truth.gradient_error([grads for _, grads in results]) < 5e-3 * truth.size
-
-
 def what_it_cannot_serve_it_refuses() -> None:
     q, k, v, grad = SHAPES["square"].operands()
     tiles = SHAPES["square"].tiles()
-    odd = Tiles(np.ones((2, 4, 4), dtype=bool), 32, 32, 128, 128)
+    odd = Tiles(np.ones((2, 6, 6), dtype=bool), 24, 24, 128, 128)
     short = Tiles(None, 64, 128, 64, 128)
     refused: list[tuple[str, tuple[Tensor, ...], Tiles]] = [
-        ("head dims", tuple(torch.cat([x, x, x], -1) for x in (q, k, v)), tiles),
+        ("head dims", tuple(torch.cat([x] * 5, -1) for x in (q, k, v)), tiles),
         ("float64", (q.double(), k.double(), v.double()), tiles),
         ("bfloat16", (q.bfloat16(), k.bfloat16(), v.bfloat16()), tiles),
         ("float16", (q, k.half(), v), tiles),
-        ("32 by 32", (q, k, v), odd),
+        ("24 by 24", (q, k, v), odd),
         ("do not fit", (q, k, v), short),
     ]
     for words, operands, given in refused:
@@ -373,47 +382,26 @@ def checks() -> dict[str, Callable[[], None]]:
         a_nan_reaches_the_rows_that_read_it_and_no_other,
         scores_far_apart_do_not_overflow,
         no_keys_or_no_queries_give_nothing,
+        gradients_by_tiles_of_any_size_are_the_reference,
+        a_measurement_runs_the_configuration_that_it_is_for,
+        operands_that_no_descriptor_describes_are_served,
+        rows_past_the_end_are_not_those_of_the_next_head,
         float16_is_as_good_as_torch,
-        tuning_adds_to_a_running_sum_once,
         merging_in_one_launch_is_merging,
         what_it_cannot_serve_it_refuses,
     ]
     found: dict[str, Callable[[], None]] = {check.__name__: check for check in plain}
-    for name, heads, kv_heads in (("ring", 4, 2), ("ulysses+balanced", 3, 3), ("ulysses", 6, 3)):
-        found[f"executor, {name}, {heads} heads over {kv_heads}"] = partial(
-            whole_executor, name, heads, kv_heads
-        )
+    for target in (*TARGETS, *SMALL_TARGETS):
+        found[f"forward as on {target}"] = partial(every_configuration_of_a_target_is_the_reference, target)
     for name, shape in SHAPES.items():
         found[f"forward, {name}"] = lambda shape=shape: forward_is_the_reference(shape)
         found[f"backward, {name}"] = lambda shape=shape: backward_is_the_reference(shape)
     return found
 
 
-def main() -> None:
-    """Every check, in the interpreter: the traceback of each that failed, as JSON."""
-    failed = {}
-    for name, check in checks().items():
-        try:
-            check()
-        except Exception:
-            failed[name] = traceback.format_exc()
-    sys.stdout.write(json.dumps(failed))
-
-
 @pytest.fixture(scope="module")
 def failed() -> dict[str, str]:
-    if find_spec("triton") is None:
-        pytest.skip("triton is not installed")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.run.test_triton"],
-        cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return failures("tests.run.test_triton", list(checks()))
 
 
 @pytest.mark.parametrize("name", checks())
@@ -426,6 +414,7 @@ def test_tensors_on_the_cpu_are_refused_where_nothing_is_interpreted() -> None:
     code = """
 import torch
 from weft.run.kernels import gpu
+from weft.run.kernels import tuning
 from weft.run.kernels.gpu import Gpu
 from weft.run.kernels.tiles import Tiles
 q = torch.zeros(1, 1, 64, 64)
@@ -444,4 +433,4 @@ def test_importing_the_kernel_does_not_import_triton() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    report(checks())

@@ -1,4 +1,4 @@
-"""`weft calibrate`: measure links and the attention kernel here, and write the Topology the planner reads."""
+"""`weft calibrate`: measure links, kernels and hosts here, and write the Topology that the planner reads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weft.cli.options import Backend, DeviceDtype, HeadDim, Json
+from weft.cli.options import Backend, DeviceDtype, Json
 from weft.core.codec import to_plain
 from weft.core.errors import InputError
 from weft.core.files import check_place, writing
@@ -21,17 +21,23 @@ if TYPE_CHECKING:
 def run(
     *,
     ranks: Annotated[
-        int, typer.Option(help="Ranks to start here; under torchrun its world is measured.")
-    ] = 2,
+        int,
+        typer.Option(
+            help="Ranks to start here: by default one for each GPU, or 2. torchrun's, if there are."
+        ),
+    ] = 0,
     out: Annotated[Path, typer.Option("--out", "-o", help="The TOML to write.")] = Path("topology.toml"),
-    head_dim: HeadDim = 64,
+    head_dim: Annotated[int, typer.Option(help="Size of one head: by default 128 on GPUs, else 64.")] = 0,
     dtype: DeviceDtype = "",
     backend: Backend = "auto",
     as_json: Json = False,
 ) -> None:
-    """Measure links and the attention kernel, in under a minute; then: weft plan --topology topology.toml."""
-    if ranks < 1 or head_dim < 1:
-        raise InputError(f"ranks={ranks}, head_dim={head_dim}.", hint="Both are 1 or more.")
+    """Measure links, kernels and hosts, in under a minute; then: weft plan --topology topology.toml.
+
+    It is the part `links` of weft doctor --gpu.
+    """
+    if ranks < 0 or head_dim < 0:
+        raise InputError(f"ranks={ranks}, head_dim={head_dim}.", hint="Both are 1 or more, or left out.")
     check_place(out, hint="Give another --out.")  # before the measuring, not after it
     found = _measure(ranks, {"head_dim": head_dim, "dtype": dtype, "backend": backend})
     if found is None:  # another rank writes
@@ -42,28 +48,54 @@ def run(
 
 
 def _measure(ranks: int, how: dict[str, Any]) -> Topology | None:
+    import torch
     from rich.console import Console
 
+    from weft.cli.ranks import LaunchedRanks
     from weft.run.calibrate import calibrate
     from weft.run.pool import Pool
-    from weft.run.world import is_launched, machines, world_of
+    from weft.run.world import is_launched, machines
 
     if is_launched():
-        rank = world_of(None, 60.0).comm.rank
-        found = calibrate(**how, machines=machines())
-        return found if rank == 0 else None
-    with Console(stderr=True).status("measuring links and kernel …"), Pool(ranks) as pool:
+        with LaunchedRanks() as ranks_here:
+            found = calibrate(**how, machines=machines())
+            return found if ranks_here.rank == 0 else None
+    gpus = torch.cuda.device_count()
+    if gpus and ranks > gpus:
+        raise InputError(f"{ranks} ranks need as many GPUs; {gpus} are visible.", hint=f"Use --ranks {gpus}.")
+    # On GPUs the first round compiles kernels, for which some ranks wait longer than others.
+    size, timeout = ranks or gpus or 2, 180.0 if gpus else 60.0
+    status = Console(stderr=True).status("measuring links, kernels and hosts …")
+    with status, Pool(size, timeout=timeout) as pool:
         return pool.run(partial(calibrate, **how))[0]
 
 
 def _words(found: Topology, out: Path) -> str:
     shared = f", {found.cores} cores shared" if found.cores else ""
-    lines = [
-        f"{found.machines} × {found.devices} devices{shared}",
-        f"attention  {found.flops / 1e9:,.1f} GFLOP/s, {found.call_seconds * 1e6:,.0f} µs a call, "
-        f"{found.row_seconds * 1e6:,.1f} µs a row of blocks, {found.tile_seconds * 1e9:,.0f} ns a tile",
-    ]
+    lines = [f"{found.machines} × {found.devices} devices{shared}", *_speeds(found)]
     for name in ("intra", "inter") if found.machines > 1 else ("intra",):
         link = getattr(found, name)
         lines.append(f"{name:<10} {link.bandwidth / 1e9:,.2f} GB/s, {link.latency * 1e6:,.0f} µs")
+    if found.links:
+        slowest = min(link.bandwidth for _, _, link in found.links)
+        lines.append(
+            f"{'':<10} {len(found.links) // 2} pairs differ; the slowest has {slowest / 1e9:,.2f} GB/s"
+        )
+    if found.transport == "symmetric":
+        lines.append("messages   through symmetric memory, which was faster than the process group")
     return "\n".join([*lines, f"written to {out}: weft plan … --topology {out}"])
+
+
+def _speeds(found: Topology) -> list[str]:
+    if found.cores:
+        extra = (
+            f"{found.row_seconds * 1e6:,.1f} µs a row of blocks, {found.tile_seconds * 1e9:,.0f} ns a tile"
+        )
+        calls = f"{found.call_seconds * 1e6:,.0f} µs a call"
+        return [f"attention  {found.flops / 1e9:,.1f} GFLOP/s, {calls}, {extra}"]
+    kinds = {"dense": (found.flops, found.backward_flops, found.kernel)}
+    kinds["sparse"] = found.sparse_flops, found.sparse_backward_flops, found.sparse_kernel
+    return [
+        f"{kind:<10} {ahead / 1e12:,.0f} TFLOP/s, backward {back / 1e12:,.0f} ({name})"
+        for kind, (ahead, back, name) in kinds.items()
+    ]

@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -18,6 +19,7 @@ from typing import Literal
 import typer
 
 from weft import __version__
+from weft.cli import doctor_gpu
 from weft.cli.options import Json
 from weft.cli.packages import PACKAGES, TORCH
 
@@ -35,8 +37,23 @@ class Finding:
     add: str = ""
 
 
-def run(*, as_json: Json = False) -> None:
-    """Show what this machine can do, and the command that adds what it cannot."""
+def run(
+    *, gpu: doctor_gpu.Gpu = False, device: doctor_gpu.Device = "cuda", ranks: doctor_gpu.Ranks = 0,
+    minutes: doctor_gpu.Minutes = 10.0, only: doctor_gpu.Only = "",
+    out: doctor_gpu.Out = Path("weft-doctor"), read: doctor_gpu.Read = None, fault: doctor_gpu.Fault = None,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Show what this machine can do, and the command that adds what it cannot.
+
+    With --gpu, run all that weft has on all GPUs, check it against float64, and write a page, a JSON to send
+    and the topology for the planner. Under torchrun its ranks are used, over several machines.
+    """
+    if gpu:
+        options = doctor_gpu.Options(device, ranks, minutes, out, only, fault or [], as_json)
+        sys.exit(doctor_gpu.examine_gpus(options))
+    if read is not None:
+        typer.echo(doctor_gpu.write_page(read))
+        return
     findings = examine()
     if as_json:
         report = {"weft": __version__, "findings": [asdict(finding) for finding in findings]}
@@ -280,4 +297,4 @@ def _verdict(findings: list[Finding]) -> str:
         return "weft can plan here, but run nothing."
     gpus = sum(name.startswith("GPU ") for name in rows)
     where = _count(gpus, "GPU") if gpus else f"CPUs, {rows['cores'].found} cores"
-    return f"weft runs here: {where}. Next: weft verify"
+    return f"weft runs here: {where}. Next: weft {'doctor --gpu' if gpus else 'verify'}"

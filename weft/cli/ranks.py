@@ -18,6 +18,30 @@ def model_ranks(size: int) -> Pool:
     return Pool(size, threads=max(1, usable_cores() // size), timeout=60.0)
 
 
+class LaunchedRanks:
+    """The world that torchrun has started, in the place of a Pool: what it runs, all ranks run."""
+
+    def __init__(self) -> None:
+        from weft.run.world import world_of
+
+        comm = world_of(None, 60.0).comm
+        self.rank, self.size = comm.rank, comm.size
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """Return the result of this rank."""
+        return [fn(*args)]
+
+    def __enter__(self) -> LaunchedRanks:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Leave the world: gloo may abort a process whose peers end while it still has their connections."""
+        import torch.distributed as dist
+
+        if kind is None and dist.is_initialized():
+            dist.destroy_process_group()
+
+
 def launched(ranks: int, nodes: Nodes | None = None, *, grace: float | None = None) -> int:
     """Run this command again on each of some ranks, and return its exit code."""
     outcome = launch(["-m", "weft.cli.main", *sys.argv[1:]], ranks, nodes, grace=grace)
@@ -38,7 +62,7 @@ def outcome_told(outcome: Outcome) -> int:
     return outcome.code
 
 
-def run_once(pool: Pool, fn: Callable[..., Any], *args: Any) -> list[Any]:
+def run_once(pool: Pool | LaunchedRanks, fn: Callable[..., Any], *args: Any) -> list[Any]:
     with told_once():
         return pool.run(fn, *args)
 

@@ -13,8 +13,7 @@ import typer
 from weft.cli.numbers import counts
 from weft.cli.options import Backend, DeviceDtype, HeadDim, Heads, Json
 from weft.core.errors import CommError, InputError
-from weft.plan.choose import usp_names
-from weft.plan.strategies import parse, short_names
+from weft.plan.strategies import parse
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -22,15 +21,14 @@ if TYPE_CHECKING:
     from weft.run.check import Outcome, Trial
 
 
-BALANCED = ("ulysses+balanced", "ring+balanced", "gather+cuts")
-
-
 def run(
     model_dir: Annotated[
         Path | None, typer.Argument(help="A Diffusers checkpoint directory: its transformers are tried.")
     ] = None,
     *,
-    ranks: Annotated[str, typer.Option(help="Numbers of ranks to try, such as 2,3.")] = "2,3",
+    ranks: Annotated[
+        str, typer.Option(help="Numbers of ranks to try, such as 2,3; by default all GPUs, or 2,3 on CPUs.")
+    ] = "",
     tokens: Annotated[int, typer.Option(help="Length of the whole sequence.")] = 509,
     heads: Heads = 6,
     kv_heads: Annotated[int, typer.Option(help="Key/value heads; 0 means as many as query heads.")] = 0,
@@ -46,16 +44,20 @@ def run(
 
     What the ranks run is proved free of races and deadlocks, step by step.
 
-    With a checkpoint directory: the outputs of its transformers on CPUs, in float32 on a few tokens.
+    With a checkpoint directory: the outputs of its transformers, on a few tokens.
+
+    Under torchrun its world is what is tried, over several machines, too.
     """
-    plan, worlds = plan or strategy, counts(ranks, "ranks")
+    plan = plan or strategy
+    if device not in ("", "cpu", "cuda"):
+        raise InputError(f"--device {device} is unknown.", hint="It is cuda or cpu.")
+    device, worlds = _place(device, counts(ranks, "ranks") if ranks else [])
     for world in worlds:  # before any rank is started
         if plan not in ("", "auto"):
             parse(plan, world)
+    dtype = dtype or ("bfloat16" if device == "cuda" else "float32")
     if model_dir is not None:
-        return _verify_model(model_dir, worlds, plan or "auto", backend, as_json=as_json)
-    if device not in ("", "cpu", "cuda"):
-        raise InputError(f"--device {device} is unknown.", hint="It is cuda or cpu.")
+        return _verify_model(model_dir, worlds, (device, dtype), (plan or "auto", backend), as_json=as_json)
     sizes = {"tokens": tokens, "heads": heads, "kv_heads": kv_heads or heads, "head_dim": head_dim}
     if bad := [f"{name}={size}" for name, size in sizes.items() if size < 1]:
         raise InputError(f"{bad[0]} is no size.", hint="Sizes are 1 or more.")
@@ -68,71 +70,92 @@ def run(
     return _tell(rows, _table, as_json=as_json)
 
 
+def _place(device: str, worlds: list[int]) -> tuple[str, list[int]]:
+    """Return the kind of device and the numbers of ranks to try on it."""
+    import torch
+
+    from weft.run.world import is_launched, place
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if is_launched():
+        return device, [place()[1]]
+    gpus = torch.cuda.device_count()
+    if device == "cuda" and (max(worlds, default=1) > gpus):
+        few = f"--ranks {gpus}, or " if gpus else ""
+        many = f"{max(worlds, default=1)} rank{'s need as many GPUs' if worlds else ' needs a GPU'}"
+        raise InputError(f"{many}; {gpus} are visible.", hint=f"Use {few}--device cpu.")
+    return device, worlds or ([gpus] if device == "cuda" else [2, 3])
+
+
 def _outcomes(
     worlds: list[int], sizes: dict[str, Any], plan: str, *, quiet: bool
 ) -> Iterator[tuple[int, Trial, Outcome]]:
-    import torch
     from rich.console import Console
 
-    from weft.cli.ranks import told_once
-    from weft.run.check import Trial, check
-    from weft.run.devices import default_dtype
+    from weft.cli.ranks import LaunchedRanks, told_once
+    from weft.run.check import Trial, check, plan_names
     from weft.run.pool import Pool
+    from weft.run.world import is_launched
 
-    sizes["device"] = sizes["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
-    on_gpus, gpus = sizes["device"] == "cuda", torch.cuda.device_count()
-    if on_gpus and max(worlds) > gpus:
-        few = f"--ranks {gpus}, or " if gpus else ""
-        raise InputError(
-            f"{max(worlds)} ranks need as many GPUs; {gpus} are visible.", hint=f"Use {few}--device cpu."
-        )
-    sizes["dtype"] = sizes["dtype"] or (default_dtype() if on_gpus else "float32")
+    on_gpus = sizes["device"] == "cuda"
     block = 64 if on_gpus else 16  # kernels of GPUs have no smaller ones
     with told_once(), Console(stderr=True, quiet=quiet).status("starting ranks …") as status:
         for world in worlds:
-            names = [plan] if plan else ["auto", *short_names(), *usp_names(world)[1:-1], *BALANCED]
-            with Pool(world) as pool:
+            names = [plan] if plan else plan_names(world)
+            # On GPUs a first call compiles kernels, for which some ranks wait longer than others.
+            timeout = 180.0 if on_gpus else 30.0
+            with LaunchedRanks() if is_launched() else Pool(world, timeout=timeout) as ranks:
                 for name in names:
                     for density, prefix in ((None, 0), (0.3, 0), (None, 7)):
                         status.update(f"{world} ranks · {name}")
                         extra = {"density": density, "block": block, "prefix": min(prefix, sizes["tokens"])}
                         trial = Trial(**sizes, asked=name, **extra)
-                        yield world, trial, check(pool, trial)
+                        yield world, trial, check(ranks, trial)
 
 
 def _tell(
     rows: list[dict[str, Any]], table: Callable[[list[dict[str, Any]]], Table], *, as_json: bool
 ) -> None:
-    """Show what was found, and fail if a row differs."""
+    """Show what was found, on one rank, and fail if a row differs."""
+    from weft.run.world import place
+
+    failed = [row for row in rows if not row["holds"]]
+    if place()[0]:  # a launched rank, and not the one that tells
+        raise typer.Exit(bool(failed))
     if as_json:
         typer.echo(json.dumps({"holds": all(row["holds"] for row in rows), "rows": rows}, indent=2))
     else:
         from rich.console import Console
 
         Console().print(table(rows))
-    if failed := [row for row in rows if not row["holds"]]:
+    if failed:
         raise CommError(f"{len(failed)} of {len(rows)} checks differ from one rank by more than they may.")
 
 
-def _verify_model(model: Path, worlds: list[int], plan: str, backend: str, *, as_json: bool) -> None:
+def _verify_model(
+    model: Path, worlds: list[int], place: tuple[str, str], how: tuple[str, str], *, as_json: bool
+) -> None:
     from rich.console import Console
 
-    from weft.cli.ranks import model_ranks, run_once
+    from weft.cli.ranks import LaunchedRanks, model_ranks, run_once
     from weft.models import checkpoint, equal
+    from weft.run.world import is_launched
 
     checkpoint.check(model)
     rows: list[dict[str, Any]] = []
+    where = equal.Place(*place)
     with Console(stderr=True, quiet=as_json).status("loading …") as status:
-        call = equal.first_call(model)
+        launched = LaunchedRanks() if is_launched() else None
+        call = equal.first_call(model, where.dtype) if not launched or launched.rank == 0 else None
+        call = equal.share_call(call) if launched else call
         for world in worlds:
-            with model_ranks(world) as pool:
+            with launched or model_ranks(world) as pool:
                 for part in checkpoint.transformers(model):
                     status.update(f"{world} ranks · {part}")
-                    run_once(pool, equal.alone, model, part, call)
-                    found = run_once(pool, equal.compare, model, part, call, plan, backend)
-                    worst = max(found, key=lambda one: one.error)
-                    row = {**asdict(worst), "sent": max(one.sent for one in found)}
-                    row |= {"tolerance": equal.TOLERANCE, "holds": worst.error <= equal.TOLERANCE}
+                    run_once(pool, equal.alone, model, part, call, where)
+                    worst = run_once(pool, equal.compare, model, part, *how)[0]
+                    row = {**asdict(worst), "device": where.device, "tolerance": worst.tolerance}
+                    row["holds"] = worst.error <= worst.tolerance
                     rows.append({"ranks": world, "part": part, **row})
     _tell(rows, _model_table, as_json=as_json)
 
@@ -140,7 +163,7 @@ def _verify_model(model: Path, worlds: list[int], plan: str, backend: str, *, as
 def _model_table(rows: list[dict[str, Any]]) -> Table:
     from rich.table import Table
 
-    title = f"{rows[0]['model']}: N ranks against one, in float32"
+    title = f"{rows[0]['model']}: N ranks against one, in {rows[0]['dtype']} on {rows[0]['device']}"
     table = Table(title=title, title_justify="left")
     for name in ("ranks", "part", "plan", "output error", "allowed", "sent", ""):
         table.add_column(name, justify="left" if name in ("part", "plan") else "right")
@@ -150,7 +173,7 @@ def _model_table(rows: list[dict[str, Any]]) -> Table:
             row["part"],
             ", ".join(row["plans"]) or row["attention"],
             f"{row['error']:.1e}",
-            f"{row['tolerance']:.0e}",
+            f"{row['tolerance']:.1e}",
             f"{row['sent'] / 1e6:.2f} MB",
             "ok" if row["holds"] else "DIFFERS",
         )

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from weft.doctor.part import Part
 
-BACKENDS_TRIED = ("flash", "cudnn", "triton", "gather", "exact", "fa4", "cudnn_sparse")
+BACKENDS_TRIED = {
+    "flash": 25, "cudnn": 25, "triton": 60, "gather": 25, "exact": 25, "fa4": 45, "cudnn_sparse": 40,
+}  # fmt: skip
+"""By name, seconds for its part: some compile their kernels as they are first called."""
 PARTS = (
     Part(
         name="nccl",
@@ -38,10 +41,10 @@ PARTS = (
             name=f"kernel-{backend}",
             title=f"Attention by backend={backend!r}, against float64",
             function=f"kernels:{backend}",
-            seconds=35,
+            seconds=seconds,
             claims=(f"backend={backend!r}: forward, and backward where it has one",),
         )
-        for backend in BACKENDS_TRIED
+        for backend, seconds in BACKENDS_TRIED.items()
     ),
     Part(
         name="strategies",

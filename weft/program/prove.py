@@ -7,6 +7,8 @@ Only this is taken to be ordered:
   may have been under way from the start.
 - What a rank did before a Post happens before what the receiver does after its Wait. A message to a near peer
   is read where it lies, also by those that it is passed on to, so it stays as it is until the call ends.
+  Where it lands in the workspace of its receivers, each of them has read it when its own Wait is over, and
+  what is passed on is read from its owner's memory, not from the workspace.
 
 Slots are checked where they lie: a write to the bytes of another slot makes that one unreadable. Each cell
 of a slot is first written and then read, so that a step that was moved cannot go unnoticed.
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import NoReturn
 
@@ -48,9 +51,11 @@ def prove_schedule(schedule: Schedule) -> int:
         kept = {piece.tensor for pieces in backward.kept for piece in pieces}
         ways += [(schedule, frozenset({"q"} | (kept & {"kv"}))), (backward, frozenset())]
     steps = 0
-    for near, collective in ((0, False), (0, True), (ranks, False)):
+    everyone = frozenset(range(ranks))
+    transports = (Target(), Target(collective=True), Target(near=everyone), Target(near=everyone, lands=True))
+    for target in transports:
         for way, save in ways:
-            programs = lower_all(way, Target(frozenset(range(near)), collective, save))
+            programs = lower_all(way, replace(target, save=save))
             prove(programs)
             steps += sum(len(program.steps) for program in programs)
     return steps
@@ -127,7 +132,11 @@ class _Rank:
 
     def post(self, at: int, step: Post) -> None:
         near = self.program.target.near
+        in_place = frozenset[int]() if self.program.target.lands else near
         for peer, slot in step.sends:
+            if peer in near and peer not in in_place and slot.root.memory == "peer":
+                self.read(at, self.extent(slot))  # it has come, and is read from its owner's memory
+                continue
             access = self.start(Access(at, self.extent(slot), writes=False), fenced=step.fenced)
             self.read(at, access.extent)
             if slot.num_bytes:
@@ -136,7 +145,7 @@ class _Rank:
                 self.pending[step.op, peer, True] = slot, access
         for peer, slot in step.receives:
             access = Access(at, self.extent(slot), writes=True)
-            if peer not in near:
+            if peer not in in_place:
                 self.start(access, fenced=step.fenced)
                 self.clear(at, access.extent)
             self.pending[step.op, peer, False] = slot, access
@@ -157,7 +166,8 @@ class _Rank:
         if access is None or slot is not step.slot:
             self.fail(f"{step.slot.name} is not under way", at)
         extent = access.extent
-        if step.peer in self.program.target.near:  # it was not here to be under way
+        target = self.program.target
+        if step.peer in target.near and not target.lands:  # it was not here to be under way
             self.history[extent.block].append(Access(at, extent, writes=True))
         else:
             self.under_way[extent.block].remove(extent.start, access)

@@ -33,6 +33,8 @@ class Target:
     """Whether an exchange between all ranks runs as one all_to_all."""
     save: frozenset[str] = frozenset()
     """Tensors ("q", "kv") that a backward reads again; empty for inference."""
+    lands: bool = False
+    """Messages of near peers are copied into the workspace: kernels do not read them over a link."""
 
 
 class Segment(NamedTuple):

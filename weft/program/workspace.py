@@ -84,6 +84,8 @@ def lives(program: Program, memory: str) -> dict[Slot, Life]:
 def assign(program: Program) -> Workspace:
     """Lay out the workspace of a program: slots that are live together lie apart."""
     live = lives(program, "workspace")
+    if program.target.lands:
+        live |= lives(program, "peer")
     planes = [
         (slot, plane, life._replace(num_bytes=slot.num_bytes // slot.shape[0]))
         for slot, life in lives(program, "result").items()

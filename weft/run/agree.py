@@ -19,10 +19,15 @@ def count_rows(comm: Comm, q_rows: int, kv_rows: int) -> tuple[tuple[int, int], 
     return tuple((row[1], row[2]) for row in _meet(comm, COUNT, q_rows, kv_rows))
 
 
-def agree(comm: Comm, facts: dict[str, str], what: str = "attentions") -> None:
-    """Compare facts over all ranks; a difference raises on every rank and names who differs in what."""
+def agree(comm: Comm, facts: dict[str, str], what: str = "attentions", note: str = "") -> list[str]:
+    """Compare facts over all ranks; a difference raises on every rank and names who differs in what.
+
+    Return the notes of all ranks, by rank. They travel with the facts and may differ.
+    """
     facts = facts | {"transport": comm.transport}
-    check_same(gather_facts(comm, facts), tuple(facts), what)
+    everyone = gather_facts(comm, facts | {"note": note})
+    check_same(everyone, tuple(facts), what)
+    return [theirs.get("note", "") for theirs in everyone]
 
 
 def gather_facts(comm: Comm, facts: dict[str, str]) -> list[dict[str, str]]:

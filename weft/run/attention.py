@@ -21,6 +21,7 @@ from weft.run.call import Call, Counts, check_mask, facts, schedule_for, work_of
 from weft.run.devices import check_devices
 from weft.run.execute import Executor
 from weft.run.kernels import choose as choose_kernel
+from weft.run.kernels import tuning
 from weft.run.kernels.parity import judge
 from weft.run.op import attention_op, forget, is_plain, register
 from weft.run.planner import Planned
@@ -154,8 +155,9 @@ def _new_executor(call: Call, world: World, counts: Counts | None, axes: str | N
         refuse(comm, error)
         raise
     agreed = facts(schedule, tensors, options, kernel.name)
-    agree(comm, agreed)
+    notes = agree(comm, agreed, note=tuning.request(comm, schedule, kernel, device))
     comm.warm_up(device)
+    tuning.settle(comm, schedule, kernel, device, notes)
     executor = Executor(schedule, comm, kernel, name=str(agreed), arena=world.arena)
     register(executor)
     return executor

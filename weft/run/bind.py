@@ -160,7 +160,7 @@ class Bound:
         nowhere = {
             slot: torch.empty(slot.num_bytes, dtype=torch.uint8, device="meta")
             for _, slot in step.receives
-            if slot.memory == "peer"
+            if slot.memory == "peer" and not self.program.target.lands
         }
         known = self.flats | nowhere
         sends = [(peer, known.get(slot)) for peer, slot in step.sends]
@@ -190,7 +190,7 @@ class Bound:
         op, peer, slot = step.op, step.peer, step.slot
         if step.sent:
             return lambda frame: frame.transits[op].wait_sent(peer)
-        if slot.memory != "peer":
+        if slot.memory != "peer" or self.program.target.lands:
             return lambda frame: frame.transits[op].wait_for(peer)  # type: ignore[return-value]
 
         def land(frame: Frame) -> None:

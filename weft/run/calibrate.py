@@ -1,226 +1,284 @@
-"""Calibrate: measure the links and the attention kernel of this world, as a Topology for the planner.
+"""Calibrate: measure the links, kernels and hosts of this world, as a Topology for the planner.
 
-Every rank calls `calibrate` at the same time; all return the same Topology, the one rank 0 measured.
+Every rank calls `calibrate` at the same time; all return the same Topology. `weft doctor --gpu` takes the
+same steps one by one.
 """
 
 from __future__ import annotations
 
-import itertools
-import statistics
-import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import is_dataclass, replace
+from functools import partial
+from itertools import count
+from statistics import median
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-from weft.core.codec import from_plain, to_plain
-from weft.core.topology import LOOPBACK, Link, Topology
-from weft.masks.random import random_mask
+from weft.core.topology import Host, Link, Topology
+from weft.run import links, world
 from weft.run.attention import attention
+from weft.run.comm import Comm, symmetric
+from weft.run.comm.group import GroupComm
+from weft.run.comm.onesided import OneSidedComm
 from weft.run.devices import check_devices, default_dtype
-from weft.run.devices import device as here
-from weft.run.exchange import broadcast_json
-from weft.run.kernels import choose
-from weft.run.kernels.rules import Work
-from weft.run.kernels.tiles import Tiles
+from weft.run.devices import device as own_device
+from weft.run.exchange import all_gather_json, broadcast_json
+from weft.run.gpus import topology_here
+from weft.run.hosts import measure_host
+from weft.run.kernels.parity import judge
+from weft.run.kernels.speeds import Sizes, Speeds
 from weft.run.launch import usable_cores
-from weft.run.world import world_of
+from weft.run.stopwatch import device_seconds, low
+from weft.simulate.costs import BACKWARD_WORK
 
-SMALL, LARGE = 64, 8 << 20  # bytes
-MANY = 9
-HEADS, TOKENS, BLOCK, SHARES = 4, 2048, 64, (1 / 4, 1 / 16)
-ROUNDS = 12
-IN_PLACE = 1e12  # bytes/s of what is not moved at all
 TIMEOUT = 60.0  # as attention has it, so that it is the same world
+ROUNDS = 20
+"""On CPUs, whose neighbours disturb them for seconds: what is best in some round is what a machine can do."""
+DIGITS = 4
+ALL_TO_ALL, SYMMETRIC = "all-to-all", "symmetric"
+
+Numbers = dict[str, float]
+Step = Callable[[], Numbers]
 
 
-def calibrate(*, head_dim: int = 64, dtype: str = "", backend: str = "auto", machines: int = 1) -> Topology:
+def calibrate(
+    *, head_dim: int = 0, dtype: str = "", backend: str = "auto", machines: int = 1, quick: bool = False
+) -> Topology:
     """Links inside and between machines, and what attention costs on one device of each.
 
-    Left out, dtype is that in which commands load models there: bfloat16 on GPUs.
+    Left out, dtype is that in which commands load models there (bfloat16 on GPUs, where head_dim is 128).
+    quick   one round of small sizes, for tests: its numbers mean little.
     """
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    devices = ranks // machines
-    device = here()
-    if ranks > 1:  # the first messages are those of two ranks, and NCCL needs all to connect any
-        comm = world_of(None, TIMEOUT).comm
-        check_devices(comm, device)
-        comm.warm_up(device)
-    intra = measure_link(0, 1, device) if devices > 1 else LOOPBACK
-    inter = measure_link(0, devices, device) if machines > 1 else intra
-    cores = usable_cores() if device.type == "cpu" else 0
-    # Cores that are all busy share caches and memory, and a schedule keeps them all busy.
-    kernel, memory = Kernel(), 0.0
-    if ranks == 1 or dist.get_rank() < min(devices, cores or 1):
-        kernel = measure_kernel(head_dim, dtype or default_dtype(), device, backend)
-        memory = measure_memory(device)
-    call = kernel.call
-    if ranks > 1:
-        call = max(call, measure_call(ranks, intra, device) * min(1.0, cores / devices if cores else 1.0))
-    found = Topology(
-        name="calibrated",
-        machines=machines,
-        devices=devices,
-        intra=intra,
-        inter=inter,
-        flops=kernel.flops,
-        cores=cores,
-        call_seconds=call,
-        tile_seconds=kernel.tile,
-        row_seconds=kernel.row,
-        memory_bandwidth=memory,
-        post_seconds=measure_post(0, 1, device) if devices > 1 else 0.0,
-        nic_bandwidth=measure_card(machines, device) if machines > 1 and devices > 1 else 0.0,
-        two_sided=machines > 1 or not _reads_in_place(device),
-    )
-    return _from_first(found)
+    device = own_device()
+    calibration = Calibration(device, head_dim, dtype or default_dtype(), backend, machines, quick=quick)
+    for _ in range(1 if quick or device.type == "cuda" else ROUNDS):
+        for step in calibration.steps().values():
+            step()
+    return calibration.topology()
 
 
-def measure_link(a: int, b: int, device: torch.device) -> Link:
-    """Two ranks send to each other at the same time, as they do in a schedule; the others wait."""
-    small, large = (_exchange_seconds(a, b, size, device) for size in (SMALL, LARGE))
-    seconds = max(large - small, LARGE / IN_PLACE)
-    return _from_first(Link(latency=small, bandwidth=(LARGE - SMALL) / seconds))
+class Calibration:
+    """Steps that all ranks take together, in the same order, and what they have found so far.
+
+    A step that is taken again keeps the better of its results. Those that are left out keep what the table of
+    GPUs says of this one.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        head_dim: int,
+        dtype: str,
+        backend: str,
+        machines: int,
+        *,
+        quick: bool = False,
+    ) -> None:
+        self.comm: Comm = world.world_of(None, TIMEOUT).comm
+        self.device, self.dtype = device, dtype
+        self.machines, self.devices = machines, self.comm.size // machines
+        self.cores = usable_cores() if device.type == "cpu" else 0
+        if self.comm.size > 1:  # the first messages are those of two ranks, and NCCL needs all to connect any
+            check_devices(self.comm, device)
+            self.comm.warm_up(device)
+        tested = judge(self.comm, device) if device.type == "cuda" else None
+        head_dim = head_dim or (128 if device.type == "cuda" else 64)
+        self.speeds = Speeds(backend, dtype, head_dim, device, Sizes.of(device, quick=quick), tested)
+        self.sizes = links.Sizes.of(device, quick=quick)
+        self.base = Topology(machines=machines, devices=self.devices)
+        if device.type == "cuda":
+            self.base = topology_here(machines, self.devices, device, backend)
+        self.links: dict[tuple[int, int], Link] = {}
+        self.times: dict[str, float] = {}
+        """The shortest that was seen of each, in seconds."""
+        self.by_rank: dict[str, list[float]] = {}
+        """Of those that several ranks measure."""
+        self.rates: dict[str, float] = {}
+        """The highest, in bytes per second."""
+        self.host = Host()
+        self.one_sided: tuple[Link, float] | None = None
+        """Through symmetric memory: the link of a pair, and the bytes/s of an all-to-all."""
+
+    def steps(self) -> dict[str, Step]:
+        """Return what there is to measure here, by name, in order; the same on all ranks."""
+        on_gpu, several = self.device.type == "cuda", self.comm.size > 1
+        steps: dict[str, Step] = {}
+        for pair in links.pairs(self.devices):
+            steps[f"{pair[0]}→{pair[1]}"] = lambda pair=pair: self._pair(*pair)
+        if self.devices > 1:
+            steps[ALL_TO_ALL] = self._all_to_all
+        if self.machines > 1:
+            steps[f"0→{self.devices}"] = self._between
+        if self.machines > 1 and self.devices > 1:
+            steps["network card"] = self._card
+        if several and not on_gpu:
+            steps |= {"post": self._post, "ring": self._ring}
+        steps |= {"dense": self._dense, "sparse": self._sparse, "copy": self._copy}
+        if on_gpu:
+            steps["host"] = self._host
+        if on_gpu and self.devices > 1:
+            steps[SYMMETRIC] = self._symmetric  # last: it may end the process, and the rest is known by then
+        return steps
+
+    def topology(self) -> Topology:
+        """Return what the steps have found."""
+        found: dict[str, Any] = {"name": "calibrated", "cores": self.cores}
+        if {"dense", "few"} <= self.times.keys():
+            found |= self.speeds.fields(self.times)
+        if self.host != Host():
+            found["host"] = self.host
+        found |= {name: rate for name, rate in self.rates.items() if name != ALL_TO_ALL}
+        found |= links.fields(self.links, self.devices, self.device, self.rates.get(ALL_TO_ALL))
+        if self.comm.size > 1:
+            found["two_sided"] = self.machines > 1 or not links.is_one_sided(self.comm, self.device)
+        found |= self._transport_fields()
+        topology = replace(self.base, **found)
+        return _rounded(replace(topology, **self._call_fields(topology)))
+
+    def _transport_fields(self) -> dict[str, Any]:
+        """Return which transport was faster, and its links if it is not the one that all others are of."""
+        if self.one_sided is None or ALL_TO_ALL not in self.rates:
+            return {}
+        link, rate = self.one_sided
+        if rate <= self.rates[ALL_TO_ALL]:
+            return {"transport": "group"}
+        # Copy engines move its messages, beside kernels and whenever they are sent.
+        intra = Link(latency=link.latency, bandwidth=max(rate, link.bandwidth))
+        found = {"transport": SYMMETRIC, "intra": intra, "comm_slowdown": 0.0, "links": ()}
+        return found | {"two_sided": self.machines > 1}
+
+    def _call_fields(self, topology: Topology) -> dict[str, float]:
+        """Return what an attention costs with all that goes with it, however few its tokens."""
+        found = {"post_seconds": self.times["post"]} if "post" in self.times else {}
+        if "ring" in self.times:
+            ranks, waited = self.comm.size, (self.comm.size - 1) * topology.link(0, 1).latency
+            hop = (self.times["ring"] - waited) / ranks * min(1.0, self.cores / self.devices)
+            found["call_seconds"] = max(topology.call_seconds, hop)
+        return found
+
+    # Steps.
+
+    def _pair(self, a: int, b: int) -> Numbers:
+        """The same pair of devices in every machine at once."""
+        together = [(first + a, first + b) for first in range(0, self.comm.size, self.devices)]
+        return self._links(together)
+
+    def _between(self) -> Numbers:
+        return self._links([(0, self.devices)])
+
+    def _links(self, together: list[tuple[int, int]]) -> Numbers:
+        for pair, link in zip(
+            together, links.measure_pairs(self.comm, self.device, together, self.sizes), strict=True
+        ):
+            best = self.links.get(pair, link)
+            self.links[pair] = Link(
+                latency=min(link.latency, best.latency), bandwidth=max(link.bandwidth, best.bandwidth)
+            )
+        first = self.links[together[0]]
+        return {"gbytes_per_s": first.bandwidth / 1e9, "microseconds": first.latency * 1e6}
+
+    def _all_to_all(self) -> Numbers:
+        return self._rate(
+            ALL_TO_ALL, links.measure_all_to_all(self.comm, self.device, self.devices, self.sizes)
+        )
+
+    def _card(self) -> Numbers:
+        return self._rate(
+            "nic_bandwidth", links.measure_card(self.comm, self.device, self.machines, self.sizes)
+        )
+
+    def _post(self) -> Numbers:
+        seconds = links.measure_post(self.comm, self.device, (0, 1), self.sizes)
+        return self._keep({"post": seconds})
+
+    def _ring(self) -> Numbers:
+        q, k, v = (torch.zeros(1, 1, 1, 8, device=self.device) for _ in range(3))
+        call = partial(attention, q, k, v, tokens=self.comm.size, plan="ring")
+        links.meet(self.comm)
+        with torch.no_grad():
+            seconds = low(device_seconds(call, self.device, self.sizes.small_repeats))
+        return self._keep({"ring": broadcast_json(seconds)})
+
+    def _dense(self) -> Numbers:
+        self._together(self.speeds.dense_times)
+        return self._tflops("dense", self.speeds.sizes.tiles)
+
+    def _sparse(self) -> Numbers:
+        self._together(self.speeds.sparse_times)
+        return self._tflops("some", self.speeds.sizes.some * self.speeds.sizes.rows)
+
+    def _tflops(self, key: str, tiles: int) -> Numbers:
+        work = self.speeds.flops(tiles) / 1e12
+        return {
+            "tflops": work / self.times[key],
+            "backward_tflops": BACKWARD_WORK * work / self.times[f"{key} backward"],
+        }
+
+    def _copy(self) -> Numbers:
+        """Copy heads into messages, as packing does: bytes read and written."""
+        pieces, num_bytes = (18, self.sizes.large // 8) if self.cores else (6, self.sizes.large // 2)
+        source = torch.zeros(pieces, 2, num_bytes // 4, device=self.device)
+        target, turn = torch.zeros_like(source), count()
+
+        def copy() -> None:
+            # Each time others: what attention has just gone through is not in the cache any more.
+            at = next(turn) % pieces
+            target[-at, 0].copy_(source[at, 1])
+
+        self._together(lambda: {"copy": low(device_seconds(copy, self.device, 6 * pieces))})
+        return self._rate("memory_bandwidth", 2 * num_bytes / self.times["copy"])
+
+    def _together(self, measure: Callable[[], Numbers]) -> None:
+        """Time something on the ranks that have a device, or a core, to themselves, and take the medians.
+
+        Cores that are all busy share caches and memory, and a schedule keeps them all busy.
+        """
+        takes_part = self.comm.rank < min(self.devices, self.cores) or not self.cores
+        links.meet(self.comm)
+        by_rank: list[Numbers] = [each for each in all_gather_json(measure() if takes_part else None) if each]
+        for name in by_rank[0]:
+            # Each rank's best of all rounds: not all ranks are left alone in the same one.
+            taken = [each[name] for each in by_rank]
+            best = self.by_rank[name] = [*map(min, taken, self.by_rank.get(name, taken))]
+            self.times[name] = median(best)
+
+    def _host(self) -> Numbers:
+        kernel, dtype, head_dim = self.speeds.selected, self.dtype, self.speeds.head_dim
+        self.host = measure_host(self.comm, self.device, kernel, dtype, head_dim)
+        return {f"{name}_microseconds": seconds * 1e6 for name, seconds in vars(self.host).items()}
+
+    def _symmetric(self) -> Numbers:
+        """Exchange messages through symmetric memory, if all ranks have it."""
+        group = dist.group.WORLD
+        assert group is not None
+        meet = partial(symmetric.meet, group)
+        comm = OneSidedComm(GroupComm(group, TIMEOUT), meet, TIMEOUT, group=group, transport=SYMMETRIC)
+        if not links.is_one_sided(comm, self.device):
+            return {}
+        together = [(first, first + 1) for first in range(0, self.comm.size, self.devices)]
+        link = links.measure_pairs(comm, self.device, together, self.sizes)[0]
+        rate = links.measure_all_to_all(comm, self.device, self.devices, self.sizes)
+        self.one_sided = link, rate
+        return {"gbytes_per_s": rate / 1e9, "microseconds": link.latency * 1e6}
+
+    def _keep(self, seconds: Numbers) -> Numbers:
+        for name, each in seconds.items():
+            self.times[name] = min(each, self.times.get(name, each))
+        return {f"{name}_microseconds": self.times[name] * 1e6 for name in seconds}
+
+    def _rate(self, name: str, rate: float) -> Numbers:
+        self.rates[name] = max(rate, self.rates.get(name, 0.0))
+        return {"gbytes_per_s": self.rates[name] / 1e9}
 
 
-def _exchange_seconds(a: int, b: int, size: int, device: torch.device, messages: int = 1) -> float:
-    """Through the transport that attention uses; there a call is one of all ranks, so the others call too."""
-    comm = world_of(None, TIMEOUT).comm
-    peer = {a: b, b: a}.get(comm.rank)
-    own = {name: torch.zeros(size, dtype=torch.uint8, device=device) for name in ("out", "back")}
-
-    def exchange() -> None:
-        lender = comm.begin(device)
-        if peer is not None:
-            given = lender.lend(dict.fromkeys(own, size)) if lender else own
-            posts = range(messages)
-            under_way = [
-                comm.post([(peer, given["out"])], [(peer, given["back"])], "calibration", 0) for _ in posts
-            ]
-            for transit in under_way:
-                transit.wait_for(peer)
-                transit.finish()
-        if lender:
-            lender.end()
-
-    comm.warm_up(device)
-    dist.barrier()
-    return _seconds(exchange, device, repeats=40 if size == SMALL else 10)
-
-
-def _reads_in_place(device: torch.device) -> bool:
-    """Whether ranks read each other's memory, so that no message waits for its receiver."""
-    lender = world_of(None, TIMEOUT).comm.begin(device)
-    if lender:
-        lender.end()
-    return lender is not None
-
-
-def measure_card(machines: int, device: torch.device) -> float:
-    """Bytes/s that the devices of a machine together send to the next machine, while all machines do."""
-    dist.barrier()
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    out, back = (torch.zeros(LARGE // 4, dtype=torch.uint8, device=device) for _ in range(2))
-    before, after = ((rank + step * ranks // machines) % ranks for step in (-1, 1))
-    shift = [dist.P2POp(dist.irecv, back, before), dist.P2POp(dist.isend, out, after)]
-    seconds: list[float] = []
-    for _ in range(3):
-        dist.barrier()
-        began = time.perf_counter()
-        for _ in range(4):
-            _pass(shift)
-        dist.barrier()  # devices do not get equal shares, and the last one counts
-        seconds.append(time.perf_counter() - began)
-    # The first ones pay for connections; the slow ones have met other processes.
-    return _from_first(4 * ranks // machines * out.numel() / min(seconds))
-
-
-def _pass(messages: list[dist.P2POp]) -> None:
-    for work in dist.batch_isend_irecv(messages):
-        work.wait()
-
-
-def measure_post(a: int, b: int, device: torch.device) -> float:
-    """What one call costs that starts a message or waits for it, besides the message itself."""
-    few, many = (_exchange_seconds(a, b, SMALL, device, messages=n) for n in (1, MANY))
-    return max(0.0, many - few) / (2 * (MANY - 1))
-
-
-def measure_call(ranks: int, link: Link, device: torch.device) -> float:
-    """What one attention of a schedule costs with all that goes with it, however few its tokens."""
-    q, k, v = (torch.zeros(1, 1, 1, 8, device=device) for _ in range(3))
-    dist.barrier()
-    with torch.no_grad():
-        ring = _seconds(lambda: attention(q, k, v, tokens=ranks, plan="ring"), device, repeats=50)
-    return (ring - (ranks - 1) * link.latency) / ranks
-
-
-def measure_memory(device: torch.device) -> float:
-    """Bytes/s read and written by copying heads into messages, as packing does."""
-    source = torch.zeros(2 * MANY, 2, LARGE // 4 // 64 // 8, 64, device=device)
-    target = torch.empty_like(source)
-    turn = itertools.count()
-
-    def copy() -> None:
-        # Each time others: what attention has just gone through is not in the cache any more.
-        at = next(turn) % (2 * MANY)
-        target[-at, 0].copy_(source[at, 1])
-
-    seconds = _seconds(copy, device, repeats=6 * MANY)
-    return 2 * source[0, 0].numel() * source.element_size() / seconds
-
-
-class Kernel(NamedTuple):
-    """FLOP/s on dense tiles; seconds that a call, a tile of a sparse mask and a row of blocks add."""
-
-    flops: float = 1.0
-    call: float = 0.0
-    tile: float = 0.0
-    row: float = 0.0
-
-
-def measure_kernel(head_dim: int, dtype: str, device: torch.device, backend: str = "auto") -> Kernel:
-    """All tiles, a quarter and a sixteenth of them, in turns: a machine's speed changes by the second."""
-    work = Work(sparse=True, backward=False, head_dim=head_dim, dtype=dtype, block_q=BLOCK, block_k=BLOCK)
-    kernel = choose(backend, dtype, str(device), work)
-    draw = [torch.randn(1, HEADS, TOKENS, head_dim, device=device) for _ in range(3)]
-    q, k, v = (x.to(getattr(torch, dtype)) for x in draw)
-    one_q, one_k, one_v = (x[:, :1, :BLOCK] for x in (q, k, v))
-    masks = [random_mask(HEADS, TOKENS, TOKENS, block=BLOCK, density=share) for share in SHARES]
-    calls = [Tiles(None, TOKENS, TOKENS, TOKENS, TOKENS)]
-    calls += [Tiles(mask.tiles, BLOCK, BLOCK, TOKENS, TOKENS) for mask in masks]
-    scale = head_dim**-0.5
-    one = Tiles(None, BLOCK, BLOCK, BLOCK, BLOCK)
-    call = _seconds(lambda: kernel.attend(one_q, one_k, one_v, one, scale), device)
-    rounds = [
-        [_once(lambda tiles=tiles: kernel.attend(q, k, v, tiles, scale), device) for tiles in calls]
-        for _ in range(2 + ROUNDS)
-    ][2:]
-    dense = statistics.quantiles((took[0] for took in rounds), n=8)[0]
-    some, fewer = (dense * statistics.median(took[i] / took[0] for took in rounds) for i in (1, 2))
-    tiles = [int(mask.tiles.sum()) for mask in masks]
-    rows, all_tiles = HEADS * TOKENS // BLOCK, HEADS * (TOKENS // BLOCK) ** 2
-    sparse = (some - fewer) / (tiles[0] - tiles[1])
-    row = max(0.0, fewer - call - tiles[1] * sparse) / rows
-    full = max(1e-12, dense - call - rows * row) / all_tiles
-    return Kernel(4 * head_dim * BLOCK**2 / full, call, max(0.0, sparse - full), row)
-
-
-def _once(what: Callable[[], object], device: torch.device) -> float:
-    began = time.perf_counter()
-    what()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - began
-
-
-def _seconds(what: Callable[[], object], device: torch.device, repeats: int = 12) -> float:
-    taken = [_once(what, device) for _ in range(repeats + 2)]
-    # The first ones pay for fresh pages and connections; the slow ones have met other processes.
-    return statistics.quantiles(taken[2:], n=8)[0]
-
-
-def _from_first(mine: Any) -> Any:
-    """Return the value of rank 0, on every rank."""
-    return from_plain(broadcast_json(to_plain(mine)))
+def _rounded(thing: Any) -> Any:
+    """Return a value with no more digits than a measurement has."""
+    if isinstance(thing, float):
+        return float(f"{thing:.{DIGITS}g}")
+    if isinstance(thing, tuple):
+        return tuple(_rounded(each) for each in cast("tuple[Any, ...]", thing))
+    if is_dataclass(thing) and not isinstance(thing, type):
+        return replace(thing, **{name: _rounded(each) for name, each in vars(thing).items()})
+    return thing

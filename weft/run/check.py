@@ -1,34 +1,50 @@
 """Check: is attention over N ranks the attention of one process? Forward, gradients, bytes and time.
 
 What the ranks run is proved, too: no order of streams and messages can change the result.
+
+    check(pool, trial)    # from outside, with ranks of this machine
+    compare(trial)        # on every rank, under torchrun: all return the same Outcome
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem
 from weft.core.schedule import Schedule
+from weft.core.topology import Topology
 from weft.masks.random import random_mask
-from weft.plan.choose import build
+from weft.plan.choose import build, usp_names
+from weft.plan.strategies import short_names
 from weft.program.prove import prove_schedule
+from weft.run import streams
 from weft.run.attention import attention
 from weft.run.devices import device
+from weft.run.exchange import all_gather_json, broadcast_json, host_device
 from weft.run.kernels.reference import Reference
 from weft.run.kernels.tiles import Tiles
-from weft.run.pool import Pool
 from weft.run.world import world_of
 
 # Largest difference from float64, relative to the largest value: a few roundings of each dtype.
 TOLERANCE = {"float64": 1e-10, "float32": 5e-6, "bfloat16": 2**-6, "float16": 2**-9}
+TIMEOUT = 60.0  # as attention has it, so that it is the same world
+BALANCED = ("ulysses+balanced", "ring+balanced", "gather+cuts")
+
+
+def plan_names(ranks: int) -> list[str]:
+    """Return the plans to check on so many ranks of one machine: every strategy, and some balanced."""
+    return ["auto", *short_names(), *usp_names(ranks)[1:-1], *BALANCED]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +67,8 @@ class Trial:
     backend: str = "auto"
     device: str = "cpu"
     """cuda: each rank computes on its GPU; the reference is computed on the CPU."""
+    machines: int = 1
+    """Those that the plan is made for, such as torus; the ranks may be anywhere."""
 
     def mask(self) -> BlockMask:
         if self.density is None:
@@ -87,47 +105,67 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class _Part:
-    """What one rank brings back."""
+class Joined:
+    """What the ranks computed together; the same on all of them."""
 
     tensors: list[Tensor]
-    """Output, dq, dk, dv of its shard."""
-    seconds: float
-    sent: int
+    """Output, dq, dk, dv of the whole sequence, in float64 on the CPU."""
     plan: str
+    seconds: float
+    """Of the slowest rank."""
+    bytes_sent: int
+    """By the rank that sent most."""
 
 
-def check(pool: Pool, trial: Trial) -> Outcome:
-    """Run a trial on the pool's ranks and compare with one process in float64.
+class Ranks(Protocol):
+    """A Pool, or the world of a launcher whose ranks all call `check`."""
+
+    size: int
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]: ...
+
+
+def check(ranks: Ranks, trial: Trial) -> Outcome:
+    """Run a trial on some ranks and compare with one process in float64.
 
     Raises a ScheduleError that names the steps if programs of the schedule can race or deadlock.
     """
-    layout = Layout.even(trial.tokens, pool.size, prefix=trial.prefix)
-    proved_steps = prove_schedule(_schedule(trial, layout))
-    parts: list[_Part] = pool.run(_run_rank, trial)
-    errors: list[float] = []
-    for index, expected in enumerate(reference(trial)):
-        joined = torch.zeros_like(expected)
-        for rank, part in enumerate(parts):
-            rows = torch.from_numpy(layout.order(rank))
-            shard = part.tensors[index].double()
-            # Replicated tokens have the same output, but a partial gradient, on every rank.
-            joined[:, :, rows] = shard if index == 0 else joined[:, :, rows] + shard
-        errors.append(float((joined - expected).abs().max() / expected.abs().max().clamp(min=1.0)))
+    proved_steps = prove(trial, ranks.size)  # before a rank runs them
+    outcome: Outcome = ranks.run(compare, trial)[0]
+    return replace(outcome, proved_steps=proved_steps, tolerance=TOLERANCE[trial.dtype])
+
+
+def prove(trial: Trial, ranks: int) -> int:
+    """Return how many steps of the trial's programs are proved, forward and backward, or raise."""
+    return prove_schedule(_schedule(trial, Layout.even(trial.tokens, ranks, prefix=trial.prefix)))
+
+
+def compare(trial: Trial) -> Outcome:
+    """On every rank: run a trial and compare with float64; rank 0 judges, and all return its Outcome."""
+    joined, errors = run(trial), [0.0]
+    if world_of(None, TIMEOUT).comm.rank == 0:
+        errors = [error(*pair) for pair in zip(joined.tensors, reference(trial), strict=True)]
+    output_error, *gradient_errors = broadcast_json([str(each) for each in errors])  # JSON has no infinity
     return Outcome(
-        plan=parts[0].plan,
-        output_error=errors[0],
-        gradient_error=max(errors[1:]),
-        seconds=max(part.seconds for part in parts),
-        bytes_sent=max(part.sent for part in parts),
-        proved_steps=proved_steps,
+        plan=joined.plan,
+        output_error=float(output_error),
+        gradient_error=max(map(float, gradient_errors)),
+        seconds=joined.seconds,
+        bytes_sent=joined.bytes_sent,
+        proved_steps=0,
         tolerance=TOLERANCE[trial.dtype],
     )
 
 
-def _run_rank(trial: Trial) -> _Part:
-    """On a rank: forwards for time and bytes, then one forward and backward for the result."""
-    comm = world_of(None, 60.0).comm
+def error(found: Tensor, expected: Tensor) -> float:
+    """Return the largest difference relative to the largest expected value; NaN is infinitely far away."""
+    difference = (found - expected).abs().max() / expected.abs().max().clamp(min=1.0)
+    return float(difference.nan_to_num(torch.inf))
+
+
+def run(trial: Trial) -> Joined:
+    """On every rank: forwards for time and bytes, then one forward and backward for the result."""
+    comm = world_of(None, TIMEOUT).comm
     layout = Layout.even(trial.tokens, comm.size, prefix=trial.prefix)
     rows = torch.from_numpy(layout.order(comm.rank))
     place = device() if trial.device == "cuda" else torch.device("cpu")
@@ -141,26 +179,51 @@ def _run_rank(trial: Trial) -> _Part:
     for _ in range(trial.rounds + 1):
         before, start = comm.bytes_sent, time.perf_counter()
         attention(*inputs, plan=schedule, backend=trial.backend)
-        if place.type == "cuda":
-            torch.cuda.synchronize(place)
+        streams.record(place).synchronize()
         seconds.append(time.perf_counter() - start)
         sent = comm.bytes_sent - before
     leaves = [x.requires_grad_() for x in inputs]
     out = attention(*leaves, plan=schedule, backend=trial.backend)
     out.backward(grad)
-    tensors = [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
-    return _Part([x.cpu() for x in tensors], statistics.median(seconds[1:]), sent, schedule.name)
+    shards = [out.detach(), *(x.grad for x in leaves if x.grad is not None)]
+    shards = [shard.double().cpu() for shard in shards]
+    # Replicated tokens have the same output, but a partial gradient, on every rank; an output that is wrong
+    # on any of them shows in the mean.
+    shards[0][:, :, : trial.prefix] /= comm.size
+    tensors = [_joined(shard, rows, trial.tokens) for shard in shards]
+    mine = statistics.median(seconds[1:]), sent
+    slowest, most = (max(each) for each in zip(*all_gather_json(mine), strict=True))
+    return Joined(tensors, schedule.name, slowest, most)
+
+
+def _joined(shard: Tensor, rows: Tensor, tokens: int) -> Tensor:
+    """Return the sum over ranks of shards in their places."""
+    whole = torch.zeros(*shard.shape[:2], tokens, shard.shape[-1], dtype=torch.float64)
+    whole[:, :, rows] = shard
+    if dist.is_initialized():
+        group = dist.group.WORLD
+        assert group is not None
+        whole = whole.to(host_device(group))
+        dist.all_reduce(whole)
+    return whole.cpu()
 
 
 def _schedule(trial: Trial, layout: Layout) -> Schedule:
     sizes = {"batch": 1, "heads": trial.heads, "kv_heads": trial.kv_heads, "head_dim": trial.head_dim}
     problem = Problem(**sizes, q=layout, kv=layout, dtype=trial.dtype)
-    return build(trial.asked, problem, trial.mask())
+    topology = Topology(machines=trial.machines, devices=layout.ranks // trial.machines)
+    return build(trial.asked, problem, trial.mask(), topology)
+
+
+def reference(trial: Trial) -> list[Tensor]:
+    """Output, dq, dk, dv of one process in float64; trials that differ in how they run share them."""
+    plain = {"asked": "auto", "backend": "auto", "device": "cpu", "machines": 1, "prefix": 0, "rounds": 1}
+    return _reference(replace(trial, **plain))
 
 
 @cache
-def reference(trial: Trial) -> list[Tensor]:
-    """Output, dq, dk, dv of one process in float64, a head at a time to stay small."""
+def _reference(trial: Trial) -> list[Tensor]:
+    """A head at a time, to stay small."""
     q, k, v, grad = (x.double() for x in trial.tensors())
     mask, share = trial.mask(), trial.heads // trial.kv_heads
     found = [torch.zeros_like(x) for x in (q, q, k, v)]

@@ -40,17 +40,26 @@ class Runner:
         # Forward messages have even tags, so that the two directions of one plan never meet.
         self._tag = 2 * int(digest(name or schedule.digest)[:6], 16)
         self._bound: dict[tuple[str, Lender | None, int], Bound] = {}
-        self._programs: dict[tuple[str, frozenset[int], bool], Program] = {}
+        self._programs: dict[tuple[str, frozenset[int], bool, bool], Program] = {}
+        self._reserved: set[str] = set()
+        """Kinds of programs for which all ranks have made room in the memory that they share."""
 
     def schedule_of(self, kind: str) -> Schedule:
         del kind
         return self.schedule
 
-    def program(self, kind: str, near: frozenset[int] = frozenset(), *, collective: bool = False) -> Program:
+    def program(
+        self,
+        kind: str,
+        near: frozenset[int] = frozenset(),
+        *,
+        collective: bool = False,
+        lands: bool = False,
+    ) -> Program:
         """Lower what `kind` asks for, once."""
-        key = kind, near, collective
+        key = kind, near, collective, lands
         if key not in self._programs:
-            target = Target(near=near, collective=collective, save=self.saved_tensors(kind))
+            target = Target(near=near, collective=collective, save=self.saved_tensors(kind), lands=lands)
             self._programs[key] = lower(self.schedule_of(kind), self.comm.rank, target)
         return self._programs[key]
 
@@ -80,14 +89,18 @@ class Runner:
         bound = self._bound.get(key)
         if bound is None or (self.arena.retired and bound in self.arena.retired):
             if lender:
-                program = self.program(kind, lender.near)
+                program = self.program(kind, lender.near, lands=lender.lands)
             else:
                 program = self.program(kind, collective=frame.comm.collective(frame.device))
             tag = self._tag + (kind == BACKWARD)
             bound = self._bound[key] = Bound(program, self.schedule_of(kind), tag, frame.device)
+        if lender and kind not in self._reserved:  # ranks may be at different halves, not at different kinds
+            lender.reserve(bound.window.num_bytes)
+            self._reserved.add(kind)
         if not bound.calls:
             block = self.arena.block(frame.device, stream, bound)
-            bound.bind(block, lender.lend({"window": bound.window.num_bytes})["window"] if lender else None)
+            lent = lender.lend({"window": bound.window.num_bytes}, bound)["window"] if lender else None
+            bound.bind(block, lent)
         return bound
 
     def _captured(self, kind: str, lender: Lender | None) -> Bound:

@@ -76,7 +76,9 @@ def topology_for(
         return given
     if path := os.environ.get("WEFT_TOPOLOGY"):
         found = Topology.from_toml(path)
-        return replace(found, devices=ranks) if found.machines == 1 and not found.links else found
+        if found.machines > 1 or found.devices == ranks:
+            return found
+        return replace(found, devices=ranks, links=())  # some of the ranks, and nobody says which
     # A group of some of the ranks may lie anywhere: only of all of them is it known.
     whole = ranks == world.place()[1] and ranks % world.machines() == 0
     several = world.machines() if whole else 1

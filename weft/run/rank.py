@@ -72,7 +72,7 @@ Answer = Returned | Failure
 
 def start_ranks(size: int, directory: str) -> Iterator[tuple[ForkServerProcess, Connection]]:
     """New processes and the pipes to them; they remove `directory` if this process dies first."""
-    _start_forkserver()
+    start_forkserver()
     for _ in range(size):
         ours, theirs = connection.Pipe()
         process = get_context("forkserver").Process(target=_serve, args=(theirs, directory, os.getpid()))
@@ -140,7 +140,7 @@ def meet(seconds: float) -> None:
     dist.monitored_barrier(timeout=timedelta(seconds=seconds))
 
 
-def _start_forkserver() -> None:
+def start_forkserver() -> None:
     """Start the process that ranks are forked from: with torch imported, and not one thread."""
     use_for_multiprocessing()
     forkserver.set_forkserver_preload(PRELOAD)

@@ -7,13 +7,16 @@ number 0, nothing is ever captured, and an event has passed when it is recorded.
 from __future__ import annotations
 
 import ctypes
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Protocol, cast
 
 import torch
 
 THREAD_LOCAL = 1
 """cudaStreamCaptureModeThreadLocal: a thread heeds its own captures only."""
+CYCLES_PER_SECOND = 2e9
+"""Of a fast GPU; slower ones have 1e9."""
 
 
 class Event(Protocol):
@@ -56,6 +59,41 @@ def record(device: torch.device, *, timing: bool = False) -> Event:
     return cast("Event", event)
 
 
+def delay(device: torch.device, seconds: float) -> None:
+    """Keep the current stream busy for about as long, up to twice that, while the host queues work."""
+    if has_streams(device):
+        with torch.cuda.device(device):
+            torch.cuda._sleep(int(seconds * CYCLES_PER_SECOND))
+
+
+def side(device: torch.device, purpose: str) -> torch.cuda.Stream | None:
+    """Return the stream of a device for one purpose, of high priority; None where there are no streams."""
+    if not has_streams(device):
+        return None
+    key = device, purpose
+    if key not in _sides:  # torch has few streams and hands them out again: one for all who share a purpose
+        _sides[key] = torch.cuda.Stream(device, priority=-1)
+    return _sides[key]
+
+
+@contextmanager
+def on(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Queue work on another stream."""
+    with torch.cuda.stream(stream) if stream is not None else nullcontext():
+        yield
+
+
+def wait(device: torch.device, event: Event) -> None:
+    """Order the current stream behind an event; the host goes on."""
+    if has_streams(device):
+        torch.cuda.current_stream(device).wait_event(cast("torch.cuda.Event", event))
+
+
+def copy(into: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy on the current stream: between two GPUs by a copy engine, if both are contiguous."""
+    into.copy_(source, non_blocking=True)
+
+
 def ignore_captures() -> None:
     """Let this thread query events while another one captures; by default that would end the capture."""
     if torch.version.hip:
@@ -83,3 +121,4 @@ class _Passed:
 
 
 _PASSED = _Passed()
+_sides: dict[tuple[torch.device, str], torch.cuda.Stream] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from functools import cached_property, partial
 from itertools import count
@@ -14,13 +15,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.core.errors import CommError, InputError
 from weft.core.mesh import Mesh
+from weft.core.topology import Topology
 from weft.run.arena import Arena
 from weft.run.comm import Comm, Message, shm, symmetric
 from weft.run.comm.group import GroupComm, store_of
 from weft.run.comm.onesided import OneSidedComm
+from weft.run.comm.window import Window
 from weft.run.groups import join_world
 from weft.run.op import forget
 from weft.run.planner import Planner
+
+_log = logging.getLogger("weft.run")
 
 TRANSPORTS = ("auto", "group", "shm", "symmetric")
 
@@ -72,6 +77,13 @@ class World:
         for key in [key for key in self.compiled if key[0].plan is plan]:
             forget(self.compiled.pop(key))
 
+    def close(self) -> None:
+        """Give the memory back that it shares with other ranks, which must not need it any more."""
+        self.compiled.clear()
+        self.arena.clear()
+        if isinstance(self.comm, OneSidedComm):
+            self.comm.close()
+
 
 _planners = count()
 """Numbers of planners, in whose order all ranks make them: each has keys of its own in the group's store."""
@@ -94,14 +106,22 @@ def world_of(mesh: Any, timeout: float) -> World:
         return _alone
     known = _worlds.setdefault(group, {})
     if timeout not in known:
+        _close_ended()
         known[timeout] = World(_comm(group, timeout))
     return known[timeout]
+
+
+def _close_ended() -> None:
+    """Give back the memory of worlds whose groups were destroyed; a new group may have the same name."""
+    for group in [group for group in _worlds if group not in dist.distributed_c10d._world.pg_map]:
+        for world in _worlds.pop(group).values():
+            world.close()
 
 
 def transport() -> str:
     """What $WEFT_TRANSPORT asks for: shared memory where it is (auto), for all ranks (shm), never (group).
 
-    symmetric is the memory of GPUs, not yet run on any.
+    symmetric is the memory of GPUs, not yet run on any; auto takes it where calibration found it faster.
     """
     asked = os.environ.get("WEFT_TRANSPORT", "auto")
     if asked not in TRANSPORTS:
@@ -114,9 +134,30 @@ def _comm(group: dist.ProcessGroup, timeout: float) -> Comm:
     if asked == "group" or base.size == 1:
         return base
     if asked == "symmetric":
-        meet = partial(symmetric.meet, group)
-        return OneSidedComm(base, meet, timeout, group=group, strict=True, transport=asked)
+        return symmetric_comm(group, timeout, strict=True)
+    if asked == "auto" and measured_transport() == "symmetric":
+        return symmetric_comm(group, timeout, strict=False)
     return OneSidedComm(base, shm.meet, timeout, group=group, strict=asked != "auto")
+
+
+def measured_transport() -> str:
+    """What the topology of $WEFT_TOPOLOGY says is faster on GPUs; empty if it says nothing."""
+    path = os.environ.get("WEFT_TOPOLOGY")
+    return Topology.from_toml(path).transport if path else ""
+
+
+def symmetric_comm(group: dist.ProcessGroup, timeout: float, *, strict: bool) -> OneSidedComm:
+    """Messages through the symmetric memory of GPUs; unless `strict`, as by default where ranks have none."""
+
+    def meet(base: Comm) -> tuple[Window | None, str]:
+        window, reason = symmetric.meet(group, base)
+        if window is not None or strict:
+            return window, reason
+        _log.warning("No symmetric memory, which %s asks for: %s.", "WEFT_TOPOLOGY", reason)
+        return shm.meet(base)
+
+    base = GroupComm(group, timeout)
+    return OneSidedComm(base, meet, timeout, group=group, strict=strict, transport="symmetric")
 
 
 def _group_of(mesh: Any) -> dist.ProcessGroup | None:

@@ -27,14 +27,28 @@ class Transit(Protocol):
         ...
 
 
+class Borrower(Protocol):
+    """Who views memory that was lent."""
+
+    def unbind(self) -> None:
+        """Drop every view of it."""
+        ...
+
+
 class Lender(Protocol):
-    """Memory for the messages of one call that peers read in place."""
+    """Memory for the messages of one call that peers read."""
 
     near: frozenset[int]
-    """Peers whose messages stay in their own memory: no buffer is needed to receive them."""
+    """Peers that read this rank's messages from here, and whose messages stay in their own memory."""
+    lands: bool
+    """Whether received messages are copied to a buffer; else none is needed, they are read in place."""
 
-    def lend(self, sizes: dict[str, int]) -> dict[str, Tensor]:
-        """A buffer of each size, the same ones whenever the same sizes are asked for."""
+    def reserve(self, num_bytes: int) -> None:
+        """Make room for a call, once for each kind of call, before it lends; all ranks call it together."""
+        ...
+
+    def lend(self, sizes: dict[str, int], borrower: Borrower | None = None) -> dict[str, Tensor]:
+        """A buffer of each size, the same ones for the same sizes until the borrower is unbound."""
         ...
 
     def end(self) -> None:

@@ -20,12 +20,12 @@ from weft.run.comm import Comm
 from weft.run.comm.segment import BARRIER, BELL, GIVEN_UP, MAIL, PAGE, TAKEN, Identity, Segment
 from weft.run.comm.signals import LINE, library
 from weft.run.comm.signals import Words as Line
-from weft.run.comm.window import HALVES, Late, Words
+from weft.run.comm.window import HALVES, Late, Window, Words
 
 LOOK = 0.2  # seconds between looks at whether a peer still lives
 
 
-class ShmWindow:
+class ShmWindow(Window):
     """Segments by rank, this one's own among them. One thread of a rank uses it at a time."""
 
     device_type = "cpu"
@@ -73,12 +73,17 @@ class ShmWindow:
         self._until(lambda: bool(mail), peer, timeout)
         return mail.popleft()
 
-    def arrive(self, number: int) -> None:
-        self._c.weft_set(self._line(self.rank, BARRIER), number)
+    def turn(self, call: int, halves: int, timeout: float) -> int:
+        self.barrier(call - halves, timeout)
+        return call % halves
+
+    def arrive(self, call: int) -> None:
+        self._c.weft_set(self._line(self.rank, BARRIER), call)
         for peer in self.near:
             self._ring(peer)
 
     def barrier(self, number: int, timeout: float) -> None:
+        """Until all near peers have arrived at it."""
         for peer in sorted(self.near):
             line = self._line(peer, BARRIER)
             if self._c.weft_get(line) < number:

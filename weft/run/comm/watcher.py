@@ -83,6 +83,8 @@ class Watcher:
         """Once the group has failed: what each call raises."""
         self.timeout = float("inf")
         """The shortest of those that were asked for."""
+        self.on_failure: list[Callable[[], None]] = []
+        """What else must end when the group has failed; called before its communicator is aborted."""
         self._store, self._abort = store, abort
         self._posted: deque[Operation] = deque()
         """What the calling threads leave for this one."""
@@ -217,8 +219,9 @@ class Watcher:
         ended = self._interrupt(failure, set())
         self.failure = failure
         self._interrupt(failure, ended)  # what was posted in between; what comes now sees the failure
-        with suppress(Exception):  # a communicator that is gone already
-            self._abort()
+        for end in (*self.on_failure, self._abort):
+            with suppress(Exception):  # a communicator that is gone already
+                end()
         self._over.set()
 
     def _interrupt(self, failure: Callable[[], CommError], done: set[int]) -> set[int]:

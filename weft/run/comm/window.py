@@ -1,4 +1,4 @@
-"""Window: memory of every rank that its peers read in place, and a few words from one rank to another.
+"""Window: memory of every rank that its peers read, and a few words from one rank to another.
 
 What a transport needs to be one-sided. Each rank has two halves of memory to write; which of them a call
 writes alternates, so that the peers may still read what the call before left in the other one.
@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
+
+from weft.run.streams import Event
 
 HALVES = 2
 
@@ -30,6 +32,13 @@ class Window(Protocol):
     near: frozenset[int]
     """The peers whose memory this one reads."""
     device_type: str
+    lands: bool = False
+    """Whether messages are copied out, once, by `land`; else they are read in place."""
+
+    def reserve(self, num_bytes: int, timeout: float) -> bool:
+        """Make every half of every rank large enough, all ranks together; whether memory has moved."""
+        del num_bytes, timeout
+        return False
 
     def allocate(self, half: int, num_bytes: int) -> Tensor:
         """At least so many bytes of this rank's own half; what was given before stays where it is."""
@@ -51,13 +60,23 @@ class Window(Protocol):
         """The next words from a peer, in the order in which it put them; late raises Late."""
         ...
 
-    def arrive(self, number: int) -> None:
-        """This rank has reached a barrier; numbers grow by one."""
+    def land(self, message: Tensor, into: Tensor, ready: Event) -> Event:
+        """Start to copy a message whose words have come, behind `ready`; return the event of its end."""
+        raise AssertionError(f"{message.shape} is read in place, not copied to {into.shape} behind {ready}")
+
+    def turn(self, call: int, halves: int, timeout: float) -> int:
+        """The half that a call writes, once no peer reads it any more; late raises Late."""
         ...
 
-    def barrier(self, number: int, timeout: float) -> None:
-        """Until all near peers have reached it; late raises Late."""
+    def arrive(self, call: int) -> None:
+        """This rank has read all messages of a call; calls grow by one."""
         ...
+
+    def release(self) -> None:
+        """After a failure: end whatever still waits for peers on this device."""
+
+    def close(self) -> None:
+        """Give the memory back."""
 
 
 class Late(Exception):  # noqa: N818 - told on as a CommError by who knows what was waited for

@@ -43,28 +43,29 @@ class Composite:
         fresh: bool = False,
     ) -> Sums:
         if into is None or not self._splits(q, k, tiles):
-            return self._of(tiles)[0].attend(q, k, v, tiles, scale, into, fresh=fresh)
+            return self.pair(sparse=tiles.sparse)[0].attend(q, k, v, tiles, scale, into, fresh=fresh)
         for first, end, part in tiles.by_heads:
             some = partial(Tensor.narrow, dim=1, start=first, length=end - first)
             sums = some(into[0]), some(into[1])
-            self._of(part)[0].attend(some(q), some(k), some(v), part, scale, sums, fresh=fresh)
+            self.pair(sparse=part.sparse)[0].attend(some(q), some(k), some(v), part, scale, sums, fresh=fresh)
         return into
 
     def attend_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, done: Sums, tiles: Tiles, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         if not self._splits(q, k, tiles):
-            return self._of(tiles)[1].attend_backward(grad, q, k, v, done, tiles, scale)
+            return self.pair(sparse=tiles.sparse)[1].attend_backward(grad, q, k, v, done, tiles, scale)
         grads: list[tuple[Tensor, Tensor, Tensor]] = []
         for first, end, part in tiles.by_heads:
             some = partial(Tensor.narrow, dim=1, start=first, length=end - first)
-            sums, backward = (some(done[0]), some(done[1])), self._of(part)[1].attend_backward
+            sums, backward = (some(done[0]), some(done[1])), self.pair(sparse=part.sparse)[1].attend_backward
             grads.append(backward(some(grad), some(q), some(k), some(v), sums, part, scale))
         dq, dk, dv = (torch.cat(parts, 1) for parts in zip(*grads, strict=True))
         return dq, dk, dv
 
-    def _of(self, tiles: Tiles) -> Pair:
-        return self._sparse if tiles.sparse else self._dense
+    def pair(self, *, sparse: bool) -> Pair:
+        """Return the kernels of the two directions for dense or for sparse tiles."""
+        return self._sparse if sparse else self._dense
 
     def _splits(self, q: Tensor, k: Tensor, tiles: Tiles) -> bool:
         """Whether heads of which nothing is left out have calls of their own, of the dense kernel."""

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.core.errors import InputError, MissingError
-from weft.run.kernels import Sums, packed
+from weft.run.kernels import Sums, aligned, packed
 from weft.run.kernels.machine import arch_of
 from weft.run.kernels.tiles import Blocks, Tiles
-from weft.run.kernels.triton_configs import BLOCKS, HEAD_DIMS, TARGET_OF, Config, configs
-from weft.run.merge import merged
+from weft.run.kernels.triton_configs import BLOCKS, HEAD_DIMS, TARGET_OF, TMA_TARGETS, Config, configs, padded
+from weft.run.kernels.tuning import Key, Table, length_class
 
 # What prepares the gradient only streams; one shape serves all.
 _ROWS = 32
@@ -30,14 +30,13 @@ _DENSE_BLOCK = max(BLOCKS)
 class Gpu:
     """Flash attention over an index list: 16-bit operands (float32 when interpreted), float32 results.
 
-    `tune` measures the configurations of this device at the first call of each kind and keeps the best;
-    without it the first one is taken, so that results are the same bits on every run.
+    `interpreted_as` is the target whose configurations the interpreter takes.
     """
 
     name = "triton"
     grouped = True
 
-    def __init__(self, *, tune: bool = True) -> None:
+    def __init__(self, *, interpreted_as: str = "sm_90") -> None:
         try:
             self._forward = import_module("weft.run.kernels.triton_forward")
             self._backward = import_module("weft.run.kernels.triton_backward")
@@ -46,7 +45,11 @@ class Gpu:
                 f"backend='triton' needs triton: {error}.", hint="pip install triton"
             ) from error
         self._interpreted = _is_interpreted()
-        self._tune = tune and not self._interpreted
+        self._interpreted_as = interpreted_as
+        self.tuned: Table = {}
+        """What all ranks have measured together."""
+        self.density = 1
+        """The class of the mask, where it is sparse."""
 
     def attend(
         self,
@@ -61,10 +64,8 @@ class Gpu:
     ) -> Sums:
         """(out, lse); with `into`, these tiles are added to that (out, lse) in place, and it is returned."""
         self._check(q, k, v)
-        if q.shape[-1] not in HEAD_DIMS:
-            out, lse = self.attend(_widened(q), _widened(k), _widened(v), tiles, scale)
-            return merged((out[..., : q.shape[-1]], lse), into, fresh=fresh)
-        q, k, v = (packed(x) for x in (q, k, v))
+        tma = self.target(q.device) in TMA_TARGETS
+        shape = self._shape(q, k, tiles)
         if into is None:
             out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
             lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
@@ -72,15 +73,27 @@ class Gpu:
             out, lse = into
             _check_sums(out, lse, q.dtype if fresh else torch.float32)
         merges = into is not None and not fresh
+        if not q.numel():
+            return out, lse
         if not k.shape[2]:
             return (out, lse) if merges else (out.zero_(), lse.fill_(-torch.inf))
-        shape = self._shape(q, k, tiles)
+        config = self._config("forward", shape, q, k)
+        q, k, v = (_addressable(x) if tma else packed(x) for x in (q, k, v))
         blocks = self._blocks(tiles, q.device)
-        arguments = (q, k, v, out, lse, blocks.starts, blocks.kv)
-        strides = _strides(q, k, v, out, lse)
-        constants = {**shape, "EVEN": k.shape[2] % shape["BLOCK_K"] == 0, "ADD": merges}
+        # Descriptors know their strides; strides that nobody reads must not make a kernel of their own.
+        strides = *([(0, 0, 0)] * 3 if tma else _strides(q, k, v)), *_strides(out, lse)
         sizes = (scale, q.shape[1], q.shape[2], k.shape[2])
-        self._launch(self._forward.forward, (*arguments, *strides, *sizes), constants, q, over="q")
+        # With a mask on its scores in every case, a loop that is EARLY overlaps in every case.
+        even = k.shape[2] % shape["BLOCK_K"] == 0 and not config.early
+        constants = {**shape, "EVEN": even, "ADD": merges, "TMA": tma}
+        heights = (config.bq, config.bk, config.bk)
+        operands = [
+            _descriptor(x, rows, shape["DPAD"]) if tma else x
+            for x, rows in zip((q, k, v), heights, strict=True)
+        ]
+        arguments = (*operands, out, lse, blocks.starts, blocks.kv, blocks.order, *strides, *sizes)
+        grid = _rows_first(q, tiles, config) if tiles.sparse else _grid(q, config.bq)
+        self._launch(self._forward.forward, grid, arguments, constants, config, q.device)
         return out, lse
 
     def attend_backward(
@@ -88,10 +101,6 @@ class Gpu:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) of these tiles; `done` is the final (out, lse) over *all* tiles of the rows."""
         self._check(q, k, v)
-        if q.shape[-1] not in HEAD_DIMS:
-            wide = _widened(grad), _widened(q), _widened(k), _widened(v), (_widened(done[0]), done[1])
-            dq, dk, dv = (x[..., : q.shape[-1]] for x in self.attend_backward(*wide, tiles, scale))
-            return dq, dk, dv
         q, k, v = (packed(x) for x in (q, k, v))
         by_head = (q.shape[0], q.shape[1], *k.shape[2:])
         dq, dk, dv = (
@@ -105,13 +114,17 @@ class Gpu:
         given = (q, k, v, grad, delta, peak)
         sizes = (scale, q.shape[1], q.shape[2], k.shape[2])
         strides = _strides(q, k, v, grad)
-        constants = {"DPAD": shape["D"], **shape, "EVEN": k.shape[2] % shape["BLOCK_K"] == 0}
+        constants = {**shape, "EVEN": k.shape[2] % shape["BLOCK_K"] == 0}
         arguments = (*given, dq, blocks.starts, blocks.kv, *strides, *_strides(dq), *sizes)
-        self._launch(self._backward.grad_queries, arguments, constants, q, over="q")
+        config = self._config("grad_queries", shape, q, k)
+        grid = _grid(q, config.bq)
+        self._launch(self._backward.grad_queries, grid, arguments, constants, config, q.device)
         turned = blocks.inverted if tiles.sparse else blocks
-        constants = {"DPAD": shape["D"], **shape, "EVEN": q.shape[2] % shape["BLOCK_Q"] == 0}
+        constants = {**shape, "EVEN": q.shape[2] % shape["BLOCK_Q"] == 0}
         arguments = (*given, dk, dv, turned.starts, turned.kv, *strides, *_strides(dk, dv), *sizes)
-        self._launch(self._backward.grad_keys, arguments, constants, dk, over="k")
+        config = self._config("grad_keys", shape, q, k)
+        grid = _grid(dk, config.bk)
+        self._launch(self._backward.grad_keys, grid, arguments, constants, config, q.device)
         if shape["GROUP"] > 1:
             dk, dv = (x.unflatten(1, (-1, shape["GROUP"])).sum(2) for x in (dk, dv))
         return dq, dk, dv
@@ -127,28 +140,36 @@ class Gpu:
         arguments = (grad, out, lse, delta, peak, narrow, *_strides(grad, out, lse, narrow), heads, rows)
         grid = -(-rows // _ROWS), batch * heads
         with on_device(q.device):
-            self._backward.prepare[grid](*arguments, D=head_dim, DPAD=head_dim, NARROW=not same, ROWS=_ROWS)
+            self._backward.prepare[grid](
+                *arguments, D=head_dim, DPAD=padded(head_dim), NARROW=not same, ROWS=_ROWS
+            )
         return narrow, delta, peak
 
     def _launch(
-        self, kernel: Any, arguments: tuple[Any, ...], constants: dict[str, int], x: Tensor, *, over: str
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        arguments: tuple[Any, ...],
+        constants: dict[str, int],
+        config: Config,
+        device: torch.device,
     ) -> None:
-        """One program for each BQ (or BK) rows of x, each head and each batch, with the right tile sizes."""
-        batch, heads, rows, _ = x.shape
-        if not batch * heads * rows:
-            return
-        size = f"B{over.upper()}"
+        with on_device(device):
+            kernel[grid](*arguments, **constants, **config.keywords(kernel.__name__))
 
-        def grid(chosen: dict[str, int]) -> tuple[int, int]:
-            return -(-rows // chosen[size]), batch * heads
+    def _config(self, kernel: str, shape: dict[str, int], q: Tensor, k: Tensor) -> Config:
+        """The tile sizes of a launch: those that were measured, or the first."""
+        kind = self.target(q.device), kernel, shape["DPAD"], shape["BLOCK_Q"], shape["BLOCK_K"]
+        first = configs(*kind)[0]
+        if not self.tuned:
+            return first
+        dtype, density = str(q.dtype).removeprefix("torch."), 0 if shape["DENSE"] else self.density
+        lengths = length_class(q.shape[2]), length_class(k.shape[2])
+        return self.tuned.get(Key(*kind, dtype, shape["GROUP"], density, *lengths), first)
 
-        target = "sm_80" if self._interpreted else target_of(x.device)
-        options = configs(target, kernel.__name__, constants["D"], constants["BLOCK_Q"], constants["BLOCK_K"])
-        with on_device(x.device):
-            if self._tune and len(options) > 1:
-                _tuned(kernel, options, rows.bit_length())[grid](*arguments, **constants)
-            else:
-                kernel[grid](*arguments, **constants, **_keywords(next(iter(options))))
+    def target(self, device: torch.device) -> str:
+        """The entry of the table of configurations that launches on a device take."""
+        return self._interpreted_as if self._interpreted else target_of(device)
 
     def _blocks(self, tiles: Tiles, device: torch.device) -> Blocks:
         if tiles.sparse:
@@ -173,7 +194,8 @@ class Gpu:
                 f"tiles of {tiles.q_len} by {tiles.kv_len}."
             )
         group = q.shape[1] // k.shape[1]
-        return {"D": q.shape[3], "BLOCK_Q": sizes[0], "BLOCK_K": sizes[1], "DENSE": dense, "GROUP": group}
+        blocks = {"BLOCK_Q": sizes[0], "BLOCK_K": sizes[1]}
+        return {"D": q.shape[3], "DPAD": padded(q.shape[3]), **blocks, "DENSE": dense, "GROUP": group}
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         if q.device.type == "cpu" and not self._interpreted:
@@ -201,11 +223,6 @@ def target_of(device: torch.device) -> str:
     return TARGET_OF[arch]
 
 
-def _widened(x: Tensor) -> Tensor:
-    """Rows with zeros up to the next head dim that there is: they change no score and no other number."""
-    return F.pad(x, (0, next(size for size in HEAD_DIMS if size >= x.shape[-1]) - x.shape[-1]))
-
-
 def _is_interpreted() -> bool:
     from triton import knobs
 
@@ -217,20 +234,32 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def _keywords(config: Config) -> dict[str, int]:
-    return {"BQ": config.bq, "BK": config.bk, "num_warps": config.warps, "num_stages": config.stages}
+def _addressable(x: Tensor) -> Tensor:
+    """x, or a copy that a tensor-memory descriptor can describe: whole rows at multiples of 16 bytes."""
+    if rest := -x.shape[-1] % (16 // x.element_size()):
+        return F.pad(x, (0, rest))
+    # What the hardware makes of a stride of 0 is not documented.
+    return aligned(x.contiguous() if 0 in x.stride() else x)
 
 
-@cache
-def _tuned(kernel: Any, options: tuple[Config, ...], size: int) -> Any:
-    """One tuner for each list and size: a choice for one target, block or length is not another's."""
-    del size
-    import triton
+def _descriptor(x: Tensor, rows: int, width: int) -> Any:
+    """What the copy unit reads [1, 1, rows, width] tiles of x by; made on the host, it reads no value."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
-    found = [triton.Config({"BQ": c.bq, "BK": c.bk}, c.warps, c.stages) for c in options]
-    # Measuring runs a kernel many times; a running sum must be added to only once.
-    sums = ["out", "lse"] if kernel.__name__ == "forward" else None
-    return triton.autotune(found, key=["D", "DENSE", "EVEN"], restore_value=sums)(kernel)
+    # The stride of a dim of one is never used and may be anything, but must look like one.
+    strides = [stride if size > 1 else 8 for size, stride in zip(x.shape[:3], x.stride(), strict=False)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, width])
+
+
+def _grid(x: Tensor, rows: int) -> tuple[int, int]:
+    """One program for each `rows` rows of each head of each batch."""
+    return -(-x.shape[2] // rows), x.shape[0] * x.shape[1]
+
+
+def _rows_first(q: Tensor, tiles: Tiles, config: Config) -> tuple[int]:
+    """As many programs, in one dim: their order is that of the rows of blocks, whatever head they have."""
+    batch, heads, rows, _ = q.shape
+    return (batch * heads * -(-rows // tiles.block_q) * (tiles.block_q // config.bq),)
 
 
 def _strides(*tensors: Tensor) -> tuple[tuple[int, int, int], ...]:

@@ -36,10 +36,15 @@ class Sample:
         block_q, block_k = (work.block_q, work.block_k) if work.sparse else (_DENSE_BLOCK, _DENSE_BLOCK)
         # The last blocks are mostly missing: to read beyond the end changes much.
         rows, keys = (block * (_BLOCKS - 1) + block // 4 + 3 for block in (block_q, block_k))
-        heads = _KV_HEADS * work.group
-        tiles = Tiles(_mask(heads), block_q, block_k, rows, keys)
+        tiles = Tiles(_mask(_KV_HEADS * work.group), block_q, block_k, rows, keys)
         if not work.sparse:
             tiles = Tiles(None, rows, keys, rows, keys)
+        return Sample.drawn(tiles, work)
+
+    @staticmethod
+    def drawn(tiles: Tiles, work: Work) -> Sample:
+        """Random operands for any tiles of the work's dtype, head dim and group."""
+        heads, rows, keys = _KV_HEADS * work.group, tiles.q_len, tiles.kv_len
         random = torch.Generator().manual_seed(7)
 
         def some(heads: int, tokens: int) -> Tensor:
@@ -69,32 +74,33 @@ def _mask(heads: int) -> np.ndarray:
 def examine(kernel: Kernel, work: Work, device: torch.device) -> str:
     """Compare a kernel with the reference in float64; return what is wrong, or ""."""
     work = work if kernel.grouped else replace(work, group=1)
-    sample = Sample.of(work)
-    with torch.no_grad():
-        return (_examine_backward if work.backward else _examine_forward)(kernel, sample, work, device)
+    computed = compute(kernel, Sample.of(work), work, device)
+    lse = computed.pop("lse", None)
+    errors = (why for name, pair in computed.items() if (why := _wrong(name, *pair, work)))
+    return next(errors, "") or (_wrong_lse(*lse) if lse else "")
 
 
-def _examine_forward(kernel: Kernel, sample: Sample, work: Work, device: torch.device) -> str:
-    out, lse = Reference().attend(*sample.expanded, sample.tiles, sample.scale)
-    q, k, v = (x.to(device, getattr(torch, work.dtype)) for x in (sample.q, sample.k, sample.v))
-    found_out, found_lse = kernel.attend(q, k, v, sample.tiles, sample.scale)
-    return _wrong("output", found_out, out, work) or _wrong_lse(found_lse, lse)
-
-
-def _examine_backward(kernel: Kernel, sample: Sample, work: Work, device: torch.device) -> str:
+@torch.no_grad()
+def compute(
+    kernel: Kernel, sample: Sample, work: Work, device: torch.device
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Run a kernel on a sample in the direction of the work; return by name what it found and float64's."""
     dtype = getattr(torch, work.dtype)
+    q, k, v = (x.to(device, dtype) for x in (sample.q, sample.k, sample.v))
     out, lse = Reference().attend(*sample.expanded, sample.tiles, sample.scale)
+    if not work.backward:
+        found_out, found_lse = kernel.attend(q, k, v, sample.tiles, sample.scale)
+        return {"output": (found_out, out), "lse": (found_lse, lse)}
     # As if other keys, on other ranks, had a part in these rows.
     out, lse = out.to(dtype).double(), guarded(lse + 0.25)
     final = out.to(device, torch.float32), lse.to(device, torch.float32)
-    grad, q, k, v = (x.to(device, dtype) for x in (sample.grad, sample.q, sample.k, sample.v))
+    grad = sample.grad.to(device, dtype)
     found = kernel.attend_backward(grad, q, k, v, final, sample.tiles, sample.scale)
-    dq, dk, dv = Reference().attend_backward(
+    dq, *shared = Reference().attend_backward(
         sample.grad, *sample.expanded, (out, lse), sample.tiles, sample.scale
     )
-    dk, dv = (x.unflatten(1, (_KV_HEADS, -1)).sum(2) for x in (dk, dv))
-    named = zip(("dq", "dk", "dv"), found, (dq, dk, dv), strict=True)
-    return next((why for name, x, y in named if (why := _wrong(name, x, y, work))), "")
+    expected = dq, *(x.unflatten(1, (sample.k.shape[1], -1)).sum(2) for x in shared)
+    return dict(zip(("dq", "dk", "dv"), zip(found, expected, strict=True), strict=True))
 
 
 def _wrong(name: str, found: Tensor, expected: Tensor, work: Work) -> str:

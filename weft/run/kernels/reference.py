@@ -34,7 +34,7 @@ class Reference(Merging):
     def _scores(self, q: Tensor, k: Tensor, tiles: Tiles, scale: float) -> Tensor:
         scores = q @ k.mT * scale
         if tiles.token_mask is not None:
-            scores = scores.masked_fill(~tiles.token_mask.to(q.device), -torch.inf)
+            scores = scores.masked_fill((~tiles.token_mask).to(q.device), -torch.inf)
         return scores
 
     def _weights(self, scores: Tensor, lse: Tensor) -> Tensor:

@@ -69,8 +69,8 @@ def triton(work: Work, arch: str) -> str:
 
     if why := _half(work, arch):
         return why
-    if work.head_dim > max(HEAD_DIMS):
-        return f"its head dims end at {max(HEAD_DIMS)}, not {work.head_dim}."
+    if why := _at_most(work, max(HEAD_DIMS)):
+        return why
     if work.sparse and (work.block_q % min(BLOCKS) or work.block_k % min(BLOCKS)):
         return f"its blocks are multiples of {min(BLOCKS)} tokens, not {work.block_q} by {work.block_k}."
     return ""

@@ -75,6 +75,11 @@ class Blocks:
         """By kv block: the q blocks that read it. Gradients of keys need no atomic additions with it."""
         return Blocks.of(self.active.mT, room=self.kv.shape[0])
 
+    @cached_property
+    def order(self) -> Tensor:
+        """Rows head · q_blocks + i by their number of blocks, descending and stable, as int32."""
+        return self.starts.diff().argsort(descending=True, stable=True).int()
+
     def to(self, device: torch.device) -> Blocks:
         if self.starts.device == device:
             return self

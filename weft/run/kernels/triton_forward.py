@@ -2,6 +2,7 @@
 
 One program computes BQ query rows of one head. Names of the rows and columns of the mask's blocks are
 BLOCK_Q and BLOCK_K; a program's tiles BQ and BK divide them, so that a tile never meets two blocks.
+Rows have D numbers and are computed with DPAD, a power of two; what is behind D is 0 and is not stored.
 Importing this module imports triton.
 """
 # ruff: noqa: PLR0913 - a launch has as many arguments as it has
@@ -58,62 +59,119 @@ def fetch(at, known, other, EVEN: tl.constexpr):
 
 
 @triton.jit
+def rows_of(
+    x, strides, batch, head, row, length,
+    D: tl.constexpr, DPAD: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """[ROWS, DPAD] of (batch, head) from `row` on; rows past `length` and numbers past D are 0.
+
+    With TMA, x is a descriptor of [batch, heads, length, D], and the copy unit of the GPU writes the zeros.
+    It has four dims because in one of two the rows past the end would be the next head's.
+    """
+    if TMA:
+        return x.load([batch, head, row, 0]).reshape(ROWS, DPAD)
+    else:
+        rows, dims = tl.arange(0, ROWS), tl.arange(0, DPAD)
+        at = corner(x, strides, batch, head, row) + rows[:, None] * strides[2] + dims[None, :]
+        known = (row + rows < length)[:, None] & (dims < D)[None, :]
+        return fetch(at, known, 0.0, EVEN and D == DPAD)
+
+
+@triton.jit
+def store_rows(
+    out, sums, kept, inside,
+    FIRST: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """Write `sums` to the columns from FIRST on; ADD adds to `kept` times what is there.
+
+    It does so by 64 columns at once: what is there need not fit into registers beside all the sums.
+    """
+    if WIDTH > 64:
+        HALF: tl.constexpr = WIDTH // 2
+        left, right = tl.split(tl.permute(tl.reshape(sums, [ROWS, 2, HALF]), (0, 2, 1)))
+        store_rows(out, left, kept, inside, FIRST, HALF, ROWS, D, ADD)
+        store_rows(out, right, kept, inside, FIRST + HALF, HALF, ROWS, D, ADD)
+    elif FIRST < D:
+        dims = FIRST + tl.arange(0, WIDTH)
+        stored = inside[:, None] & (dims < D)[None, :]
+        if ADD:
+            sums += tl.load(out + dims[None, :], mask=stored, other=0.0) * kept[:, None]
+        tl.store(out + dims[None, :], sums, mask=stored)
+
+
+@triton.jit
 def forward(
-    q, k, v, out, lse, starts, blocks,
+    q, k, v, out, lse, starts, blocks, order,
     q_strides, k_strides, v_strides, out_strides, lse_strides,
     scale, heads, q_len, k_len,
-    D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    DENSE: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, ADD: tl.constexpr,
-    BQ: tl.constexpr, BK: tl.constexpr,
+    D: tl.constexpr, DPAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    DENSE: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, ADD: tl.constexpr, TMA: tl.constexpr,
+    BQ: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr, SPECIALIZE: tl.constexpr,
 ):  # fmt: skip
     """out and lse of these tiles; ADD continues from the (out, lse) that is there, which is a merge.
 
-    GROUP query heads read each head of k and v.
+    GROUP query heads read each head of k and v. EARLY issues the product of the next keys before the
+    exponentials of these. SPECIALIZE gives loads, products and exponentials warps of their own.
     """
-    top = tl.program_id(0) * BQ
-    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     q_blocks, k_blocks = tl.cdiv(q_len, BLOCK_Q), tl.cdiv(k_len, BLOCK_K)
+    if DENSE:
+        top = tl.program_id(0) * BQ
+        batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    else:  # rows with most blocks first: one that begins last is one that the others wait for
+        PARTS: tl.constexpr = BLOCK_Q // BQ
+        batches = tl.num_programs(0) // (heads * q_blocks * PARTS)
+        batch, place = tl.program_id(0) % batches, tl.program_id(0) // batches
+        row = tl.load(order + place // PARTS)
+        head, top = row // q_blocks, (row % q_blocks) * BLOCK_Q + (place % PARTS) * BQ
     first, count = line_of(starts, head, top // BLOCK_Q, q_blocks, k_blocks, DENSE)
-    rows, dims, columns = tl.arange(0, BQ), tl.arange(0, D), tl.arange(0, BK)
-    inside = top + rows < q_len
-    if ADD:  # nothing to add, nothing to read or write
-        inside = inside & (count > 0)
-
-    q_at = corner(q, q_strides, batch, head, top) + rows[:, None] * q_strides[2] + dims[None, :]
-    out_at = corner(out, out_strides, batch, head, top) + rows[:, None] * out_strides[2] + dims[None, :]
-    lse_at = corner(lse, lse_strides, batch, head, top) + rows * lse_strides[2]
-    queries = tl.load(q_at, mask=inside[:, None], other=0.0)
-    # Inside a tile 32 bits are enough.
-    k_spots = columns[None, :] * k_strides[2] + dims[:, None]
-    v_spots = columns[:, None] * v_strides[2] + dims[None, :]
-
-    if ADD:
-        sums = tl.load(out_at, mask=inside[:, None], other=0.0)
-        peak = tl.load(lse_at, mask=inside, other=-INFINITY) * LOG2E
-        total = tl.where(peak == -INFINITY, 0.0, 1.0)
-    else:
-        sums = tl.zeros([BQ, D], tl.float32)
-        peak = tl.full([BQ], -INFINITY, tl.float32)
-        total = tl.zeros([BQ], tl.float32)
+    steps = tl.where(top < q_len, count * (BLOCK_K // BK), 0)
+    columns = tl.arange(0, BK)
+    queries = rows_of(q, q_strides, batch, head, top, q_len, D, DPAD, BQ, EVEN=False, TMA=TMA)
+    sums = tl.zeros([BQ, DPAD], tl.float32)
+    peak = tl.full([BQ], -INFINITY, tl.float32)
+    total = tl.zeros([BQ], tl.float32)
     # Scores are in units of log 2: exp2 is one instruction.
     scale = scale * LOG2E
-    steps = count * (BLOCK_K // BK)
+    of_keys = head // GROUP
     left = tile_of(blocks, first, tl.full([], 0, tl.int32), steps, BLOCK_K, BK, DENSE)
-    for step in range(steps):
-        known = left + columns < k_len
-        keys = fetch(corner(k, k_strides, batch, head // GROUP, left) + k_spots, known[None, :], 0.0, EVEN)
-        scores = tl.dot(queries, keys) * scale
+    if EARLY:
+        keys = rows_of(k, k_strides, batch, of_keys, left, k_len, D, DPAD, BK, EVEN, TMA)
+        products = tl.dot(queries, tl.trans(keys))
+    after = tile_of(blocks, first, tl.full([], 1, tl.int32), steps, BLOCK_K, BK, DENSE)
+    for step in tl.range(steps, warp_specialize=SPECIALIZE):
+        if EARLY:
+            keys = rows_of(k, k_strides, batch, of_keys, after, k_len, D, DPAD, BK, EVEN, TMA)
+            scores, products = products * scale, tl.dot(queries, tl.trans(keys))
+        else:
+            keys = rows_of(k, k_strides, batch, of_keys, left, k_len, D, DPAD, BK, EVEN, TMA)
+            scores = tl.dot(queries, tl.trans(keys)) * scale
         if not EVEN:
-            scores = tl.where(known[None, :], scores, -INFINITY)
+            scores = tl.where((left + columns < k_len)[None, :], scores, -INFINITY)
         # A block has at least one key in its first tile, so after it the peak is finite.
         higher = tl.maximum(peak, tl.max(scores, 1))
         weights = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(peak - higher)
         total = total * shrink + tl.sum(weights, 1)
-        values = fetch(corner(v, v_strides, batch, head // GROUP, left) + v_spots, known[:, None], 0.0, EVEN)
+        values = rows_of(v, v_strides, batch, of_keys, left, k_len, D, DPAD, BK, EVEN, TMA)
         sums = tl.dot(weights.to(values.dtype), values, sums * shrink[:, None])
         peak = higher
         left = tile_of(blocks, first, step + 1, steps, BLOCK_K, BK, DENSE)
-    # No active tile: 0 / 1 and -inf.
-    tl.store(out_at, sums / tl.where(total == 0.0, 1.0, total)[:, None], mask=inside[:, None])
+        if EARLY:
+            after = tile_of(blocks, first, step + 2, steps, BLOCK_K, BK, DENSE)
+    rows = tl.arange(0, BQ)
+    inside = top + rows < q_len
+    if ADD:  # nothing to add, nothing to read or write
+        inside = inside & (count > 0)
+    out_at = corner(out, out_strides, batch, head, top) + rows[:, None] * out_strides[2]
+    lse_at = corner(lse, lse_strides, batch, head, top) + rows * lse_strides[2]
+    shrink, kept = tl.full([BQ], 1.0, tl.float32), tl.zeros([BQ], tl.float32)
+    if ADD:
+        before = tl.load(lse_at, mask=inside, other=-INFINITY) * LOG2E
+        higher = tl.maximum(peak, before)
+        shrink, kept = tl.exp2(peak - higher), tl.exp2(before - higher)
+        total = total * shrink + kept
+        peak = higher
     tl.store(lse_at, (peak + tl.log2(total)) / LOG2E, mask=inside)
+    # No active tile: 0 / 1 and -inf.
+    total = tl.where(total == 0.0, 1.0, total)
+    store_rows(out_at, sums * (shrink / total)[:, None], kept / total, inside, 0, DPAD, BQ, D, ADD)
