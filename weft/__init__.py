@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from weft.core.schedule import Schedule
     from weft.core.topology import Topology
     from weft.models.adapter import Adapter, Cut
+    from weft.models.explain import explain
     from weft.models.parallelize import parallelize, restore
     from weft.models.stages import stages
     from weft.run.attention import attention
@@ -38,6 +39,7 @@ __all__ = [
     "WeftError",
     "attention",
     "device",
+    "explain",
     "gather",
     "keep",
     "parallelize",
@@ -50,6 +52,7 @@ __all__ = [
 
 _HOMES = {
     "Adapter": "weft.models.adapter",
+    "explain": "weft.models.explain",
     "Cut": "weft.models.adapter",
     "BlockMask": "weft.core.mask",
     "Layout": "weft.core.layout",

@@ -150,4 +150,6 @@ def _words(made: dict[str, Any]) -> str:
         f"{made['steps']} steps of {made['seconds_per_step']:.2f} s on {made['ranks']} ranks{plans}, "
         f"{made['seconds']:.1f} s in all",
     ]
+    if gain := made["explained"].get("gain"):
+        lines.append(f"plans that followed the masks: attention {gain:.2f} × as fast as by the first ones")
     return "\n".join(lines)

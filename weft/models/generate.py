@@ -17,11 +17,13 @@ import torch.distributed as dist
 from weft import __version__
 from weft.core.errors import InputError
 from weft.models import checkpoint, media
+from weft.models.explain import explain
 from weft.models.parallelize import parallelize, restore
 from weft.models.progress import Progress, terminal
 from weft.models.request import Request, arguments
 from weft.run import trace
 from weft.run.devices import device
+from weft.run.exchange import broadcast_json
 from weft.run.meter import Meter
 from weft.run.world import world_of
 
@@ -42,6 +44,7 @@ def generate(request: Request) -> dict[str, Any]:
         dist.barrier()  # of a process group that is patient; other waits are bounded
     options = {name: getattr(request, name) for name in ("plan", "cfg", "check", "backend")}
     regions = list(parallelize(pipe, sparse=request.mask, **options)._weft.regions.values())
+    explained: dict[str, Any] = {}
     sparse = [sparsity for region in regions if (sparsity := getattr(region, "sparsity", None))]
     proofs = [proof for region in regions if (proof := getattr(region, "proof", None))]
     given["generator"] = torch.Generator().manual_seed(request.seed)
@@ -49,6 +52,7 @@ def generate(request: Request) -> dict[str, Any]:
     try:
         with checkpoint.quiet_libraries() if comm.rank and "diffusers" in sys.modules else nullcontext():
             frames = _call(pipe, given, progress)
+        explained = broadcast_json(explain(pipe).as_json())  # rank 0 has planned
     finally:
         restore(pipe)
     if not progress.done:  # a pipeline that tells of no steps is one
@@ -62,7 +66,7 @@ def generate(request: Request) -> dict[str, Any]:
         **about, "out": str(request.out), "frames": len(frames), "size": f"{width}x{height}", "fps": fps,
         "steps": len(progress.done), "seconds": seconds, "seconds_per_step": done.seconds,
         "imbalance": done.imbalance, "exposed": done.exposed, "checked": _checked(proofs),
-        "sparse": [sparsity.summary() for sparsity in sparse],
+        "sparse": [sparsity.summary() for sparsity in sparse], "explained": explained,
     }  # fmt: skip
 
 

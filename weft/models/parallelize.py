@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial, wraps
 from inspect import signature
 from typing import Any
@@ -76,6 +76,7 @@ def parallelize(  # noqa: PLR0913 - the one call users make; each option is a wo
                 sparsity = None if sparse is None else sparse_attention(sparse)
                 guidance.batched = not getattr(sparsity, "changes", False)
                 how = {
+                    "name": name,
                     "plan": plan if sparse is None else _plan(plan, mesh),
                     "sparsity": sparsity,
                     "backend": backend,
@@ -147,6 +148,12 @@ class Woven:
         self._undo.append(partial(setattr, pipe, "__class__", plain))
         if isinstance(vae := getattr(pipe, "vae", None), nn.Module):
             self._undo.append(spread(vae, world).remove)
+
+    def worlds(self) -> Iterator[tuple[World, str]]:
+        """Every world that a model has run on, and the name that planners know the model by."""
+        for region in self.regions.values():
+            if isinstance(region, Region):
+                yield from ((world, region.name) for world in region.worlds)
 
     @property
     def sparsities(self) -> list[Sparsity]:

@@ -34,6 +34,7 @@ from weft.models.shards import Shards
 from weft.models.sparsity import problem_of
 from weft.run.gpus import topology_for
 from weft.run.planner import Place
+from weft.run.world import World
 
 
 class Region:
@@ -44,6 +45,7 @@ class Region:
         model: nn.Module,
         adapter: Adapter,
         *,
+        name: str = "",
         plan: Any = "auto",
         sparsity: SparseAttention | None = None,
         clock: Clock | None = None,
@@ -53,6 +55,11 @@ class Region:
     ) -> None:
         self.model, self.adapter, self.plan = model, adapter.for_model(model), plan
         self.backend = backend
+        kind = type(model).__name__
+        self.name = kind if name in ("", kind) else f"{kind} {name}"
+        """What planners call the model: a pipeline may have two of a class."""
+        self.worlds: dict[World, None] = {}
+        """That it has run on: with guidance, halves of the ranks too."""
         self.sparsity, self.clock = sparsity, clock or Clock()
         self.extent, self.layers = (1, 1, 1), 0
         self.orders: set[tuple[str, ...]] = set()
@@ -89,6 +96,7 @@ class Region:
         self.runs = self.run_now = self.runs + 1
         self.mask_inputs = mask_inputs({**dict(zip(self._names, args, strict=False)), **kwargs})
         world = self.shards.world  # asked for here: blocks that are compiled cannot find it
+        self.worlds[world] = None
         if self.drops and self.model.training:
             share_numbers(world)
         if self.sparsity is not None:
@@ -165,7 +173,7 @@ class Region:
             return self.plan
         q, k, _ = qkv
         name = getattr(sparse, "name", type(sparse).__name__)
-        place = Place(type(self.model).__name__, ctx.layer, ctx.branch, name)
+        place = Place(self.name, ctx.layer, ctx.branch, name)
         loads = sparse.loads(ctx) if hasattr(sparse, "loads") else None
         if loads is not None:
             loads = np.tile(loads, mask.heads // len(loads))

@@ -45,6 +45,9 @@ class Metrics:
         self.compute = Counter("weft_compute_seconds", "Spent in attention.", ["rank"], **own)
         self.sent = Counter("weft_comm_bytes", "Sent to other ranks by attention.", ["rank"], **own)
         self.density = Gauge("weft_mask_density_ratio", "What the last mask left of an attention.", **own)
+        self.gain = Gauge(
+            "weft_plan_gain_ratio", "Attention by first plans over attention by those in force.", **own
+        )
         self.plans = Counter("weft_plan_cache", "Attentions whose plan was there or not.", ["result"], **own)
         self.restarts = Counter("weft_rank_restarts", "Times that the ranks were started again.", **own)
         Info("weft_build", "The version of weft.", **own).info({"version": __version__})
@@ -82,7 +85,8 @@ class Metrics:
         seconds, ranks, steps = said.get("seconds") or 0, said.get("ranks", ()), said.get("steps", 1)
         for _ in range(steps):
             self.step.labels(self._engine.name).observe(seconds)
-        for gauge, name in ((self.imbalance, "imbalance"), (self.density, "density")):
+        gauges = (self.imbalance, "imbalance"), (self.density, "density"), (self.gain, "gain")
+        for gauge, name in gauges:
             if said.get(name) is not None:
                 gauge.set(said[name])
         self.exposed.inc((said.get("exposed") or 0) * steps * seconds * len(ranks))

@@ -13,6 +13,7 @@ from statistics import fmean
 
 import torch
 
+from weft.models.explain import explain
 from weft.models.resume import Moment, State, Stopped, run
 from weft.run import trace
 from weft.run.comm import Comm
@@ -109,11 +110,15 @@ class Segment:
                 "imbalance": max(attend) / fmean(attend) if any(attend) else None, "attend": attend,
                 "exposed": min(1.0, waited / max(total, 1e-9)),
                 "plan": ", ".join(self.spans.names(self.comm.size)) or "alone",
-                "sent": [rank.sent for rank in spent], "density": self.spans.density,
+                "sent": [rank.sent for rank in spent], "density": self.spans.density, "gain": self._gain(),
                 "runs": spent[0].runs, "first": spent[0].first,
             },
             state,
         )  # fmt: skip
+
+    def _gain(self) -> float | None:
+        pipe = self.model.pipe
+        return explain(pipe, wait=False).gain if hasattr(pipe, "_weft") else None
 
     def _show(self, work: Work, now: Moment) -> None:
         for at, id in enumerate(work.ids):
