@@ -11,9 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.run.hot_path import fake_cuda
+from weft.core.indices import Indices
+from weft.core.mask import BlockMask
+from weft.core.schedule import Attend, Piece
 from weft.run.kernels import guarded, make
 from weft.run.kernels.attend import attend
-from weft.run.kernels.tiles import Blocks, Tiles
+from weft.run.kernels.tiles import Blocks, Tiles, TileSet
 
 
 @st.composite
@@ -38,11 +41,13 @@ def test_lists_have_the_active_blocks_ascending_whatever_room_they_have(
     assert exact.kv.shape[0] == active.sum() and exact.kv.dtype == exact.starts.dtype == torch.int32
 
 
-def test_heads_of_large_masks_are_listed_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_masks_are_listed_a_part_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
     active = np.random.default_rng(5).random((5, 4, 7)) < 0.4
-    whole = Blocks.of(active)
+    whole = rows(Blocks.of(active))
+    assert rows(Blocks.of(torch.from_numpy(active))) == whole
     monkeypatch.setattr("weft.run.kernels.tiles.TILES_AT_ONCE", 2 * 4 * 7)
-    assert rows(Blocks.of(active)) == rows(whole)
+    monkeypatch.setattr("weft.run.kernels.tiles.PLACES_AT_ONCE", 3 * 7)  # neither heads nor rows divide
+    assert rows(Blocks.of(active)) == rows(Blocks.of(torch.from_numpy(active))) == whole
 
 
 @given(active=masks(), spare=st.integers(0, 9))
@@ -92,3 +97,34 @@ def test_a_mask_on_the_device_is_attended_to_without_the_host(group: int) -> Non
         make("triton").attend_backward(grad, q, k, v, (out, guarded(lse)), tiles, 0.1)
         assert not seen.faults
         assert {"triton::forward", "triton::grad_keys", "aten::scatter_"} <= seen.names.keys()
+
+
+def renewed() -> tuple[BlockMask, Attend]:
+    """A mask, and an attend of some of its heads and blocks, in two runs each and ragged at their ends."""
+    active = np.random.default_rng(3).random((4, 7, 7)) < 0.4
+    active[1, 2] = False
+    mask = BlockMask.from_tiles(active, q_len=50, kv_len=50, block_q=8)
+    tokens = Indices(((8, 24), (40, 50)))
+    return mask, Attend(0, Piece("q", Indices.span(1, 4), tokens), Piece("kv", Indices.span(1, 4), tokens))
+
+
+def test_a_mask_that_was_made_on_a_device_has_the_lists_that_it_has_on_the_host() -> None:
+    mask, op = renewed()
+    expected = TileSet(mask).of(op).lists(torch.device("cpu"))
+    mask.keep_on_device(torch.from_numpy(mask.tiles))
+    tiles = TileSet(mask).of(op)
+    assert tiles.listed is not None and tiles.active is None
+    assert rows(tiles.lists(torch.device("cpu"))) == rows(expected)
+    assert tiles.token_mask is not None and bool(tiles.token_mask.any())
+
+
+def test_a_mask_that_was_made_on_a_device_waits_for_nothing() -> None:
+    mask, op = renewed()
+    places: dict[int, tuple[torch.Tensor, ...]] = {}
+    with fake_cuda() as seen:
+        for _ in range(2):  # the first copies where the blocks are, for all masks of an executor
+            seen.clear()
+            mask.keep_on_device(torch.empty(mask.tiles.shape, dtype=torch.bool, device="cuda"))
+            lists = TileSet(mask, places).of(op).lists(torch.device("cuda", 0))
+            assert lists.kv.device.type == "cuda"
+    assert not seen.faults

@@ -83,6 +83,14 @@ class BlockMask:
     def heads(self) -> int:
         return len(self.pattern_of)
 
+    def keep_on_device(self, tiles: Any) -> None:
+        """Keep the booleans [heads, q blocks, kv blocks] where they were made, on a device: lists are too."""
+        object.__setattr__(self, "_on_device", tiles)
+
+    @property
+    def on_device(self) -> Any:
+        return vars(self).get("_on_device")
+
     @property
     def q_blocks(self) -> int:
         return -(-self.q_len // self.block_q)
@@ -130,8 +138,10 @@ class BlockMask:
     @cached_property
     def _full(self) -> BoolArray:
         """By pattern, whether all tiles are active."""
-        tiles = self.q_blocks * self.kv_blocks
-        return np.array([int(count_ones(to_words(each[None])).sum()) == tiles for each in self.bits])
+        full = count_ones(self.bits[:, 0]) == self.kv_blocks
+        # Of most masks that settles it: their other rows need not be counted.
+        full[full] = count_ones(self.bits[full]).sum(axis=1) == self.q_blocks * self.kv_blocks
+        return full
 
     @property
     def units(self) -> tuple[int, int]:

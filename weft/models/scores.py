@@ -108,18 +108,34 @@ def best_tiles(
     if mine:
         tiles = top_k(Proxies(pooled_q, pooled_k), share, keep=keep).active.cpu().numpy()
     found = of_all_heads(tiles, heads, world, q.device)
-    return BlockMask.from_tiles(found, q_len=layout.size, kv_len=layout.size, block_q=block)
+    return found.mask(q_len=layout.size, kv_len=layout.size, block_q=block)
 
 
-def of_all_heads(tiles: BoolArray, heads: int, world: World, device: torch.device) -> BoolArray:
-    """[heads, rows, columns] of the tiles that each rank has chosen for its part of the heads."""
+class Chosen(NamedTuple):
+    """Tiles [heads, rows, columns] of all heads, on the host and, packed, where they were chosen."""
+
+    tiles: BoolArray
+    packed: Tensor
+
+    def mask(self, **sizes: int) -> BlockMask:
+        mask = BlockMask.from_tiles(self.tiles, **sizes)
+        if self.packed.device.type != "cpu":  # block lists are made there
+            bits = torch.arange(7, -1, -1, dtype=torch.uint8, device=self.packed.device)
+            spread = (self.packed[..., None] >> bits & 1).bool().flatten(2)
+            mask.keep_on_device(spread[:, :, : self.tiles.shape[2]])
+        return mask
+
+
+def of_all_heads(tiles: BoolArray, heads: int, world: World, device: torch.device) -> Chosen:
+    """The tiles that each rank has chosen for its part of the heads."""
     packed = np.packbits(tiles, axis=2)
     words = np.pad(packed, ((0, 0), (0, 0), (0, -packed.shape[2] % 8))).view(np.float64)
     # Bits travel as what nobody looks at: a switch moves bytes and has no integers.
     dims = {"head": heads, "row": tiles.shape[1], "word": words.shape[2]}
     every = gather(torch.from_numpy(words).to(device), "head", dims=dims, mesh=world, stage="masks")
     bits = every.cpu().numpy().view(np.uint8)
-    return np.unpackbits(bits, axis=2, count=tiles.shape[2]).view(np.bool_)
+    unpacked = np.unpackbits(bits, axis=2, count=tiles.shape[2]).view(np.bool_)
+    return Chosen(unpacked, every.view(torch.uint8))
 
 
 def sample(first: int, count: int, wanted: int, seed: int) -> IntArray:

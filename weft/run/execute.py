@@ -149,7 +149,7 @@ class Executor(Runner):
     def for_mask(self, mask: BlockMask) -> Executor:
         """This executor for one of the masks that its schedule serves; programs and memory are shared."""
         other = copy(self)
-        other.tiles = TileSet(mask)
+        other.tiles = TileSet(mask, self.tiles.places)
         return other
 
     @property

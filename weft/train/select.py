@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from weft.core.indices import split_evenly
-from weft.core.mask import BlockMask, BoolArray
+from weft.core.mask import BlockMask
 from weft.models.scores import of_all_heads
 from weft.run.kernels.proxies import at_a_time
 from weft.run.kernels.select import top_k
@@ -79,7 +79,8 @@ def select(scores: Scores, budgets: Shares, cubes: Cubes, world: World, device: 
         if (count := cubes.blocks(budgets[head])) < cubes.cols:
             tiles[at] = top_k(scores.of(at, rows)[None], count, keep=cubes.keep).active[0]
     # The plan is made on the host, so it is waited for once.
-    return _mask(of_all_heads(tiles.cpu().numpy(), len(budgets), world, device), cubes)
+    chosen = of_all_heads(tiles.cpu().numpy(), len(budgets), world, device)
+    return chosen.mask(**_sizes(cubes))
 
 
 def nearest(budgets: Shares, cubes: Cubes) -> BlockMask:
@@ -87,10 +88,11 @@ def nearest(budgets: Shares, cubes: Cubes) -> BlockMask:
     counts = tuple(cubes.blocks(share) for share in budgets)
     if counts not in cubes.windows:
         tiles = {n: top_k(cubes.nearness[None], n, keep=cubes.keep).active[0].numpy() for n in {*counts}}
-        cubes.windows[counts] = _mask(np.stack([tiles[count] for count in counts]), cubes)
+        stacked = np.stack([tiles[count] for count in counts])
+        cubes.windows[counts] = BlockMask.from_tiles(stacked, **_sizes(cubes))
     return cubes.windows[counts]
 
 
-def _mask(tiles: BoolArray, cubes: Cubes) -> BlockMask:
-    tokens, sizes = cubes.tokens, {"block_q": cubes.block, "block_k": cubes.block_k}
-    return BlockMask.from_tiles(tiles, q_len=tokens, kv_len=tokens, **sizes)
+def _sizes(cubes: Cubes) -> dict[str, int]:
+    tokens = {"q_len": cubes.tokens, "kv_len": cubes.tokens}
+    return tokens | {"block_q": cubes.block, "block_k": cubes.block_k}

@@ -14,9 +14,13 @@ from torch import Tensor
 from weft.core.mask import BlockMask, BoolArray, HeadRuns
 from weft.core.schedule import Attend, Piece
 
+Places = tuple[Tensor, ...]
+"""Heads, q blocks and kv blocks of an attend, on a device."""
 _HOST = torch.device("cpu")
 TILES_AT_ONCE = 1 << 24
 """For which places in a list are found at once: each takes 16 bytes for that long."""
+PLACES_AT_ONCE = 1 << 18
+"""The same on the host, where what they take should stay in a cache."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,17 +91,22 @@ class Blocks:
 
 
 def _host_blocks(active: BoolArray) -> Blocks:
-    """Of tiles on the host, in one pass of numpy: masks that change wait for it."""
+    """Of tiles on the host, by numpy: masks that change wait for it."""
     heads, q_blocks, kv_blocks = active.shape
     flat = active.reshape(-1, kv_blocks)
-    counts = np.count_nonzero(flat, axis=1)
     starts = np.zeros(len(flat) + 1, dtype=np.int32)
-    np.cumsum(counts, out=starts[1:])
-    places = np.flatnonzero(flat)
-    places -= np.repeat(np.arange(len(flat)) * kv_blocks, counts)
-    return Blocks(
-        heads, q_blocks, kv_blocks, torch.from_numpy(starts), torch.from_numpy(places.astype(np.int32))
-    )
+    kv = np.empty(np.count_nonzero(flat), dtype=np.int32)
+    # Some rows at a time, whose places stay in a cache: fresh memory for all of them would cost more.
+    at_once = max(1, PLACES_AT_ONCE // max(1, kv_blocks))
+    for first in range(0, len(flat), at_once):
+        some = flat[first : first + at_once]
+        places, rows = np.flatnonzero(some), np.arange(len(some) + 1) * kv_blocks
+        ends = np.searchsorted(places, rows)
+        places -= np.repeat(rows[:-1], np.diff(ends))
+        begin = starts[first]
+        kv[begin : begin + len(places)] = places
+        starts[first : first + len(some) + 1] = begin + ends
+    return Blocks(heads, q_blocks, kv_blocks, torch.from_numpy(starts), torch.from_numpy(kv))
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,8 +192,10 @@ class Tiles:
 class TileSet:
     """The tiles of one mask, by the attends that compute them; each is made when it is first asked for."""
 
-    def __init__(self, mask: BlockMask) -> None:
+    def __init__(self, mask: BlockMask, places: dict[int, Places] | None = None) -> None:
+        """`places` is shared by the masks of one executor: where the blocks of its attends are."""
         self.mask = mask
+        self.places: dict[int, Places] = {} if places is None else places
         self._by_op: dict[int, tuple[Attend, Tiles]] = {}
         self._by_pieces: dict[tuple[Piece, Piece], Tiles] = {}
 
@@ -194,6 +205,20 @@ class TileSet:
             # Forward and backward attend the same pieces, and share what was made of their tiles.
             key = op.q, op.kv
             if key not in self._by_pieces:
-                self._by_pieces[key] = Tiles.of(self.mask, op)
+                tiles = self.mask.on_device
+                found = Tiles.of(self.mask, op) if tiles is None else self._there(op, tiles)
+                self._by_pieces[key] = found
             known = self._by_op[id(op)] = op, self._by_pieces[key]  # with the op: its id stays its own
         return known[1]
+
+    def _there(self, op: Attend, tiles: Tensor) -> Tiles:
+        """Of a mask that was made on a device: its lists are made there, and nothing is waited for."""
+        mask = self.mask
+        if id(op) not in self.places:
+            rows, cols = op.q.tokens.blocks(mask.block_q), op.kv.tokens.blocks(mask.block_k)
+            arrays = (op.q.heads.array, rows.array, cols.array)
+            self.places[id(op)] = tuple(torch.from_numpy(each).to(tiles.device) for each in arrays)
+        for dim, at in enumerate(self.places[id(op)]):
+            tiles = tiles.index_select(dim, at)
+        sizes = mask.block_q, mask.block_k, op.q.tokens.size, op.kv.tokens.size
+        return Tiles(None, *sizes, listed=Blocks.of(tiles))
