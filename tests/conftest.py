@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 
@@ -17,6 +18,7 @@ from weft.run.pool import Pool
 settings.register_profile("same", deadline=None, derandomize=True)
 settings.register_profile("new", deadline=None, derandomize=False, print_blob=True)
 settings.load_profile("same")
+os.environ["WEFT_PLANS"] = "off"  # ranks inherit it: no test begins with another's plans, or the user's
 
 
 def pytest_configure(config: pytest.Config) -> None:

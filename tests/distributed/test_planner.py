@@ -16,7 +16,7 @@ from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem
 from weft.core.topology import Topology
-from weft.run.planner import Place
+from weft.plan.place import Place
 from weft.run.world import World, world_of
 
 TOKENS, HEADS, BLOCK, LAYERS = 310, 6, 8, 2

@@ -168,8 +168,10 @@ class Woven:
             sparsity.reset()
 
     def end(self, *, tell: bool) -> None:
-        """A run is over: what was learned of its calls is forgotten, what its masks left out is told."""
+        """A run is over: its plans are saved, its calls forgotten, what its masks left out is told."""
         self.clock.reset()
+        for world, _ in self.worlds():
+            world.planner.save()
         for guidance in self._guidance:
             guidance.forget()
         for sparsity in self.sparsities if tell else ():

@@ -32,8 +32,8 @@ from weft.models.prove import Proof
 from weft.models.randomness import share_numbers
 from weft.models.shards import Shards
 from weft.models.sparsity import problem_of
+from weft.plan.place import Place
 from weft.run.gpus import topology_for
-from weft.run.planner import Place
 from weft.run.world import World
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -62,6 +62,18 @@ class Assignment:
             )
         )
 
+    def moved(self, before: Assignment) -> float:
+        """Return the share of blocks that another ring coordinate has than before; all, in another mesh."""
+        pairs = [(self.rows, before.rows), (self.cols, before.cols)]
+        if any(now.shape != then.shape for now, then in pairs):
+            return 1.0
+        return float(np.mean([(now != then).mean() for now, then in pairs]))
+
+    def packed(self) -> Assignment:
+        """Return the same in fewer bytes, to be sent and stored."""
+        rows, cols = (x.astype(np.min_scalar_type(int(x.max(initial=0)))) for x in (self.rows, self.cols))
+        return replace(self, rows=rows, cols=cols)
+
     @cached_property
     def _key(self) -> tuple[object, ...]:
         arrays = (x.astype(np.int64).tobytes() for x in (self.rows, self.cols))
@@ -85,10 +97,18 @@ def _is_whole(heads: Heads, count: int, rows: int) -> bool:
     """Whether each row of each head is in one group."""
     taken = np.zeros((count, rows), dtype=np.int64)
     for part in (part for group in heads for part in group):
-        if not 0 <= part.head < count or (part.rows is not None and part.rows.runs[-1][1] > rows):
+        if not 0 <= part.head < count:
+            return False
+        if part.rows is not None and not _is_within(part.rows, rows):
             return False
         taken[part.head, slice(None) if part.rows is None else part.rows.array] += 1
     return bool((taken == 1).all())
+
+
+def _is_within(some: Indices, size: int) -> bool:
+    """Whether they are as indices must be, which those of a file need not be, and below a size."""
+    runs = some.runs
+    return bool(runs) and Indices.from_runs(runs) == some and runs[0][0] >= 0 and runs[-1][1] <= size
 
 
 @dataclass(frozen=True, eq=False)

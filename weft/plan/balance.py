@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weft.core.indices import IntArray
-
 
 def ratio(loads: npt.ArrayLike) -> float:
     """max / mean over ranks: the slowdown against perfect balance when nobody waits in between.
@@ -33,15 +31,15 @@ def step_loads(tiles: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return tiles[:, rank, (rank - step) % ring]
 
 
-def step_ratio(tiles: IntArray) -> float:
+def step_ratio(tiles: npt.NDArray[Any]) -> float:
     """As `ratio`, with a barrier after each ring step; rings of different slices do not wait for each other.
 
     >>> step_ratio(np.array([[[3, 1], [1, 3]]])), step_ratio(np.array([[[3, 1], [3, 1]]]))
     (1.0, 1.5)
     """
-    total = int(tiles.sum())
-    slowest = int(step_loads(tiles).max(axis=1).sum(axis=1).max())
-    return slowest * tiles.shape[0] * tiles.shape[1] / total if total else 1.0
+    total = tiles.sum()
+    slowest = step_loads(tiles).max(axis=1).sum(axis=1).max()
+    return float(slowest / total * tiles.shape[0] * tiles.shape[1]) if total else 1.0
 
 
 def bound(weights: npt.ArrayLike, ranks: int, *, splittable: bool = False) -> float:

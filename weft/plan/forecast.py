@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Mapping
 from math import sqrt
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +34,7 @@ class Seen(NamedTuple):
 class Forecast:
     """Loads [heads] by layer; `prior` are those of an earlier run, by layer and step."""
 
-    def __init__(self, prior: Mapping[Hashable, Mapping[int, IntArray]] | None = None) -> None:
+    def __init__(self, prior: Mapping[Any, Mapping[int, IntArray]] | None = None) -> None:
         self._prior = {
             layer: {step: _logs(loads) for step, loads in steps.items()}
             for layer, steps in (prior or {}).items()

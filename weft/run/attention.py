@@ -16,6 +16,7 @@ from weft.core.mask import BlockMask
 from weft.core.schedule import Schedule
 from weft.core.topology import Topology
 from weft.plan.choose import Plan
+from weft.plan.place import Planned
 from weft.run.agree import agree, count_rows, refuse
 from weft.run.call import Call, Counts, check_mask, facts, schedule_for, work_of
 from weft.run.devices import check_devices
@@ -24,7 +25,6 @@ from weft.run.kernels import choose as choose_kernel
 from weft.run.kernels import tuning
 from weft.run.kernels.parity import judge
 from weft.run.op import attention_op, forget, is_plain, register
-from weft.run.planner import Planned
 from weft.run.world import World, axes_of, world_of
 
 Tokens = int | Layout | tuple[int, tuple[Runs, ...]] | None

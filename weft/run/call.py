@@ -17,9 +17,9 @@ from weft.core.problem import ITEM_BYTES, Problem
 from weft.core.schedule import Schedule
 from weft.core.topology import Topology
 from weft.plan.choose import Plan, build
+from weft.plan.place import Planned
 from weft.run.gpus import topology_for
 from weft.run.kernels.rules import Work
-from weft.run.planner import Planned
 from weft.schedule.verify import verify
 
 _layout_of = lru_cache(1024)(Layout)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+from datetime import timedelta
 from functools import cached_property, partial
-from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -69,7 +69,7 @@ class World:
         """Who plans the attentions of this world whose masks change."""
         group = getattr(self.comm, "group", None)
         # A connection of its own: the planner's thread uses it beside others.
-        store: Any = partial(_planner_store, group, next(_planners)) if group is not None else None
+        store = partial(_planner_store, group) if group is not None else None
         return Planner(self.comm, store, self.evict)
 
     def evict(self, plan: Any) -> None:
@@ -79,18 +79,22 @@ class World:
 
     def close(self) -> None:
         """Give the memory back that it shares with other ranks, which must not need it any more."""
+        if "planner" in vars(self):
+            self.planner.close()
         self.compiled.clear()
         self.arena.clear()
         if isinstance(self.comm, OneSidedComm):
             self.comm.close()
 
 
-_planners = count()
-"""Numbers of planners, in whose order all ranks make them: each has keys of its own in the group's store."""
+STORE_TIMEOUT = timedelta(seconds=10)
+"""That a planner's thread may wait for a key: what it asks for is there, unless its rank 0 is gone."""
 
 
-def _planner_store(group: dist.ProcessGroup, number: int) -> Any:
-    return dist.PrefixStore(f"weft planner {number}", store_of(group).clone())  # pyright: ignore
+def _planner_store(group: dist.ProcessGroup, channel: int) -> Any:
+    store = dist.PrefixStore(f"weft planner {channel}", store_of(group).clone())  # pyright: ignore
+    store.set_timeout(STORE_TIMEOUT)
+    return store
 
 
 _alone = World(SoloComm())
