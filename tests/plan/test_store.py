@@ -11,13 +11,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weft.core.codec import to_plain
 from weft.core.errors import InputError
-from weft.plan.blocks import Placement
-from weft.plan.heads import natural, refined
+from weft.plan.assignment import Assignment
+from weft.plan.heads import natural
+from weft.plan.split import split, whole
 from weft.plan.store import Key, Store, Stored, default_folder
 
-KEY = Key(model="Wan-AI/Wan2.1-T2V-14B", layer=3, shape=(21, 45, 80), mask="sparge", topology="1x8")
-PLAN = Stored(((0, 3), (1, 2)), (9, 5, 4, 0))
+KEY = Key(model="WanTransformer3DModel", shape=(4, 300, 300, 4), sparsity="topk:0.2", topology="1x4")
+
+
+def plan(layer: int = 3, heads: int = 4, steps: int = 2) -> Stored:
+    rows = np.arange(10) % 2
+    assignment = Assignment(
+        whole(natural(heads, 2)), np.stack([rows, 1 - rows]), np.stack([rows, rows]), 32, 32
+    )
+    loads = np.arange(steps * heads).reshape(steps, heads)
+    return Stored(
+        layer=layer, branch=0, strategy="usp:2x2+balanced", assignment=assignment.packed(),
+        steps=tuple(range(steps)), loads=loads,
+    )  # fmt: skip
+
+
+def same(found: tuple[Stored, ...], wanted: list[Stored]) -> bool:
+    return [to_plain(each) for each in found] == [to_plain(each) for each in wanted]
 
 
 @pytest.fixture
@@ -25,58 +42,53 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "new" / "plans")
 
 
-def test_what_is_put_is_got(store: Store):
-    assert store.get(KEY) is None
-    store.put({KEY: PLAN})
-    assert store.get(KEY) == PLAN
-    assert Store(store.folder).get(KEY) == PLAN
-    store.put({KEY: Stored(((0, 1), (2, 3)), PLAN.loads)})
-    assert store.get(KEY) == Stored(((0, 1), (2, 3)), PLAN.loads)
+def test_what_is_put_is_got(store: Store) -> None:
+    assert store.get(KEY) == ()
+    store.put(KEY, [plan(0), plan(1)])
+    assert same(store.get(KEY), [plan(0), plan(1)])
+    assert same(Store(store.folder).get(KEY), [plan(0), plan(1)])
+    assert store.get(KEY)[0].assignment == plan().assignment
 
 
-@given(loads=st.lists(st.integers(0, 2**60), max_size=20), groups=st.integers(1, 6))
-def test_any_plan_survives_the_disk(loads, groups, tmp_path_factory):
-    store = Store(tmp_path_factory.getbasetemp() / "any")
-    plan = Stored(refined(loads, groups), tuple(loads))
-    store.put({KEY: plan})
-    assert store.get(KEY) == plan
+def test_a_layer_takes_the_place_of_its_own_plan_only(store: Store) -> None:
+    store.put(KEY, [plan(0), plan(1)])
+    store.put(KEY, [plan(1, steps=5), replace(plan(1), branch=1)])
+    assert same(store.get(KEY), [plan(0), plan(1, steps=5), replace(plan(1), branch=1)])
 
 
-@given(slices=st.integers(1, 4), ring=st.integers(1, 300), sizes=st.tuples(*[st.integers(0, 40)] * 2))
-def test_blocks_survive_the_disk(slices, ring, sizes, tmp_path_factory):
-    rng = np.random.default_rng(ring)
-    store = Store(tmp_path_factory.getbasetemp() / "blocks")
-    blocks = Placement(ring, *(rng.integers(0, ring, (slices, size)) for size in sizes))
-    plan = Stored(natural(5, slices), (1,) * 5, blocks)
-    store.put({KEY: plan})
-    found = store.get(KEY)
-    assert found == plan and found != replace(plan, blocks=None)
-    assert found.blocks.ring == ring and np.array_equal(found.blocks.dealt.rows, blocks.rows)
-    assert hash(found.blocks) == hash(blocks)
-
-
-def test_a_plan_that_was_stored_without_blocks_is_read(store: Store):
-    store.put({KEY: PLAN})
-    path = store.folder / KEY.file
-    content = json.loads(path.read_text())
-    del content["plan"]["blocks"]
-    path.write_text(json.dumps(content))
-    assert store.get(KEY) == PLAN
+@given(
+    loads=st.lists(st.lists(st.integers(0, 2**40), min_size=3, max_size=3), min_size=1, max_size=8),
+    groups=st.integers(1, 6),
+    ring=st.integers(1, 300),
+)
+def test_any_plan_survives_the_disk(loads, groups, ring, tmp_path_factory) -> None:
+    store, random = Store(tmp_path_factory.getbasetemp() / "any"), np.random.default_rng(ring)
+    heads = split(loads, groups)
+    rows, cols = (random.integers(0, ring, (len(heads), size)) for size in (3, 7))
+    assignment = Assignment(heads, rows, cols, 16, 8)
+    stored = Stored(
+        layer=0, branch=0, strategy="ring", assignment=assignment.packed(),
+        steps=(5,), loads=np.array(loads).sum(axis=1)[None],
+    )  # fmt: skip
+    store.put(KEY, [stored])
+    (found,) = store.get(KEY)
+    assert found.assignment == assignment and np.array_equal(found.loads, stored.loads)
+    assert (found.strategy, found.steps) == ("ring", (5,))
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"model": "Wan-AI/Wan2.1"}, {"layer": 4}, {"shape": (21, 45)}, {"mask": "sta"}, {"topology": "2x4"}],
+    "change", [{"model": "Wan"}, {"shape": (4, 300, 300, 8)}, {"sparsity": "sta"}, {"topology": "2x2"}]
 )
-def test_every_part_of_the_key_counts(store: Store, change):
-    store.put({KEY: PLAN})
-    assert store.get(replace(KEY, **change)) is None
+def test_every_part_of_the_key_counts(store: Store, change) -> None:
+    store.put(KEY, [plan()])
+    assert store.get(replace(KEY, **change)) == ()
 
 
-def test_file_names_are_harmless(store: Store):
+def test_file_names_are_harmless(store: Store) -> None:
     odd = [replace(KEY, model=model) for model in ("", "../../etc", "a/b c:*?", "é" * 300, "x" * 300)]
-    store.put(dict.fromkeys(odd, PLAN))
-    assert [store.get(key) for key in odd] == [PLAN] * len(odd)
+    for key in odd:
+        store.put(key, [plan()])
+    assert all(same(store.get(key), [plan()]) for key in odd)
     assert len(list(store.folder.iterdir())) == len(odd)
     assert all(len(path.name) < 100 for path in store.folder.iterdir())
 
@@ -90,112 +102,136 @@ def test_file_names_are_harmless(store: Store):
         b"[1, 2]",
         b"null",
         b"[" * 100_000,
-        b'{"format": 0, "plan": "older"}',
-        b'{"format": 1}',
-        b'{"format": 1, "key": {"kind": "Unheard"}}',
-        b'{"format": 1, "key": {"kind": "array"}}',
+        b'{"format": 2, "plans": "older"}',
+        b'{"format": 3}',
+        b'{"format": 3, "key": {"kind": "Unheard"}}',
+        b'{"format": 3, "key": {"kind": "array"}}',
     ],
 )
-def test_a_broken_file_is_named_ignored_and_replaced(store: Store, content):
-    store.put({KEY: PLAN})
+def test_a_broken_file_is_named_ignored_and_replaced(store: Store, content) -> None:
+    store.put(KEY, [plan()])
     (store.folder / KEY.file).write_bytes(content)
     with pytest.warns(UserWarning, match=KEY.file):
-        assert store.get(KEY) is None
-    store.put({KEY: PLAN})
-    assert store.get(KEY) == PLAN
+        assert store.get(KEY) == ()
+    with pytest.warns(UserWarning, match=KEY.file):
+        store.put(KEY, [plan(7)])
+    assert same(store.get(KEY), [plan(7)])
+
+
+GOOD = to_plain(plan())
+ARRAY = {"kind": "array", "dtype": "float64", "shape": [2, 4], "data": "A" * 84 + "AA=="}
+ASSIGNMENT = GOOD["assignment"]
 
 
 @pytest.mark.parametrize(
     ("part", "now"),
     [
-        ("plan", {"kind": "Stored", "grouping": [[0, 1], [1]], "loads": [1, 2]}),
-        ("plan", {"kind": "Stored", "grouping": [[0], [1]], "loads": [1, 2.5]}),
-        ("plan", {"kind": "Stored", "grouping": [[0], [1]], "loads": [1, -2]}),
-        ("plan", {"kind": "Stored", "grouping": 3, "loads": []}),
-        ("plan", {"kind": "Stored", "grouping": [["0"]], "loads": [1]}),
-        ("plan", {"kind": "Stored", "grouping": [], "loads": [], "blocks": 3}),
-        ("plan", {"kind": "Placement", "ring": 2, "rows": 3, "cols": 4}),
-        ("plan", [[0], [1]]),
-        ("key", {"kind": "Key", "model": "m", "layer": 0, "shape": [], "mask": "", "topology": ""}),
-        ("format", 2),
+        ("plans", [{**GOOD, "loads": ARRAY}]),
+        ("plans", [{**GOOD, "loads": 3}]),
+        ("plans", [{**GOOD, "steps": [1]}]),
+        ("plans", [{**GOOD, "steps": ["a", "b"]}]),
+        ("plans", [{**GOOD, "layer": "0"}]),
+        ("plans", [{**GOOD, "assignment": 3}]),
+        ("plans", [{**GOOD, "assignment": {**ASSIGNMENT, "rows": ARRAY}}]),
+        ("plans", [{**GOOD, "assignment": {**ASSIGNMENT, "heads": [[]]}}]),
+        ("plans", [{**GOOD, "assignment": {**ASSIGNMENT, "heads": [[3], [4]]}}]),
+        ("plans", [{**GOOD, "surplus": 1}]),
+        ("plans", [ASSIGNMENT]),
+        ("plans", [[0], [1]]),
+        ("plans", GOOD),
+        ("key", {**to_plain(KEY), "model": "another"}),
+        ("format", 4),
     ],
 )
-def test_a_file_that_holds_something_else_is_ignored(store: Store, part, now):
-    store.put({KEY: PLAN})
+def test_a_file_that_holds_something_else_is_ignored(store: Store, part, now) -> None:
+    store.put(KEY, [plan()])
     path = store.folder / KEY.file
     path.write_text(json.dumps(json.loads(path.read_text()) | {part: now}))
-    with pytest.warns(UserWarning, match="is ignored"):
-        assert store.get(KEY) is None
+    with pytest.warns(UserWarning, match="are ignored"):
+        assert store.get(KEY) == ()
+
+
+def test_a_pipe_in_the_place_of_a_file_does_not_block(store: Store) -> None:
+    store.put(KEY, [plan()])
+    (store.folder / KEY.file).unlink()
+    os.mkfifo(store.folder / KEY.file)
+    with pytest.warns(UserWarning, match="not a regular file"):
+        assert store.get(KEY) == ()
 
 
 @pytest.mark.parametrize(
-    "wrong", [(((0,), (0,)), (1, 2)), (((0, 1),), (1,)), (((0,),), (1.0,)), (((0,),), (-1,))]
+    "loads", [np.zeros((1, 4), int), np.zeros((2, 3), int), np.full((2, 4), -1), np.ones((2, 4))]
 )
-def test_a_plan_that_is_none_cannot_be_stored(wrong):
-    with pytest.raises(InputError, match="in one group"):
-        Stored(*wrong)
+def test_loads_that_are_none_cannot_be_stored(loads) -> None:
+    with pytest.raises(InputError, match="steps of 4 heads"):
+        replace(plan(), loads=loads)
 
 
-def test_blocks_of_other_slices_cannot_be_stored():
-    with pytest.raises(InputError, match="2 groups has blocks of 3 slices"):
-        Stored(PLAN.grouping, PLAN.loads, Placement.at_home(3, [0, 1], [0], 2))
-
-
-def test_the_longest_unused_go_first(store: Store):
-    keys = [replace(KEY, layer=layer) for layer in range(6)]
-    store.put(dict.fromkeys(keys, PLAN))
+def test_the_longest_unused_go_first(store: Store) -> None:
+    keys = [replace(KEY, topology=f"{number}") for number in range(6)]
     for age, key in enumerate(keys):
+        store.put(key, [plan()])
         os.utime(store.folder / key.file, (1000 + age, 1000 + age))
-    assert store.get(keys[0]) == PLAN  # used just now
+    assert store.get(keys[0])  # used just now
     (store.folder / ".died-0123456789abcdef.7.0.json").write_text("half a file")
     os.utime(store.folder / ".died-0123456789abcdef.7.0.json", (1, 1))
     (store.folder / "notes.json").write_text("of someone else " * 1000)
-    size = (store.folder / KEY.file).stat().st_size
-    new = replace(KEY, layer=6)
-    Store(store.folder, limit=3 * size + 2).put({new: PLAN})
+    size = (store.folder / keys[0].file).stat().st_size
+    new = replace(KEY, topology="6")
+    Store(store.folder, limit=3 * size + 2).put(new, [plan()])
     left = {path.name for path in store.folder.iterdir()}
     assert left == {keys[0].file, keys[5].file, new.file, "notes.json"}
 
 
-def test_writers_and_readers_at_once_never_see_half_a_file(store: Store):
-    heads = 400
-    plans = [Stored(natural(heads, groups), (groups,) * heads) for groups in range(1, 9)]
-    store.put({KEY: plans[0]})
+def test_writers_and_readers_at_once_never_see_half_a_file(store: Store) -> None:
+    plans = [plan(heads=4 * number, steps=30) for number in range(1, 9)]
+    store.put(KEY, [plans[0]])
 
     def work(turn: int) -> bool:
-        store.put({KEY: plans[turn % 8]})
-        return store.get(KEY) in plans
+        store.put(KEY, [plans[turn % 8]])
+        found = store.get(KEY)
+        return any(same(found, [each]) for each in plans)
 
     with ThreadPoolExecutor(8) as threads:
         assert all(threads.map(work, range(80)))
     assert [path.name for path in store.folder.iterdir()] == [KEY.file]
 
 
-def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path):
+def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     store = Store(tmp_path / "file")
     with pytest.warns(UserWarning, match="not stored in"):
-        store.put({KEY: PLAN})
-    with pytest.warns(UserWarning, match="is ignored"):
-        assert store.get(KEY) is None
+        store.put(KEY, [plan()])
+    assert store.get(KEY) == ()
 
 
-def test_a_write_that_fails_leaves_nothing_behind(store: Store, monkeypatch):
-    store.put({KEY: PLAN})
+def test_a_write_that_fails_leaves_nothing_behind(store: Store, monkeypatch) -> None:
+    store.put(KEY, [plan()])
 
-    def full(*_):
+    def full(*_) -> None:
         raise OSError("No space left on device")
 
     monkeypatch.setattr(Path, "replace", full)
     with pytest.warns(UserWarning, match="No space left"):
-        store.put({KEY: Stored(((0,),), (1,))})
+        store.put(KEY, [plan(9)])
     assert [path.name for path in store.folder.iterdir()] == [KEY.file]
-    assert store.get(KEY) == PLAN
+    assert same(store.get(KEY), [plan()])
 
 
-def test_the_default_is_the_users_cache(monkeypatch, tmp_path: Path):
+def test_the_default_is_the_users_cache(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("WEFT_PLANS")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert Store().folder == tmp_path / "weft" / "plans"
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert default_folder() == tmp_path / ".cache" / "weft" / "plans"
+
+
+def test_the_environment_names_a_folder_or_turns_it_off(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WEFT_PLANS", str(tmp_path / "mine"))
+    Store().put(KEY, [plan()])
+    assert same(Store(tmp_path / "mine").get(KEY), [plan()])
+    monkeypatch.setenv("WEFT_PLANS", "off")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    Store().put(KEY, [plan()])
+    assert Store().get(KEY) == () and not (tmp_path / "cache").exists()
