@@ -18,14 +18,17 @@ from weft.run.world import World
 MASK = "topk:0.4,tile=1x3x1,block=4,dense_steps=0"
 
 
-class Method:
-    """Answers attentions as a user's own method does."""
+class Own:
+    """Sparse attention of a user's own, here dense, with something to add."""
 
-    def attend(self, where: Any, *qkv: Any) -> Any:
-        return where.attention(*qkv, plan=where.plan)
+    def mask(self, *_: Any) -> None:
+        return None
+
+    def finish(self, ctx: Any, q: Any, k: Any, v: Any, out: Any) -> Any:  # noqa: ARG002 - the protocol's
+        return out + v
 
 
-@pytest.mark.parametrize("options", [{}, {"check": "first"}, {"mask": MASK}, {"mask": Method()}])
+@pytest.mark.parametrize("options", [{}, {"check": "first"}, {"sparse": MASK}, {"sparse": Own()}])
 @pytest.mark.parametrize("backend", ["reference", "exact"])
 def test_the_backend_reaches_every_attention(options: Any, backend: str) -> None:
     def job(world: World) -> set[str]:

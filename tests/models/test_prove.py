@@ -13,6 +13,7 @@ from tests.models.test_refusals import TOY, N, Toy
 from tests.models.toys import normal, on_ranks, seeded
 from weft.core.errors import CommError
 from weft.core.layout import Layout
+from weft.core.mask import BlockMask
 from weft.models.context import AttentionContext
 from weft.models.prove import Proof
 from weft.models.region import Region
@@ -40,8 +41,8 @@ def test_a_method_that_fails_leaves_no_tokens_behind() -> None:
     seen: list[Any] = []
 
     class Fails:
-        def attend(self, where: AttentionContext, *_: Tensor) -> Tensor:
-            seen.append(where.hidden)
+        def mask(self, ctx: AttentionContext, *_: Tensor) -> BlockMask:
+            seen.append(ctx.hidden)
             raise RuntimeError("oops")
 
     def job(world: World) -> None:

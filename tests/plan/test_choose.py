@@ -8,11 +8,15 @@ from tests.cases import cases, names
 from weft.core.errors import InputError
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
+from weft.core.mesh import Mesh
 from weft.core.problem import Problem
 from weft.core.topology import Link, Topology
 from weft.masks.random import random_mask
+from weft.plan.assignment import Assignment
 from weft.plan.choose import build, candidates, choose, usp_names
-from weft.plan.heads import natural
+from weft.plan.partition import natural_assignment
+from weft.plan.split import whole
+from weft.plan.strategies import parse
 from weft.schedule.verify import verify
 from weft.simulate.clusters import cluster
 from weft.simulate.predict import predict
@@ -40,7 +44,7 @@ def test_auto_is_the_name_of_the_choice():
     mask, topology = BlockMask.dense(6, 240), Topology.local(6)
     assert build("auto", of(6), mask, topology) == choose(of(6), mask, topology).schedule
     with pytest.raises(InputError, match="no strategy 'auto'"):
-        build("auto", of(6), mask, grouping=natural(6, 1))
+        build("auto", of(6), mask, assignment=natural_assignment(of(6), mask, Mesh.of(ring=6)))
 
 
 @pytest.mark.parametrize(
@@ -144,16 +148,24 @@ def test_a_mask_of_nothing_is_explained_too():
     assert "the only way" in choose(of(6), empty).explain()
 
 
-def test_a_grouping_says_who_has_which_heads():
+def assigned(mask, name, groups):
+    """Heads as they are given, blocks where they are."""
+    ranks = 3 if name == "ulysses" else 6
+    mesh = parse(name, ranks).mesh
+    rows = natural_assignment(of(ranks), mask, mesh).rows[:1].repeat(len(groups), 0)
+    return Assignment(whole(groups), rows, rows, 20, 20)
+
+
+def test_an_assignment_says_who_has_which_heads():
     mask = random_mask(6, 240, 240, block=20, density=0.4)
-    grouping = ((0, 5), (1, 2, 3), (4,))
+    groups = ((0, 5), (1, 2, 3), (4,))
     for name in ("ulysses", "usp:3x2"):
         ranks = 3 if name == "ulysses" else 6
-        schedule = build(name, of(ranks), mask, grouping=grouping)
+        schedule = build(name, of(ranks), mask, assignment=assigned(mask, name, groups))
         verify(schedule)
         mesh = schedule.mesh
         for _, attend in schedule.attends():
-            assert tuple(attend.q.heads) == grouping[mesh.coordinate(attend.rank).get("ulysses", 0)]
+            assert tuple(attend.q.heads) == groups[mesh.coordinate(attend.rank).get("ulysses", 0)]
     for bad in (((0, 1, 2), (3, 4, 5)), ((0, 0), (1, 2, 3), (4, 5)), ((0,), (1,), (2,))):
         with pytest.raises(InputError, match="does not fit ulysses"):
-            build("ulysses", of(3), mask, grouping=bad)
+            build("ulysses", of(3), mask, assignment=assigned(mask, "ulysses", bad))

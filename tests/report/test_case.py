@@ -10,7 +10,9 @@ import pytest
 from tests.report.toys import schedule, topology, two_ranks
 from weft.core.errors import InputError
 from weft.core.timeline import Timeline
+from weft.plan.assignment import Assignment
 from weft.plan.choose import build
+from weft.plan.split import whole
 from weft.program.workspace import peak_memory
 from weft.report.case import Case, numbers, summary
 from weft.report.sources import measured, one_call, simulated
@@ -62,12 +64,14 @@ def test_one_state_only_says_why():
     assert numbers(measured(two_ranks()))["loads"]["mean"] == 2.0
 
 
-def test_heads_that_a_loop_has_dealt_have_a_before():
+def test_heads_that_were_assigned_have_a_before():
     plain = schedule("ulysses")
     groups = ((0, 5), (1,), (2, 4), (3,))
-    dealt = build("ulysses", plain.problem, plain.mask, topology(), grouping=groups)
-    loads = simulated(dealt, topology()).loads
-    assert loads.before == measure(plain).work and loads.after == measure(dealt).work != loads.before
+    rows = np.zeros((4, plain.mask.q_blocks), dtype=np.int64)
+    given = Assignment(whole(groups), rows, rows, plain.mask.block_q, plain.mask.block_k)
+    assigned = build("ulysses", plain.problem, plain.mask, topology(), assignment=given)
+    loads = simulated(assigned, topology()).loads
+    assert loads.before == measure(plain).work and loads.after == measure(assigned).work != loads.before
 
 
 def test_own_tensors_are_less_than_the_peak():
