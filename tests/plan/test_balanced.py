@@ -1,16 +1,21 @@
 """Balanced partitions through the whole spine: exact, proved by `verify`, and lighter on the busiest rank."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem
 from weft.core.topology import Topology
 from weft.masks.random import random_mask
-from weft.plan.balance import ratio
-from weft.plan.balanced import Balancer
+from weft.plan.balance import ratio, step_ratio
+from weft.plan.balanced import GOOD_HEADS, Balancer
 from weft.plan.choose import build
+from weft.plan.split import part_loads, split
 from weft.plan.strategies import parse
 from weft.schedule.measure import measure
 from weft.schedule.verify import verify
@@ -69,7 +74,7 @@ def test_the_bound_of_whole_heads_holds_in_front_of_a_ring_too():
     assert bounds == {"usp:2x2": pytest.approx(16 / 9), "usp:2x2+cuts": 1.0, "ring": 1.0}
 
 
-def test_seconds_of_a_deal_add_up_to_the_work_of_its_schedule():
+def test_seconds_of_an_assignment_add_up_to_the_work_of_its_schedule():
     mask = random_mask(5, 203, 203, block=16, density=0.4, seed=3)
     topology = Topology(devices=6, flops=1e9, tile_seconds=1e-6)
     problem = of(6, 203, 5)
@@ -84,3 +89,65 @@ def test_seconds_of_a_deal_add_up_to_the_work_of_its_schedule():
         assert ratio(np.round(np.array(mine) * 1e12)) == pytest.approx(
             measure(build(name, problem, mask, topology)).imbalance, rel=0.02
         )
+
+
+def evolving(seed: int, steps: int, heads: int = 6, blocks: int = 24) -> list[BlockMask]:
+    """Heads of different density, of whose tiles some change in each step."""
+    random = np.random.default_rng(seed)
+    share, scores = random.uniform(0.05, 0.6, (heads, 1, 1)), random.random((heads, blocks, blocks))
+    found: list[BlockMask] = []
+    for _ in range(steps):
+        scores = np.where(random.random(scores.shape) < 0.1, random.random(scores.shape), scores)
+        share = np.clip(share * random.lognormal(0, 0.1, share.shape), 0.02, 0.9)
+        found.append(BlockMask.from_tiles(scores < share, q_len=blocks * 8, kv_len=blocks * 8, block_q=8))
+    return found
+
+
+@settings(max_examples=30)
+@given(seed=st.integers(0, 10_000), name=st.sampled_from(["ulysses", "usp:2x2", "ring"]))
+def test_a_renewed_assignment_is_never_worse_on_its_own_mask(seed: int, name: str) -> None:
+    old, new = evolving(seed, 2)
+    problem, strategy, topology = of(4, old.q_len, 6), parse(f"{name}+balanced", 4), Topology.local(4)
+    before = Balancer(problem, old, topology).assign(strategy).assignment
+    balancer = Balancer(problem, new, topology)
+    after = balancer.renew(strategy, before)
+    assert after.fits(problem, new, strategy)
+    then, now = (step_ratio(balancer.cost_of(strategy, each).seconds) for each in (before, after))
+    assert now <= then * (1 + 1e-9)
+    assert balancer.renew(strategy, before) == after
+
+
+def test_what_is_balanced_stays_where_it_is() -> None:
+    mask = evolving(1, 1, heads=8, blocks=40)[0]
+    problem, strategy = of(4, mask.q_len, 8), parse("usp:2x2+balanced", 4)
+    balancer = Balancer(problem, mask, Topology.local(4))
+    before = balancer.renew(strategy, balancer.assign(strategy).assignment)
+    assert balancer.renew(strategy, before) is before
+
+
+def test_heads_are_assigned_by_the_loads_that_are_expected() -> None:
+    mask = BlockMask.from_tiles(np.tile(np.eye(16), (8, 1, 1)), q_len=256, kv_len=256, block_q=16)
+    problem, strategy = of(4, 256, 8), parse("ulysses+balanced", 4)
+    balancer = Balancer(problem, mask, Topology.local(4))
+    before = balancer.assign(strategy).assignment
+    expected = np.array([5, 5, 1, 1, 1, 1, 1, 1])
+    after = balancer.renew(strategy, before, expected)
+    loads = np.repeat(expected[:, None] * 16, 16, axis=1)
+    assert ratio(part_loads(before.heads, loads)) > 2
+    assert ratio(part_loads(after.heads, loads)) < 1.1
+    assert ratio(part_loads(after.heads, balancer.row_loads)) > 1.2, "not by those of the mask"
+
+
+TRACE = Path(__file__).parents[3] / "shared" / "data" / "wan_sparge_head_blocks.npz"
+
+
+@pytest.mark.skipif(not TRACE.exists(), reason="the trace lies beside the checkout")
+def test_few_cuts_make_real_heads_even() -> None:
+    counts = np.load(TRACE)["counts"].astype(np.int64)[::5].reshape(-1, 40)
+    ratios, cuts = [], []
+    for layer in counts:
+        loads = np.repeat(layer[:, None], 64, axis=1)
+        heads = split(loads, 8, enough=GOOD_HEADS)
+        ratios.append(ratio(part_loads(heads, loads)))
+        cuts.append(len({part.head for group in heads for part in group if part.rows is not None}))
+    assert np.mean(ratios) <= 1.0015 and np.mean(cuts) <= 0.5

@@ -44,7 +44,8 @@ def read_bytes(path: Path, *, limit: int = MAX_BYTES) -> bytes:
         if not stat.S_ISREG(status.st_mode):
             raise InputError(f"{path} is not a regular file.", hint="Give a file.")
         with path.open("rb") as stream:
-            data = stream.read(min(limit, status.st_size) + 1)  # that much is allocated
+            size = os.fstat(stream.fileno()).st_size  # of this one: another may have taken the first's place
+            data = stream.read(min(limit, size) + 1)  # that much is allocated
     except (OSError, ValueError) as error:  # ValueError: a name with a null byte
         if isinstance(error, InputError):
             raise
