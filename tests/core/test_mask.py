@@ -72,6 +72,16 @@ def test_heads_with_equal_patterns_share_one():
     assert of(tiles).bits.shape[0] == 2
 
 
+def test_patterns_are_told_apart_by_any_of_their_rows():
+    """Heads that differ in the middle row are known without a look at others; the rest must not be."""
+    tiles = np.zeros((3, 3, 3), dtype=bool)
+    tiles[1, 0, 0] = tiles[2, 2, 2] = True
+    assert of(tiles).pattern_of == (0, 1, 2) and np.array_equal(of(tiles).tiles, tiles)
+    tiles[:, 1, :2] = [[0, 0], [0, 1], [1, 0]]
+    assert of(tiles).pattern_of == (0, 1, 2) and np.array_equal(of(tiles).tiles, tiles)
+    assert of(tiles[[0, 1, 0]]).pattern_of == (0, 1, 0)
+
+
 def test_dense_is_one_tile_or_blocks():
     assert BlockMask.dense(3, 19, 11).grid == (3, 19, 11, 19, 11)
     assert BlockMask.dense(3, 19).grid == (3, 19, 19, 19, 19)
