@@ -23,7 +23,7 @@ from weft.masks.grid import TokenGrid
 from weft.masks.sta import sta_mask
 from weft.masks.svg import svg_mask
 from weft.plan.balance import bound, step_ratio
-from weft.plan.blocks import Dealt, contiguous, joint, tile_sums
+from weft.plan.blocks import Blocks, contiguous, joint, tile_sums
 from weft.plan.counts import head_loads, row_loads, tile_loads
 from weft.plan.cuts import cut
 from weft.plan.heads import natural, refined
@@ -49,7 +49,7 @@ class Judged(NamedTuple):
     """Of rows or columns, whichever move more; mean over slices."""
 
 
-def _judge(tiles: IntArray, ring: int, dealt: Dealt) -> Judged:
+def _judge(tiles: IntArray, ring: int, dealt: Blocks) -> Judged:
     homes = contiguous(tiles.shape[1], ring), contiguous(tiles.shape[2], ring)
     moved = [float((groups != home).mean()) for groups, home in zip(dealt, homes, strict=True)]
     return Judged(step_ratio(tile_sums(tiles, *dealt, ring)), max(moved))
@@ -63,11 +63,11 @@ def _balance_rows(masks: Sequence[BlockMask], slices: int, ring: int) -> list[Ro
     for mask in masks:
         heads = head_loads(mask)
         tiles = tile_loads(mask, refined(heads, slices))
-        unmoved = Dealt(*(np.tile(contiguous(size, ring), (slices, 1)) for size in tiles.shape[1:]))
+        rows, cols = (np.tile(contiguous(size, ring), (slices, 1)) for size in tiles.shape[1:])
         ours.append(_judge(tiles, ring, joint(tiles, ring)))
         peer.append(_judge(tiles, ring, dbsp_blocks(tiles, ring, reward=2)))
         free = _judge(tiles, ring, dbsp_blocks(tiles, ring, reward=0))
-        still = _judge(tile_loads(mask, natural(HEADS, slices)), ring, unmoved)
+        still = _judge(tile_loads(mask, natural(HEADS, slices)), ring, (rows, cols))
         others.append((free.ratio, still.ratio))
         limits.append(bound(heads, slices))
     free, still = 100 * (np.max(others, axis=0) - 1)
@@ -116,7 +116,7 @@ def _local_rows() -> list[Row]:
                 case=f"{name}, ring of 8: remote keys that cuts by load need",
                 measured=ours,
                 unit="%",
-                peer=100 * needed_fraction(mask, peer.rows[0], peer.cols[0]),
+                peer=100 * needed_fraction(mask, peer[0][0], peer[1][0]),
                 peer_name=PEER,
                 limit=plain,
                 bar=f"≤ {NEEDED} × equal cuts (limit)",
@@ -144,10 +144,10 @@ def _time_rows(masks: Sequence[BlockMask]) -> list[Row]:
         def count(mask: BlockMask, slices: int = slices) -> IntArray:
             return tile_loads(mask, refined(head_loads(mask), slices))
 
-        def plan(mask: BlockMask, ring: int = ring, count: Count = count) -> Dealt:
+        def plan(mask: BlockMask, ring: int = ring, count: Count = count) -> Blocks:
             return joint(count(mask), ring)
 
-        def greedy(mask: BlockMask, ring: int = ring, count: Count = count) -> Dealt:
+        def greedy(mask: BlockMask, ring: int = ring, count: Count = count) -> Blocks:
             return dbsp_blocks(count(mask), ring)
 
         plan(masks[0])

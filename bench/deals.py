@@ -1,6 +1,6 @@
-"""Balancer of heads and blocks as others have published them, for weft's planner to be compared with.
+"""Deals of heads and blocks as others have published them, for weft's planner to be compared with.
 
-db-SP balancer heads greedily too: that is `plan.heads.greedy`, from which weft's own begins.
+db-SP deals heads greedily too: that is `plan.heads.greedy`, from which weft's own begins.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-from weft.plan.online import Plans, Policy, ratios
 
 from weft.core.indices import IntArray, split_evenly
 from weft.core.schedule import Schedule
 from weft.plan.assignment import Assignment, assemble, home
+from weft.plan.balance import ratio
 from weft.plan.balanced import Balancer
-from weft.plan.blocks import Dealt, contiguous
+from weft.plan.blocks import Blocks, contiguous
 from weft.plan.counts import head_loads
-from weft.plan.heads import Groups, greedy
+from weft.plan.heads import Groups, greedy, group_loads
 from weft.plan.split import whole
 from weft.plan.strategies import parse
 from weft.schedule.usp import usp
@@ -37,10 +37,10 @@ def snake(loads: npt.ArrayLike, groups: int) -> Groups:
 def dbsp_schedule(balancer: Balancer, way: str) -> Schedule:
     """Equal counts of heads by greedy, then db-SP's biased greedy on blocks, reward 2."""
     problem, mask, strategy = balancer.problem, balancer.mask, parse(way, balancer.problem.ranks)
-    shares = whole(greedy(head_loads(mask, balancer.cost), strategy.ulysses))
+    heads = whole(greedy(head_loads(mask, balancer.cost), strategy.ulysses))
     homes = home(problem.q, mask.block_q, strategy.mesh), home(problem.kv, mask.block_k, strategy.mesh)
-    rows, cols = dbsp_blocks(balancer.tiles(shares), strategy.ring, *homes)
-    assignment = Assignment(shares, rows, cols, mask.block_q, mask.block_k)
+    rows, cols = dbsp_blocks(balancer.tiles(heads), strategy.ring, *homes)
+    assignment = Assignment(heads, rows, cols, mask.block_q, mask.block_k)
     return usp(problem, mask, strategy.mesh, assemble(problem, mask, strategy.mesh, assignment), name="db-SP")
 
 
@@ -51,7 +51,7 @@ def dbsp_blocks(
     home_cols: IntArray | None = None,
     *,
     reward: int = 2,
-) -> Dealt:
+) -> Blocks:
     """db-SP's: rows by row sums and columns by column sums over all heads, one permutation.
 
     Heaviest first, each to the least loaded rank with a free slot, where its home counts as lighter by
@@ -62,8 +62,8 @@ def dbsp_blocks(
         contiguous(size, ring) if home is None else home
         for size, home in zip(tile_loads.shape[1:], (home_rows, home_cols), strict=True)
     )
-    dealt = [_biased(*both, ring, reward) for both in zip(loads, homes, strict=True)]
-    return Dealt(*(np.tile(groups, (len(tile_loads), 1)) for groups in dealt))
+    rows, cols = (_biased(*both, ring, reward) for both in zip(loads, homes, strict=True))
+    return np.tile(rows, (len(tile_loads), 1)), np.tile(cols, (len(tile_loads), 1))
 
 
 def _biased(loads: IntArray, homes: IntArray, ring: int, reward: int) -> IntArray:
@@ -84,19 +84,20 @@ class DbspPolicy:
     """db-SP's way through a denoising loop: all layers anew once their mean ratio is past `PAST`."""
 
     def __init__(self, plans: Sequence[Groups]) -> None:
-        self.plans: Plans = tuple(plans)
+        self.plans = tuple(plans)
 
-    def observe(self, counts: IntArray) -> Plans:
-        if ratios(self.plans, counts).mean() > PAST:
-            pairs = zip(self.plans, counts, strict=True)
+    def observe(self, counts: npt.ArrayLike) -> tuple[Groups, ...]:
+        """Return the plans of the next step, after one of counts [layers, heads]."""
+        pairs = list(zip(self.plans, np.asarray(counts), strict=True))
+        if np.mean([ratio(group_loads(plan, row)) for plan, row in pairs]) > PAST:
             self.plans = tuple(greedy(row, len(plan)) for plan, row in pairs)
         return self.plans
 
-
-def replay(policy: Policy, counts: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    """[steps, layers]: the ratio of each layer in each step of a recorded run, under plans made before it."""
-    found: list[npt.NDArray[np.float64]] = []
-    for step in np.asarray(counts):
-        found.append(ratios(policy.plans, step))
-        policy.observe(step)
-    return np.stack(found)
+    def replay(self, counts: IntArray) -> npt.NDArray[np.float64]:
+        """Return the ratios [steps, layers] of a recorded run, each step under the plans made before it."""
+        found: list[list[float]] = []
+        for step in counts:
+            pairs = zip(self.plans, step, strict=True)
+            found.append([ratio(group_loads(plan, row)) for plan, row in pairs])
+            self.observe(step)
+        return np.array(found)

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -16,10 +17,11 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 from bench.rows import Took, take_turns
-from weft.models import flow
+from weft.core.layout import Layout
+from weft.models import attend, flow
+from weft.models.context import AttentionContext
 from weft.models.dit import DiTConfig, VideoDiT
 from weft.models.parallelize import parallelize
-from weft.models.context import AttentionContext
 from weft.run.switch import switch
 from weft.train.costs import Costs
 from weft.train.dispatcher import Dispatcher
@@ -71,20 +73,30 @@ class Case:
         return [np.resize(NEEDED[layer], self.heads).tolist() for layer in layers]
 
 
-class Without:
+def without(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
     """No attention: what is left is the rest of the step."""
-
-    def attend(self, where: AttentionContext, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # noqa: ARG002 - a method's
-        return v + 0 * (q + k)
+    return v + 0 * (q + k)
 
 
-class Ulysses:
+def ulysses(q: Tensor, k: Tensor, v: Tensor, *, tokens: Layout, mesh: Any, **_: Any) -> Tensor:
     """All tokens of some heads by torch's attention, and back; in which order tokens are does not matter."""
+    dims = {"batch": q.shape[0], "head": q.shape[1], "token": tokens.size, "dim": q.shape[3]}
+    q, k, v = (switch(x, "token", "head", dims=dims, mesh=mesh) for x in (q, k, v))
+    return switch(F.scaled_dot_product_attention(q, k, v), "head", "token", dims=dims, mesh=mesh)
 
-    def attend(self, where: AttentionContext, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        dims = {"batch": q.shape[0], "head": q.shape[1], "token": where.layout.size, "dim": q.shape[3]}
-        q, k, v = (switch(x, "token", "head", dims=dims, mesh=where.world) for x in (q, k, v))
-        return switch(F.scaled_dot_product_attention(q, k, v), "head", "token", dims=dims, mesh=where.world)
+
+INSTEAD = {REST: without, ULYSSES: ulysses}
+"""What is called in place of weft's attention."""
+
+
+class NeverSparse:
+    """Dense attention everywhere; with it attentions of one process are seen too."""
+
+    def mask(self, *_: Any) -> None:
+        return None
+
+    def finish(self, ctx: AttentionContext, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:  # noqa: ARG002 - the protocol's
+        return out
 
 
 class Told(Dispatcher):
@@ -105,11 +117,12 @@ class Step:
         self.model, self.sparse = VideoDiT(config), None
         for layer in (self.model.modulate, self.model.head):  # from 0 on, nothing of attention would count
             nn.init.normal_(layer.weight, std=0.02)
-        method: Any = {REST: Without(), ULYSSES: Ulysses()}.get(name)
+        self.attention = INSTEAD.get(name, attend.attention)
+        sparse: Any = NeverSparse() if name in INSTEAD else None
         if name in SPARSE:
-            method = self.sparse = _dsv(name, case)
-        if method is not None or case.ranks > 1:
-            parallelize(self.model, sparse=method, plan="ulysses" if name == WEFT else "auto", cfg="off")
+            sparse = self.sparse = _dsv(name, case)
+        if sparse is not None or case.ranks > 1:
+            parallelize(self.model, sparse=sparse, plan="ulysses" if name == WEFT else "auto", cfg="off")
         self.optimiser = adamw(self.model.parameters(), TrainPart())
         self.words = torch.ones(1, config.length, dtype=torch.long)
         frames, height, width = config.video
@@ -127,7 +140,8 @@ class Step:
         if self.sparse is not None:
             self.sparse.begin(self.number)
         random = torch.Generator().manual_seed(self.number)
-        loss = flow.loss(self.model, video, self.words, generator=random)
+        with patch.object(attend, "attention", self.attention):
+            loss = flow.loss(self.model, video, self.words, generator=random)
         loss.backward()
         _average([p.grad for p in self.model.parameters() if p.grad is not None])
         clip_grad_norm_(self.model.parameters(), 1.0)

@@ -19,8 +19,8 @@ def test_snake_goes_there_and_back():
 def test_dbsp_blocks_by_hand():
     """Rows 5 4 3 1 at homes 0 0 1 1: by load alone 5 | 4 3 | 1, and with the reward 5 and 4 stay."""
     tiles = np.array([[[5], [4], [3], [1]]])
-    assert dbsp_blocks(tiles, 2, reward=0).rows.tolist() == [[0, 1, 1, 0]]
-    assert dbsp_blocks(tiles, 2, reward=2).rows.tolist() == [[0, 0, 1, 1]]
+    assert dbsp_blocks(tiles, 2, reward=0)[0].tolist() == [[0, 1, 1, 0]]
+    assert dbsp_blocks(tiles, 2, reward=2)[0].tolist() == [[0, 0, 1, 1]]
 
 
 @settings(max_examples=20, deadline=None)
