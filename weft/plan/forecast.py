@@ -95,7 +95,7 @@ class Forecast:
         signal = change - 2 * error * (1 - correlation)
         if signal < SURE * sqrt(2 / sum(each.size for each in shown)) * change:
             signal = _mean_square(seen) * (1 - trend**2)
-        unknown = error * (1 - correlation**2)
+        unknown = _mean_square([now - correlation * before for now, before in pairs]) if pairs else error
         return (signal / (signal + unknown) if signal + unknown else 0.0), correlation
 
 
