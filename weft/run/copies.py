@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.core.indices import Indices, IntArray
+from weft.core.indices import Indices, IntArray, runs_in
 from weft.core.schedule import Piece
 from weft.program.slots import Positions, Slot
 from weft.program.steps import Segment
@@ -267,7 +267,7 @@ def _stretches(indices: Indices, ends: list[slice | IntArray]) -> list[Indices]:
     for at in ends:
         if isinstance(at, np.ndarray):
             broken |= np.diff(at) != 1
-    return [Indices.of(part.tolist()) for part in np.split(indices.array, np.flatnonzero(broken) + 1)]
+    return [Indices(runs_in(part)) for part in np.split(indices.array, np.flatnonzero(broken) + 1)]
 
 
 def _same(a: Piece, b: Piece) -> bool:
