@@ -67,6 +67,11 @@ class Blocks:
     def active(self) -> Tensor:
         """The same as booleans [heads, q blocks, kv blocks], on the device of the list."""
         rows, nowhere = self.heads * self.q_blocks, self.heads * self.q_blocks * self.kv_blocks
+        if self.kv.device == _HOST:
+            starts, tiles = self.starts.numpy(), np.zeros(nowhere, dtype=np.bool_)
+            first = np.repeat(np.arange(rows) * self.kv_blocks, np.diff(starts))
+            tiles[first + self.kv.numpy()[: starts[-1]]] = True
+            return torch.from_numpy(tiles.reshape(self.heads, self.q_blocks, self.kv_blocks))
         at = torch.arange(self.kv.shape[0], dtype=torch.int32, device=self.kv.device)
         row = torch.searchsorted(self.starts[1:], at, right=True)
         places = torch.where(row < rows, row * self.kv_blocks + self.kv, nowhere)
@@ -77,7 +82,8 @@ class Blocks:
     @cached_property
     def inverted(self) -> Blocks:
         """By kv block: the q blocks that read it. Gradients of keys need no atomic additions with it."""
-        return Blocks.of(self.active.mT, room=self.kv.shape[0])
+        turned = self.active.mT
+        return Blocks.of(turned.numpy() if turned.device == _HOST else turned, room=self.kv.shape[0])
 
     @cached_property
     def order(self) -> Tensor:
