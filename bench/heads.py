@@ -175,15 +175,19 @@ def replay_with_prior(counts: Counts, seed: int) -> npt.NDArray[np.float64]:
         return replay(counts, folder)[0]
 
 
+def planner_of(ranks: int, folder: str) -> Planner:
+    """Return the planner of a rank 0 whose other ranks hold whatever it does; it stores in a folder."""
+    comm: Any = Transport(0, ranks, collective=True)
+    with patch.dict(os.environ, XDG_CACHE_HOME=folder):
+        return Planner(comm, lambda _: dist.HashStore())  # pyright: ignore[reportPrivateImportUsage]
+
+
 def replay(counts: Counts, folder: str) -> tuple[npt.NDArray[np.float64], float]:
     """Return the ratios [steps, layers] of a run by the planner's rank 0, and the CPU seconds of planning.
 
     Each plan is ready for the next step. Runs that share a folder know what the last one has stored there.
     """
-    problem = problem_of(counts.shape[2])
-    comm: Any = Transport(0, RANKS, collective=True)
-    with patch.dict(os.environ, XDG_CACHE_HOME=folder):
-        planner = Planner(comm, lambda _: dist.HashStore())  # pyright: ignore[reportPrivateImportUsage]
+    problem, planner = problem_of(counts.shape[2]), planner_of(RANKS, folder)
     places = [Place("wan", layer, 0, "sparge") for layer in range(counts.shape[1])]
     seconds = 0.0
     for step, layers in enumerate(counts):
