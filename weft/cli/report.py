@@ -128,15 +128,18 @@ def _asked(name: str, ask: Callable[[str], Workload]) -> Workload:
 def _read_case(name: str, topology: str, *, alone: bool) -> Case:
     """A trace, with the schedule that lies beside it; or a schedule, simulated."""
     from weft.core.schedule import Schedule
+    from weft.plan.explanation import Explanation
     from weft.report.sources import measured, simulated
 
     path = Path(name)
     if path.is_dir() or path.suffix == ".jsonl":
-        saved = (path if path.is_dir() else path.parent) / "schedule.json"
+        folder = path if path.is_dir() else path.parent
+        saved, plans = folder / "schedule.json", folder / "plans.json"
         schedule = Schedule.load(saved) if saved.is_file() else None
+        explained = Explanation.load(plans) if plans.is_file() else None
         timeline, cluster = _timeline(path), read_topology(topology) if topology else None
         # Beside a model or a schedule, --topology is what that is simulated on.
-        return measured(timeline, schedule, cluster if alone else None)
+        return measured(timeline, schedule, cluster if alone else None, explained)
     schedule = Schedule.load(path)
     return simulated(schedule, _cluster(topology, schedule))
 

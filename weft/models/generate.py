@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import asdict
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -52,7 +53,8 @@ def generate(request: Request) -> dict[str, Any]:
     try:
         with checkpoint.quiet_libraries() if comm.rank and "diffusers" in sys.modules else nullcontext():
             frames = _call(pipe, given, progress)
-        explained = broadcast_json(explain(pipe).as_json())  # rank 0 has planned
+        found = explain(pipe)
+        explained = broadcast_json({**asdict(found), "gain": found.gain})  # rank 0 has planned
     finally:
         restore(pipe)
     if not progress.done:  # a pipeline that tells of no steps is one

@@ -24,11 +24,13 @@ from weft.models.adapter import Adapter, put, unwrapped
 from weft.models.adapters import adapter_of, knows
 from weft.models.clock import Clock
 from weft.models.decode import spread
+from weft.models.explain import explained
 from weft.models.guidance import Guidance
 from weft.models.latte import Switching
 from weft.models.randomness import share_numbers
 from weft.models.region import Region
 from weft.models.sparsity import Sparsity, sparse_attention
+from weft.run import trace
 from weft.run.devices import check_devices
 from weft.run.world import World, axes_of, is_launched, world_of
 
@@ -174,8 +176,12 @@ class Woven:
             world.planner.save()
         for guidance in self._guidance:
             guidance.forget()
-        for sparsity in self.sparsities if tell else ():
+        if not tell:
+            return
+        for sparsity in self.sparsities:
             sys.stderr.write(f"weft: {sparsity.summary()}\n")
+        if self.sparsities and hasattr(trace.active, "keep_plans"):
+            trace.active.keep_plans(explained(self))  # type: ignore[union-attr]
 
     def undo(self) -> None:
         while self._undo:

@@ -15,6 +15,7 @@ from weft.core.topology import Topology
 from weft.plan.balance import ratio
 from weft.plan.balanced import Balancer
 from weft.plan.choose import build
+from weft.plan.explanation import Explanation
 from weft.plan.strategies import parse
 from weft.program.workspace import peak_memory
 from weft.report.path import critical_path
@@ -50,6 +51,8 @@ class Case:
     scaling: tuple[Point, ...] = ()
     traced: Timeline | None = None
     """All calls of a traced run; `timeline` is one of them."""
+    explained: Explanation | None = None
+    """Of a pipeline whose masks changed: the plan of each layer and what it gained."""
 
     @property
     def source(self) -> str:

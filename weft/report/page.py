@@ -39,7 +39,7 @@ def page(
         missing,
         summary=_summary(cases),
         verdict=f"<p>{escape(verdict(cases))}</p>",
-        tables=_plans(cases) + "".join(map(_ranks, cases)),
+        tables=_plans(cases) + "".join(_layer_plans(case) + _ranks(case) for case in cases),
         footer=f"{FOOTER} · every span: open {_codes(traces)} in ui.perfetto.dev",
     )
 
@@ -206,6 +206,15 @@ def _plans(cases: Sequence[Case]) -> str:
     ]
     head = ["plan", "attention", "exposed", "imbalance in time", "inside", "between", "memory"]
     return f"<details open><summary>Plans, the fastest first</summary>{_table(head, rows)}</details>"
+
+
+def _layer_plans(case: Case) -> str:
+    """What each layer ran by, and how much longer it would have taken by its first plan."""
+    if case.explained is None or not case.explained.layers:
+        return ""
+    rows = [[layer.place, layer.plan, *layer.numbers, str(layer.changed)] for layer in case.explained.layers]
+    table = _table(["layer", "plan", "imbalance", "by its first plan", "gain", "changed"], rows)
+    return f"<details open><summary>Plans by layer of {escape(case.name)}</summary>{table}</details>"
 
 
 def _ranks(case: Case) -> str:

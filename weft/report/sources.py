@@ -11,11 +11,17 @@ from weft.core.errors import InputError
 from weft.core.schedule import Schedule
 from weft.core.timeline import Timeline
 from weft.core.topology import Topology
+from weft.plan.explanation import Explanation
 from weft.report.case import Case, by_call, is_backward
 from weft.report.sweep import Point, on_ranks, resized, sizes_up_to, sweep
 
 
-def measured(timeline: Timeline, schedule: Schedule | None = None, topology: Topology | None = None) -> Case:
+def measured(
+    timeline: Timeline,
+    schedule: Schedule | None = None,
+    topology: Topology | None = None,
+    explained: Explanation | None = None,
+) -> Case:
     """A traced run; with its schedule there are masks, loads and memory too."""
     for known, what in (
         (schedule and schedule.problem.ranks, "schedule"),
@@ -27,7 +33,8 @@ def measured(timeline: Timeline, schedule: Schedule | None = None, topology: Top
                 hint="Give what it ran with, or leave it out.",
             )
     timeline = replace(timeline, name=timeline.name or "run")
-    return Case(timeline.name, one_call(timeline), schedule, topology, traced=timeline)
+    call = one_call(timeline)
+    return Case(timeline.name, call, schedule, topology, traced=timeline, explained=explained)
 
 
 def one_call(timeline: Timeline) -> Timeline:

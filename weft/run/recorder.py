@@ -16,8 +16,10 @@ import torch
 import torch.distributed as dist
 
 from weft.core.codec import dumps
+from weft.core.mask import AnyMask
 from weft.core.schedule import Schedule
 from weft.core.timeline import Span, Timeline
+from weft.plan.explanation import Explanation
 from weft.program.steps import Attention, Gradient, Post, Program, View, Wait, span_name
 from weft.run.bind import Bound, Frame
 from weft.run.clocks import Clock, align, clock_of
@@ -155,7 +157,8 @@ class Recorder:
         self.saved.unlink(missing_ok=True)
         if len(self.schedules) == 1:
             (only,) = self.schedules.values()
-            if only.problem.ranks == self.ranks and only.mask is not None:
+            # One for any mask says nothing of the loads of those that ran.
+            if only.problem.ranks == self.ranks and not isinstance(only.mask, AnyMask | None):
                 self.saved.write_text(dumps(only), encoding="utf-8")
 
     def _head(self) -> str:
@@ -179,6 +182,11 @@ class Tracer:
 
     def run(self, bound: Bound, frame: Frame) -> None:
         self._recorder(frame.comm).run(bound, frame)
+
+    def keep_plans(self, plans: Explanation) -> None:
+        """Write the plans of a run by layer beside its trace, for reports; rank 0 has them."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        (self.directory / "plans.json").write_text(plans.json(), encoding="utf-8")
 
     def close(self) -> None:
         for recorder in self.recorders.values():
