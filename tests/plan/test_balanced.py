@@ -1,5 +1,6 @@
 """Balanced partitions through the whole spine: exact, proved by `verify`, and lighter on the busiest rank."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from weft.core.topology import Topology
 from weft.masks.random import random_mask
 from weft.plan.balance import ratio, step_ratio
 from weft.plan.balanced import GOOD_HEADS, Balancer
+from weft.plan.blocks import tile_sums
 from weft.plan.choose import build
 from weft.plan.split import part_loads, split
 from weft.plan.strategies import parse
@@ -151,3 +153,28 @@ def test_few_cuts_make_real_heads_even() -> None:
         ratios.append(ratio(part_loads(heads, loads)))
         cuts.append(len({part.head for group in heads for part in group if part.rows is not None}))
     assert np.mean(ratios) <= 1.0015 and np.mean(cuts) <= 0.5
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_costs_are_the_sums_of_the_table_of_tiles(seed):
+    """Heads cut by rows and ragged last blocks among them."""
+    rng = np.random.default_rng(seed)
+    tiles = rng.random((3, 13, 11)) < np.array([0.02, 0.3, 1.0])[:, None, None]
+    mask = BlockMask.from_tiles(tiles, q_len=12 * 8 + 3, kv_len=10 * 16 + 5, block_q=8, block_k=16)
+    q, kv = Layout.even(mask.q_len, 6), Layout.even(mask.kv_len, 6)
+    problem = Problem(batch=1, heads=3, kv_heads=3, head_dim=8, q=q, kv=kv)
+    strategy = parse("usp:2x3+balanced", 6)
+    balancer = Balancer(problem, mask, Topology.local(6))
+    assignment = balancer.assign(strategy).assignment
+    assert any(part.rows for group in assignment.heads for part in group)
+    rows, cols = rng.integers(3, size=(2, 13)), rng.integers(3, size=(2, 11))
+    moved = replace(assignment, rows=rows, cols=cols)
+    cost, table = balancer.cost_of(strategy, moved), balancer.tiles(moved.heads)
+    sums = tile_sums(table, rows, cols, 3)
+    assert np.allclose(cost.seconds / cost.seconds.sum(), sums / sums.sum(), rtol=1e-12)
+    read = [
+        table[u][rows[u] == rank][:, cols[u] != rank].any(axis=0).sum() / (cols[u] != rank).sum()
+        for u in range(2)
+        for rank in range(3)
+    ]
+    assert cost.needed == pytest.approx(np.mean(read))

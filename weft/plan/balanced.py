@@ -17,12 +17,12 @@ from weft.core.problem import Problem
 from weft.core.topology import Topology
 from weft.plan.assignment import Assigned, Assignment, check_fit, home
 from weft.plan.balance import bound, ratio, step_ratio
-from weft.plan.blocks import Limits, joint, tile_sums
+from weft.plan.blocks import Limits, joint
 from weft.plan.counts import TileCost, head_loads, row_loads, tile_loads
 from weft.plan.cuts import cut
 from weft.plan.heads import natural as in_order
 from weft.plan.partition import natural_assignment
-from weft.plan.split import Heads, part_loads, split, whole
+from weft.plan.split import HeadPart, Heads, part_loads, split, whole
 from weft.plan.strategy import Strategy
 
 PAIR = 16  # the cost of a token pair; a tile's fixed cost is rounded to sixteenths of it
@@ -107,11 +107,10 @@ class Balancer:
             if part_loads(better, loads).max() < part_loads(heads, loads).max():
                 heads = better
         rows, cols = now.rows, now.cols
-        if strategy.ring > 1:
-            tiles = self.tiles(heads)
-            if step_ratio(tile_sums(tiles, rows, cols, strategy.ring)) > DRIFT_BLOCKS:
-                at_home = self._home(strategy.mesh_on(self.topology))
-                rows, cols = joint(tiles, strategy.ring, *at_home, limits=LIMITS, start=(rows, cols))
+        ring = strategy.ring
+        if ring > 1 and step_ratio(self._sums(heads, rows, cols, ring)[0]) > DRIFT_BLOCKS:
+            at_home = self._home(strategy.mesh_on(self.topology))
+            rows, cols = joint(self.tiles(heads), ring, *at_home, limits=LIMITS, start=(rows, cols))
         found = Assignment(heads, rows, cols, now.q_unit, now.kv_unit)
         return now if found == now else found
 
@@ -123,11 +122,45 @@ class Balancer:
         if strategy.balance == "none":  # in units of the mask, though tokens of dense ones are not
             rows, cols = (np.broadcast_to(x, (strategy.ulysses, x.size)) for x in at_home)
         # Where blocks stay whole rows of a slice, heads are all there is to add up.
-        tiles = self.tiles(heads) if ring > 1 else part_loads(heads, self.row_loads)[:, None, None]
+        sums, needed = part_loads(heads, self.row_loads)[:, None, None], 0.0
+        if ring > 1:
+            sums, needed = self._sums(heads, rows, cols, ring)
         moved = tuple(float((now != there).mean()) for now, there in zip((rows, cols), at_home, strict=True))
-        sums = tile_sums(tiles, rows, cols, ring) if ring > 1 else tiles
         seconds = sums.astype(np.float64) * self._unit_seconds
-        return Assigned(assignment, seconds, (moved[0], moved[1]), _needed(tiles, rows, cols, ring))
+        return Assigned(assignment, seconds, (moved[0], moved[1]), needed)
+
+    def _sums(self, heads: Heads, rows: IntArray, cols: IntArray, ring: int) -> tuple[IntArray, float]:
+        """Return loads [slices, row groups, column groups], and the share of others' keys that a rank reads.
+
+        As `tile_sums` of `tiles`, without the table of them.
+        """
+        found = np.empty((len(heads), ring, ring), dtype=np.int64)
+        shares: list[float] = []
+        for sums, group, row, col in zip(found, heads, rows, cols, strict=True):
+            loads = self._row_sums(group, row, ring)
+            for rank in range(ring):
+                there = col == rank
+                sums[:, rank] = loads[:, there].sum(axis=1)
+                shares.append(float((loads[rank, ~there] > 0).sum() / max(1, (~there).sum())))
+        return found, float(np.mean(shares))
+
+    def _row_sums(self, group: tuple[HeadPart, ...], rows: IntArray, ring: int) -> IntArray:
+        """[row groups, kv units]: the loads of a slice; only the last of its rows may have another size."""
+        grid = self.grid
+        inner, last = self.cost.of(grid.row_sizes[[0, -1]], grid.col_sizes)
+        found = np.zeros((ring, grid.kv_blocks), dtype=np.int64)
+        uncut = [part.head for part in group if part.rows is None]
+        for heads, part in [(uncut, None), *(([p.head], p.rows) for p in group if p.rows is not None)]:
+            counts = grid.counts(heads)
+            taken = rows
+            if part is not None:
+                taken = np.full(rows.shape, ring)  # nobody's
+                taken[part.array] = rows[part.array]
+            for rank in range(ring):
+                found[rank] += counts[:-1][taken[:-1] == rank].sum(axis=0, dtype=np.int64) * inner
+            if taken[-1] < ring:
+                found[taken[-1]] += counts[-1] * last
+        return found
 
     def _home(self, mesh: Mesh) -> tuple[IntArray, IntArray]:
         """The ring coordinates that hold the blocks of queries and of keys."""
@@ -164,16 +197,3 @@ class Balancer:
         """The least imbalance: whole heads have a bound, blocks and split heads hardly any."""
         loads = head_loads(self.grid, self.cost)
         return bound(loads, strategy.ulysses, splittable=strategy.balance in BY_LOAD)
-
-
-def _needed(tiles: IntArray, rows: IntArray, cols: IntArray, ring: int) -> float:
-    """Mean over ranks of the share of columns, held by others, that any of its tiles reads."""
-    if ring == 1:
-        return 0.0
-    shares: list[float] = []
-    for load, row, col in zip(tiles, rows, cols, strict=True):
-        for rank in range(ring):
-            remote = col != rank
-            touched = load[row == rank].any(axis=0) & remote
-            shares.append(float(touched.sum() / max(1, remote.sum())))
-    return float(np.mean(shares))
