@@ -178,7 +178,7 @@ def replay_with_prior(counts: Counts, seed: int) -> npt.NDArray[np.float64]:
 def planner_of(ranks: int, folder: str) -> Planner:
     """Return the planner of a rank 0 whose other ranks hold whatever it does; it stores in a folder."""
     comm: Any = Transport(0, ranks, collective=True)
-    with patch.dict(os.environ, XDG_CACHE_HOME=folder):
+    with patch.dict(os.environ, WEFT_PLANS=folder):
         return Planner(comm, lambda _: dist.HashStore())  # pyright: ignore[reportPrivateImportUsage]
 
 
