@@ -21,6 +21,7 @@ from weft.plan.split import part_loads, split
 from weft.plan.strategies import parse
 from weft.schedule.measure import measure
 from weft.schedule.verify import verify
+from weft.simulate.clusters import cluster
 
 
 def of(ranks: int, tokens: int, heads: int) -> Problem:
@@ -178,3 +179,20 @@ def test_costs_are_the_sums_of_the_table_of_tiles(seed):
         for rank in range(3)
     ]
     assert cost.needed == pytest.approx(np.mean(read))
+
+
+@pytest.mark.parametrize(("last", "machines", "cuts"), [(66, 1, 1), (66, 2, 0), (150, 1, 1), (150, 2, 1)])
+def test_between_machines_heads_are_cut_for_more(last, machines, cuts):
+    """Three heads of 60 rows and one of 66 or of 150 on four ranks: 1.07 or 1.82 with whole heads."""
+    tiles = np.zeros((4, 160, 8), dtype=bool)
+    for head, rows in enumerate((60, 60, 60, last)):
+        tiles[head, :rows] = True
+    mask = BlockMask.from_tiles(tiles, q_len=160 * 8, kv_len=8 * 8, block_q=8)
+    layouts = Layout.even(mask.q_len, 4), Layout.even(mask.kv_len, 4)
+    problem = Problem(batch=1, heads=4, kv_heads=4, head_dim=8, q=layouts[0], kv=layouts[1])
+    topology = cluster("4xh100" if machines == 1 else "2x2xh100")
+    assert topology.machines == machines
+    balancer, strategy = Balancer(problem, mask, topology), parse("ulysses+balanced", 4)
+    first = balancer.assign(strategy).assignment
+    for found in (first, balancer.renew(strategy, first)):
+        assert (sum(len(group) for group in found.heads) > 4) == bool(cuts)

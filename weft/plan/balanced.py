@@ -28,6 +28,7 @@ from weft.plan.strategy import Strategy
 PAIR = 16  # the cost of a token pair; a tile's fixed cost is rounded to sixteenths of it
 GOOD = 1.02  # splitting a head sends its keys once more: not for less than this
 GOOD_HEADS = 1.003  # of masks that change: a step's forecast is nearer than that
+GOOD_FAR = 1.1  # of several machines: sending a head's keys once more takes a tenth of an attention
 DRIFT = 1.003  # of heads: assigning them anew moves nothing that would not move anyway
 DRIFT_BLOCKS = 1.015  # of ring steps: blocks that stay at home need not be sent
 LIMITS = Limits(cap=1.1)  # a little more room than the default: with few blocks a swap moves much
@@ -89,7 +90,7 @@ class Balancer:
         heads = whole(in_order(self.problem.heads, strategy.ulysses))
         if strategy.balance in BY_LOAD:
             loads = np.rint(shares[:, None] * grid.row_sizes * grid.kv_len * PAIR).astype(np.int64)
-            heads = split(loads, strategy.ulysses, enough=GOOD_HEADS)
+            heads = split(loads, strategy.ulysses, enough=self._enough(GOOD_HEADS))
         return Assignment(heads, rows, cols, grid.block_q, grid.block_k)
 
     def renew(self, strategy: Strategy, now: Assignment, expected: IntArray | None = None) -> Assignment:
@@ -103,7 +104,7 @@ class Balancer:
             loads = np.rint(loads * (scale / scale.min())[:, None]).astype(np.int64)
         heads = now.heads
         if ratio(part_loads(heads, loads)) > DRIFT:
-            better = split(loads, strategy.ulysses, enough=GOOD_HEADS)
+            better = split(loads, strategy.ulysses, enough=self._enough(GOOD_HEADS))
             if part_loads(better, loads).max() < part_loads(heads, loads).max():
                 heads = better
         rows, cols = now.rows, now.cols
@@ -174,11 +175,15 @@ class Balancer:
             return plain
         if groups not in self._heads:
             loads = self.row_loads
-            better = split(loads, groups, enough=GOOD)
+            better = split(loads, groups, enough=self._enough(GOOD))
             # Equally good is the same plan: it is not built and listed twice.
             is_better = part_loads(better, loads).max() < part_loads(plain, loads).max()
             self._heads[groups] = better if is_better else plain
         return self._heads[groups]
+
+    def _enough(self, near: float) -> float:
+        """Return the imbalance from which heads are split."""
+        return near if self.topology.machines == 1 else max(near, GOOD_FAR)
 
     def tiles(self, heads: Heads) -> IntArray:
         """[slices, q units, kv units] of cost."""
