@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from weft.core.indices import Indices
 from weft.core.mask import BlockMask, BoolArray, HeadRuns
 from weft.core.schedule import Attend, Piece
 
@@ -101,7 +102,9 @@ def _host_blocks(active: BoolArray) -> Blocks:
     heads, q_blocks, kv_blocks = active.shape
     flat = active.reshape(-1, kv_blocks)
     starts = np.zeros(len(flat) + 1, dtype=np.int32)
-    kv = np.empty(np.count_nonzero(flat), dtype=np.int32)
+    # Torch's memory: NumPy asks for huge pages, and a system that has to make them takes longer than all else.
+    listed = torch.empty(np.count_nonzero(flat), dtype=torch.int32)
+    kv = listed.numpy()
     # Some rows at a time, whose places stay in a cache: fresh memory for all of them would cost more.
     at_once = max(1, PLACES_AT_ONCE // max(1, kv_blocks))
     for first in range(0, len(flat), at_once):
@@ -112,7 +115,7 @@ def _host_blocks(active: BoolArray) -> Blocks:
         begin = starts[first]
         kv[begin : begin + len(places)] = places
         starts[first : first + len(some) + 1] = begin + ends
-    return Blocks(heads, q_blocks, kv_blocks, torch.from_numpy(starts), torch.from_numpy(kv))
+    return Blocks(heads, q_blocks, kv_blocks, torch.from_numpy(starts), listed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +142,9 @@ class Tiles:
         if mask.is_dense:
             return Tiles(None, q_len, kv_len, q_len, kv_len)
         rows, cols = op.q.tokens.blocks(mask.block_q), op.kv.tokens.blocks(mask.block_k)
-        active = mask.select(op.q.heads, rows, cols)
+        active = torch.empty((op.q.heads.size, rows.size, cols.size), dtype=torch.bool).numpy()
+        for tiles, head in zip(active, op.q.heads, strict=True):  # as `_host_blocks`, in torch's memory
+            tiles[:] = mask.select(Indices.span(head, head + 1), rows, cols)[0]
         if active.all():
             return Tiles(None, mask.block_q, mask.block_k, q_len, kv_len)
         runs = mask.head_runs(op.q.heads)
