@@ -40,6 +40,8 @@ class Option:
     bound: float
     """The least imbalance that this kind of partition could have."""
     schedule: Schedule = field(repr=False, compare=False)
+    estimate: float = 0.0
+    """Seconds by the closed form."""
 
     @cached_property
     def memory(self) -> int:
@@ -222,4 +224,5 @@ def _option(strategy: Strategy, schedule: Schedule, balancer: Balancer) -> Optio
         report.imbalance,
         balancer.bound(strategy),
         schedule,
+        strategy.estimate(balancer.problem, topology, balancer.assign(strategy)),
     )

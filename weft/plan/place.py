@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from weft.core.mask import AnyMask, BlockMask
 from weft.core.problem import Problem
 from weft.core.schedule import Schedule
 from weft.core.topology import Topology
-from weft.plan.assignment import Assignment
+from weft.plan.assignment import Assigned, Assignment
 from weft.plan.balance import ratio, step_ratio
 from weft.plan.balanced import Balancer
 from weft.plan.choose import build, candidates, choose
@@ -33,6 +34,7 @@ WORTH = 1.02
 """How much faster another strategy must be: changing costs a new program on all ranks."""
 
 
+EARLIER = "as in an earlier run"
 Draft = tuple[Strategy, Assignment, str]
 """What a plan is made of: who computes what by which strategy, and why that one."""
 
@@ -72,6 +74,55 @@ class Judged(NamedTuple):
     """The share of the blocks that changed their rank since the step before."""
 
 
+@dataclass(frozen=True)
+class Choice:
+    """The strategy that was chosen for masks of one size, why, and what closed forms are wrong by."""
+
+    strategy: Strategy
+    why: str
+    errors: Mapping[Strategy, float]
+    """Times of strategies that were simulated, over their closed forms."""
+
+    @staticmethod
+    def of(problem: Problem, mask: BlockMask, topology: Topology) -> Choice:
+        """Choose for masks that begin with this one: balanced, unless that is slower by far on this one."""
+        plan = choose(problem, mask, topology)
+        left_out = {name for name, _ in plan.left_out}
+        errors: dict[Strategy, float] = {}
+        times: dict[Strategy, float] = {}
+        for option in reversed(plan.ranked):
+            # Equal plans have one name: where nothing is to be balanced yet, that of the plain one.
+            for each in (option.strategy, _balanced(option.strategy)):
+                if each == option.strategy or (each not in errors and str(each) not in left_out):
+                    errors[each] = option.seconds / option.estimate
+                    times[each] = option.seconds * (1 if each.balance == "balanced" else WORTH)
+        return Choice(min(times, key=lambda each: times[each]), plan.why(), errors)
+
+    def estimate(self, strategy: Strategy, balancer: Balancer, cost: Assigned) -> float:
+        """Return seconds by the closed form, corrected; what was not simulated is taken for the worst."""
+        alike = self.errors.get(strategy) or self.errors.get(_balanced(strategy))
+        return (alike or max(self.errors.values())) * _estimate(strategy, balancer, cost)
+
+    def better(self, balancer: Balancer, now: Strategy, assignment: Assignment) -> Draft | None:
+        """Look up whether another strategy is worth changing to on a mask."""
+        taken = self.estimate(now, balancer, balancer.cost_of(now, assignment))
+        times = {
+            way: self.estimate(way, balancer, balancer.assign(way))
+            for each in candidates(balancer.problem, balancer.mask, balancer.topology)
+            if not each.costly
+            for way in each.tuned(balancer.topology)
+        }
+        best = min(times, key=lambda way: times[way] * (1 if way.balance == "balanced" else WORTH))
+        if times[best] * WORTH > taken or best == now:
+            return None
+        why = f"{best} is {taken / times[best] - 1:.1%} ahead of {now} on the masks of this layer."
+        return best, balancer.assign(best).assignment, why
+
+
+Choices = Callable[[BlockMask], Choice]
+"""Makes the choice for attentions of one size, from a first mask of theirs, or remembers it."""
+
+
 @dataclass(eq=False)
 class Entry:
     """A place on one rank: what was planned for it and what was seen of it."""
@@ -94,7 +145,7 @@ class Entry:
         self.first = self.start = self.last = self.plan
         self.held = {self.plan.version: self.plan}
         self.began = self.step
-        self._looked = (0.0, 0.0)
+        self._looked = (0.0, 0.0, 0.0)
 
     @property
     def why(self) -> str:
@@ -141,7 +192,9 @@ class Entry:
         """Have a plan ready, to be used once all ranks have it."""
         self.held[version] = planned(*draft, self.problem, self.mask, self.topology, version)
 
-    def observe(self, mask: BlockMask, step: int, plan: Planned, forecast: Forecast) -> Draft | None:
+    def observe(
+        self, mask: BlockMask, step: int, plan: Planned, forecast: Forecast, choice: Choices
+    ) -> Draft | None:
         """Judge the plan that a mask was computed by, and return the next one, if it is another."""
         layer = self.place.layer, self.place.branch
         before = max((each for each in self.loads if each < step), default=step - 1)
@@ -150,26 +203,33 @@ class Entry:
             del self.loads[next(iter(self.loads))]
         forecast.observe(layer, step, self.loads[step])
         balancer = Balancer(self.problem, mask, self.topology)
-        self.judged.append(self._judge(balancer, step, plan))
+        self.judged.append(self._judge(balancer, step, plan, choice))
         now = self.held[self.newest]
-        if now.strategy.balance != "balanced":
-            return None
-        assignment = balancer.renew(now.strategy, now.assignment, forecast.expected(layer, 2 * step - before))
-        is_due = self.asked == "auto" and self._has_moved(balancer)
-        if is_due and (other := _better(balancer, now.strategy, assignment)):
+        assignment = now.assignment
+        if now.strategy.balance == "balanced":
+            expected = forecast.expected(layer, 2 * step - before)
+            assignment = balancer.renew(now.strategy, assignment, expected)
+        is_due = self.asked == "auto" and self._has_moved(balancer, now)
+        if is_due and (other := choice(mask).better(balancer, now.strategy, assignment)):
             return other
         return None if assignment is now.assignment else (now.strategy, assignment, now.why)
 
-    def _judge(self, balancer: Balancer, step: int, plan: Planned) -> Judged:
-        imbalance, seconds = _judge(balancer, plan)
-        static = (imbalance, seconds) if plan is self.first else _judge(balancer, self.first)
+    def _judge(self, balancer: Balancer, step: int, plan: Planned, choice: Choices) -> Judged:
+        estimate = choice(balancer.mask).estimate if self.asked == "auto" else _estimate
+        found: dict[Planned, tuple[float, float]] = {}
+        for each in {plan, self.first}:
+            cost = balancer.cost_of(each.strategy, each.assignment)
+            found[each] = step_ratio(cost.seconds), estimate(each.strategy, balancer, cost)
         last, self.last = self.last.assignment, plan
-        return Judged(step, imbalance, static[0], seconds, static[1], plan.assignment.moved(last))
+        (now, seconds), (static, seconds_static) = found[plan], found[self.first]
+        return Judged(step, now, static, seconds, seconds_static, plan.assignment.moved(last))
 
-    def _has_moved(self, balancer: Balancer) -> bool:
+    def _has_moved(self, balancer: Balancer, plan: Planned) -> bool:
         """Whether masks have become others than those by which strategies were last looked up."""
         heads = balancer.row_loads.sum(axis=1)
-        now = float(heads.sum()), ratio(heads)
+        # What is balanced stays so; what is not is looked up again before it costs much.
+        skew = 1.0 if plan.strategy.balance == "balanced" else self.judged[-1].imbalance ** 4
+        now = float(heads.sum()), ratio(heads), skew
         if all(abs(new - old) <= MOVED * old for new, old in zip(now, self._looked, strict=True)):
             return False
         self._looked = now
@@ -181,13 +241,8 @@ def key_of(place: Place, problem: Problem, topology: Topology) -> Key:
     return Key(model=place.model, shape=shape, sparsity=place.sparsity, topology=topology.name)
 
 
-def chosen(problem: Problem, mask: BlockMask, topology: Topology) -> tuple[Strategy, str]:
-    """Choose a strategy for masks that begin with this one."""
-    found = choose(problem, mask, topology)
-    strategy = found.ranked[0].strategy
-    if strategy.balance == "none":  # the first mask may have nothing to balance, later ones will
-        strategy = replace(strategy, balance="balanced")
-    return strategy, found.why()
+def _balanced(strategy: Strategy) -> Strategy:
+    return replace(strategy, balance="balanced")
 
 
 def carried_on(stored: Stored, asked: str, balancer: Balancer) -> Draft | None:
@@ -196,11 +251,13 @@ def carried_on(stored: Stored, asked: str, balancer: Balancer) -> Draft | None:
         strategy = parse(stored.strategy, balancer.problem.ranks)
     except InputError:  # of another version of weft
         return None
-    if strategy.balance != "balanced" or asked not in ("auto", stored.strategy):
+    if asked not in ("auto", stored.strategy):
         return None
+    if strategy.balance != "balanced":
+        return strategy, balancer.assign(strategy).assignment, EARLIER
     if not stored.assignment.fits(balancer.problem, balancer.mask, strategy):
         return None
-    return strategy, balancer.renew(strategy, stored.assignment), "as in an earlier run"
+    return strategy, balancer.renew(strategy, stored.assignment), EARLIER
 
 
 def planned(
@@ -217,24 +274,5 @@ def planned(
     return Planned(schedule, strategy, assignment, version, why)
 
 
-def _better(balancer: Balancer, now: Strategy, assignment: Assignment) -> Draft | None:
-    """Look up by closed forms whether another strategy is worth changing to."""
-    problem, topology = balancer.problem, balancer.topology
-    taken = now.estimate(problem, topology, balancer.cost_of(now, assignment))
-    ways = [
-        way
-        for each in candidates(problem, balancer.mask, topology)
-        if each.balance == "balanced" and not each.costly
-        for way in each.tuned(topology)
-    ]
-    times = [way.estimate(problem, topology, balancer.assign(way)) for way in ways]
-    best = int(np.argmin(times))
-    if times[best] * WORTH > taken or ways[best] == now:
-        return None
-    why = f"{ways[best]} is {taken / times[best] - 1:.1%} ahead of {now} on the masks of this layer."
-    return ways[best], balancer.assign(ways[best]).assignment, why
-
-
-def _judge(balancer: Balancer, plan: Planned) -> tuple[float, float]:
-    cost = balancer.cost_of(plan.strategy, plan.assignment)
-    return step_ratio(cost.seconds), plan.strategy.estimate(balancer.problem, balancer.topology, cost)
+def _estimate(strategy: Strategy, balancer: Balancer, cost: Assigned) -> float:
+    return strategy.estimate(balancer.problem, balancer.topology, cost)

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count
 from typing import Any
 
@@ -35,7 +35,7 @@ from weft.core.problem import Problem
 from weft.core.topology import Topology
 from weft.plan.balanced import Balancer
 from weft.plan.forecast import Forecast
-from weft.plan.place import Entry, Place, Planned, carried_on, chosen, key_of, planned
+from weft.plan.place import Choice, Entry, Place, Planned, carried_on, key_of, planned
 from weft.plan.store import Key, Store, Stored
 from weft.plan.strategies import parse
 from weft.plan.strategy import Strategy
@@ -82,7 +82,7 @@ class Planner:
         self._numbers: dict[int, Entry] = {}
         self._count = self._published = self._asked = self._fetched = self._deleted = 0
         self._submitted = self._looked_at = 0
-        self._strategies: dict[Any, tuple[Strategy, str]] = {}
+        self._choices: dict[Any, Choice] = {}
         self._forecasts: dict[Key, Forecast] = {}
 
     def plan(  # noqa: PLR0913 - what an attention is
@@ -151,7 +151,11 @@ class Planner:
             stored = self._earlier_run(key_of(place, problem, topology)).get((place.layer, place.branch))
             first = carried_on(stored, asked, balancer) if stored else None
         if first is None:
-            strategy, why = self._strategy(key, mask, topology)
+            if asked == "auto":
+                choice = self._choice(place, problem, topology, mask)
+                strategy, why = choice.strategy, choice.why
+            else:
+                strategy, why = parse(asked, problem.ranks), "asked for"
             first = strategy, balancer.assign(strategy).assignment, why
         plan = planned(*first, problem, mask, topology)
         entry = Entry(self._count + 1, place, problem, topology, plan, mask, step, asked, shares)
@@ -178,19 +182,16 @@ class Planner:
         if before is not None and not _moved(before, shares):
             return before, parse(name, problem.ranks), "as before"
         if asked == "auto":
-            strategy, why = chosen(problem, mask, topology)
-            return shares, parse(str(broadcast_json(str(strategy))), problem.ranks), why
+            choice = Choice.of(problem, mask, topology)
+            return shares, parse(str(broadcast_json(str(choice.strategy))), problem.ranks), choice.why
         return shares, parse(asked, problem.ranks), "asked for"
 
-    def _strategy(self, key: Any, mask: BlockMask, topology: Topology) -> tuple[Strategy, str]:
+    def _choice(self, place: Place, problem: Problem, topology: Topology, mask: BlockMask) -> Choice:
         """Choose for attentions of one size: the best for one layer is a good start for the others."""
-        place, problem, grid, asked = key
-        if asked != "auto":
-            return parse(asked, problem.ranks), "asked for"
-        kind = place.model, place.sparsity, problem, grid
-        if kind not in self._strategies:
-            self._strategies[kind] = chosen(problem, mask, topology)
-        return self._strategies[kind]
+        kind = place.model, place.sparsity, problem, mask.grid
+        if kind not in self._choices:
+            self._choices[kind] = Choice.of(problem, mask, topology)
+        return self._choices[kind]
 
     def _earlier_run(self, key: Key) -> Mapping[tuple[int, int], Stored]:
         """Return the plans of an earlier run, by layer and branch: rank 0 reads them for all ranks."""
@@ -249,7 +250,8 @@ class Planner:
             plans = self.prior.get(key, {}).items()
             before = {layer: dict(zip(each.steps, each.loads, strict=True)) for layer, each in plans}
             self._forecasts[key] = Forecast(before)
-        draft = entry.observe(mask, step, plan, self._forecasts[key])
+        choice = partial(self._choice, entry.place, entry.problem, entry.topology)
+        draft = entry.observe(mask, step, plan, self._forecasts[key], choice)
         if draft is not None:
             strategy, assignment, why = draft
             version = entry.newest + 1
