@@ -295,6 +295,18 @@ def a_measurement_runs_the_configuration_that_it_is_for() -> None:
         assert {each.args[0] for each in launches.call_args_list if each.args[1] == name} == {config}
 
 
+def programs_follow_the_order() -> None:
+    """The longest row of blocks comes first: a row that the order leaves out is not computed."""
+    shape = SHAPES["square"]
+    tiles, (q, k, v, _) = shape.tiles(), shape.operands()
+    blocks = tiles.lists(q.device)
+    assert blocks.order[0] == blocks.starts.diff().argmax()
+    blocks.__dict__["order"] = torch.full_like(blocks.order, 3)
+    out, lse = torch.full(q.shape, torch.nan), torch.full(q.shape[:-1], torch.nan)
+    Gpu().attend(q, k, v, tiles, 0.2, into=(out, lse), fresh=True)
+    assert lse[0, 1, 64:].isfinite().all() and lse[0, :, :64].isnan().all() and lse[0, 0].isnan().all()
+
+
 def operands_that_no_descriptor_describes_are_served() -> None:
     shape = Shape(q_len=70, k_len=100, head_dim=24, dtype=torch.float16, batch=2)
     q, k, v, _ = shape.operands()
@@ -384,6 +396,7 @@ def checks() -> dict[str, Callable[[], None]]:
         no_keys_or_no_queries_give_nothing,
         gradients_by_tiles_of_any_size_are_the_reference,
         a_measurement_runs_the_configuration_that_it_is_for,
+        programs_follow_the_order,
         operands_that_no_descriptor_describes_are_served,
         rows_past_the_end_are_not_those_of_the_next_head,
         float16_is_as_good_as_torch,
