@@ -414,6 +414,14 @@ def test_without_a_gpu_all_ranks_are_told_so(monkeypatch: pytest.MonkeyPatch) ->
     assert found == [(None, "symmetric memory needs a GPU")] * 2
 
 
+@pytest.mark.parametrize(("backend", "expected"), [("NVSHMEM", "torch has it by NVSHMEM"), ("CUDA", "")])
+def test_torch_must_have_it_by_cuda(backend: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(symmetric, "symmetric_backend", lambda _: backend)
+    assert symmetric._missing().startswith(expected) and bool(symmetric._missing()) == bool(expected)
+
+
 @pytest.mark.parametrize("fails", ["empty", "rendezvous"])
 def test_ranks_agree_that_one_of_them_cannot(fails: str, board: Callable[..., Board]) -> None:
     shared = board(2)
