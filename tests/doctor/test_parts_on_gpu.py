@@ -30,6 +30,7 @@ class FakeCuda:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[str] = []
         self.current, self.graph = "default", None
+        monkeypatch.setattr("weft.doctor.operands.GPU_BACKEND", "auto")
         for part in (streams, graph):
             monkeypatch.setattr(part, "side", lambda _, purpose: purpose)
             monkeypatch.setattr(part, "on", self.on)
