@@ -24,6 +24,7 @@ from weft.run.comm.block import Handle, TorchSource
 from weft.run.comm.onesided import OneSidedComm
 from weft.run.comm.symmetric import SymmetricWindow
 from weft.run.comm.threads import ThreadComm, _Board, run_threads
+from weft.run.comm.watcher import Watcher
 from weft.run.comm.window import Words
 from weft.run.execute import Executor
 from weft.run.kernels import choose
@@ -406,6 +407,21 @@ def test_both_ends_of_a_message_are_watched(board: Callable[..., Board]) -> None
     for rank, seen in enumerate(run_threads(2, job)):
         label, peer = "op 0 (try)", 1 - rank
         assert seen == [(label, [("send", peer)], True), (label, [("receive", peer)], False)]
+
+
+def test_a_group_that_fails_ends_the_waits_of_its_windows_before_its_communicator() -> None:
+    ended: list[str] = []
+    watcher = Watcher(torch.distributed.HashStore(), 0, [0, 1], lambda: ended.append("communicator"))
+
+    def fail() -> None:
+        ended.append("window")
+        raise RuntimeError("its memory is gone")
+
+    watcher.on_failure.append(fail)
+    watcher._fail("Rank 1 is late.")
+    assert ended == ["window", "communicator"]
+    with pytest.raises(CommError, match="Rank 1 is late"):
+        watcher.check()
 
 
 def test_without_a_gpu_all_ranks_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
