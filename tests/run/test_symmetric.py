@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 
 from tests.run.dense import Truth
 from tests.run.fake_symmetric import CPU, Board, FakeSource, FakeStreams, Pool, parts, patch_streams, window
@@ -411,7 +412,7 @@ def test_both_ends_of_a_message_are_watched(board: Callable[..., Board]) -> None
 
 def test_a_group_that_fails_ends_the_waits_of_its_windows_before_its_communicator() -> None:
     ended: list[str] = []
-    watcher = Watcher(torch.distributed.HashStore(), 0, [0, 1], lambda: ended.append("communicator"))
+    watcher = Watcher(HashStore(), 0, [0, 1], lambda: ended.append("communicator"))
 
     def fail() -> None:
         ended.append("window")
