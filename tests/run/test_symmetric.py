@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ from weft.run.comm.block import Handle, TorchSource
 from weft.run.comm.onesided import OneSidedComm
 from weft.run.comm.symmetric import SymmetricWindow
 from weft.run.comm.threads import ThreadComm, _Board, run_threads
-from weft.run.comm.watcher import Watcher
+from weft.run.comm.watcher import Store, Watcher
 from weft.run.comm.window import Words
 from weft.run.execute import Executor
 from weft.run.kernels import choose
@@ -289,6 +289,37 @@ def test_groups_share_one_block(first: str, board: Callable[..., Board], fake: F
         assert [each for each in found if each >= 100] == [100, 101, 102, 103]
 
 
+def test_a_group_that_comes_to_a_block_waits_for_readers_of_other_groups(
+    board: Callable[..., Board], fake: FakeStreams
+) -> None:
+    """Rank 2 has not yet copied what rank 0 sent to it when ranks 0 and 1 make another call."""
+    everyone, pair, inside, written = board(3), board(2), _Board(2, 10.0), threading.Event()
+
+    def job(base: ThreadComm) -> list[int]:
+        pool = Pool()
+        world = OneSidedComm(base, lambda base: (window(everyone, base, pool), ""), 10.0)
+        if base.rank == 2:
+            lender, into = world.begin(CPU), torch.zeros(64, dtype=torch.uint8)
+            assert lender is not None
+            lender.reserve(64)
+            transit = world.post([], [(0, into)], "op 0 (try)", 0)
+            written.wait(0.3)
+            transit.wait_for(0)
+            lender.end()
+            fake.drain()
+            return into.unique().tolist()
+        message(world, {2: 7} if base.rank == 0 else {}, [])
+        half = OneSidedComm(
+            ThreadComm(inside, base.rank), lambda base: (window(pair, base, pool, "pair"), ""), 10.0
+        )
+        message(half, {1 - base.rank: 9}, [1 - base.rank])
+        written.set()
+        fake.drain()
+        return []
+
+    assert run_threads(3, job)[2] == [7]
+
+
 def run(shared: Board, job: Callable[[SymmetricWindow], Any], capacity: int = GRANULE) -> list[Any]:
     def prepared(base: ThreadComm) -> Any:
         found = window(shared, base)
@@ -412,7 +443,7 @@ def test_both_ends_of_a_message_are_watched(board: Callable[..., Board]) -> None
 
 def test_a_group_that_fails_ends_the_waits_of_its_windows_before_its_communicator() -> None:
     ended: list[str] = []
-    watcher = Watcher(HashStore(), 0, [0, 1], lambda: ended.append("communicator"))
+    watcher = Watcher(cast("Store", HashStore()), 0, [0, 1], lambda: ended.append("communicator"))
 
     def fail() -> None:
         ended.append("window")
