@@ -243,7 +243,7 @@ def no_keys_or_no_queries_give_nothing() -> None:
 
 def every_configuration_of_a_target_is_the_reference(target: str) -> None:
     """Pointers or descriptors, tiles smaller than blocks, products issued early, warps with roles."""
-    shape = Shape(q_len=200, k_len=150, block_q=128, block_k=128, heads=2, group=2)
+    shape = Shape(q_len=200, k_len=150, head_dim=40, block_q=128, block_k=128, heads=2, group=2)
     q, k, v, _ = shape.operands()
     keys, values = (x.repeat_interleave(2, 1) for x in (k, v))
     before = Reference().attend(q, keys + 1, values, shape.tiles(), 0.2)

@@ -15,6 +15,7 @@ from itertools import product
 
 import pytest
 
+from tests.run.triton_launches import KINDS, Launched, compile_launches
 from tests.run.triton_resources import Case, Resources, cases, compile_all, overlapped, small_cases
 from weft.run.kernels.triton_configs import (
     BLOCKS,
@@ -118,6 +119,25 @@ def test_no_spills_and_the_units_of_the_target(compiled: Compiled, case: Case) -
 @pytest.mark.parametrize("case", EVERYTHING, ids=called)
 def test_every_configuration_has_no_spills(compiled: Compiled, case: Case) -> None:
     check(case, compiled(tuple(EVERYTHING))[case])
+
+
+@pytest.fixture(scope="module")
+def launched() -> dict[tuple[str, str], list[Launched]]:
+    wanted = list(product(("sm_80", "sm_90", "sm_100", "gfx942"), KINDS))
+    return dict(zip(wanted, compile_launches(wanted), strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_is_launched_is_what_was_compiled(
+    launched: dict[tuple[str, str], list[Launched]], target: str, kind: str
+) -> None:
+    """Rows of 72 numbers are no multiple of what Triton itself notices; strides are given in eights."""
+    found = launched[target, kind]
+    assert [each.kernel for each in found] == ["forward", "forward", "prepare", "grad_queries", "grad_keys"]
+    assert all(each.spills == 0 for each in found)
+    for each in found[:2]:
+        assert (each.bulk > 0, each.copies > 0) == (target in TMA_TARGETS, target == "sm_80")
 
 
 @pytest.mark.parametrize(("target", "kernel"), list(product(ALL_TARGETS, KERNELS)))
