@@ -60,17 +60,27 @@ CHOSEN += [case for case in cases(SMALL_TARGETS) if case.kernel == "forward"]
 CHOSEN += [case for case in small_cases() if (case.kernel, case.head_dim) == ("merge_rows", 128)]
 
 EVERYTHING = [
-    Case(target, kernel, of(head_dim), 128, config, dense=dense, even=even, add=add)
+    Case(
+        target,
+        kernel,
+        of(head_dim),
+        block or max(config.bq, config.bk),
+        config,
+        dense=dense,
+        even=even,
+        add=add,
+    )
     for target, kernel, head_dim in product(ALL_TARGETS, KERNELS, HEAD_DIMS)
     for config in configurations(target, kernel, head_dim)
-    for of, dense, even, add in (
-        (INSIDE.__getitem__, False, False, True),
-        (int, False, True, False),
-        (int, True, False, True),
-        (INSIDE.__getitem__, True, True, False),
+    for of, block, dense, even, add in (
+        (INSIDE.__getitem__, 0, False, False, True),
+        (int, 0, False, True, False),
+        (INSIDE.__getitem__, 128, False, True, True),
+        (int, 128, True, False, True),
+        (INSIDE.__getitem__, 128, True, True, False),
     )
-    # Dense tiles have no blocks of their own: they take what the largest have.
-    if not dense or config in configs(target, kernel, head_dim, 128, 128)
+    # Tiles as large as blocks, and what blocks of 128 take, which is also what dense tiles take.
+    if not block or config in configs(target, kernel, head_dim, 128, 128)
 ]
 EVERYTHING += [replace(case, dtype="fp16") for case in CHOSEN if case.kernel in KERNELS] + list(small_cases())
 
