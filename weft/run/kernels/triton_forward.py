@@ -121,6 +121,31 @@ def store_rows(
 
 
 @triton.jit
+def finish(
+    out, lse, out_strides, lse_strides, sums, peak, total, batch, head, top, q_len, count,
+    BQ: tl.constexpr, D: tl.constexpr, DPAD: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """Store out and lse of the rows of a program, or with ADD their merge with what is there."""
+    rows = tl.arange(0, BQ)
+    inside = top + rows < q_len
+    if ADD:  # nothing to add, nothing to read or write
+        inside = inside & (count > 0)
+    out_at = corner(out, out_strides, batch, head, top) + rows[:, None] * out_strides[2]
+    lse_at = corner(lse, lse_strides, batch, head, top) + rows * lse_strides[2]
+    shrink, kept = tl.full([BQ], 1.0, tl.float32), tl.zeros([BQ], tl.float32)
+    if ADD:
+        before = tl.load(lse_at, mask=inside, other=-INFINITY) * LOG2E
+        higher = tl.maximum(peak, before)
+        shrink, kept = tl.exp2(peak - higher), tl.exp2(before - higher)
+        total = total * shrink + kept
+        peak = higher
+    tl.store(lse_at, (peak + tl.log2(total)) / LOG2E, mask=inside)
+    # No active tile: 0 / 1 and -inf.
+    total = tl.where(total == 0.0, 1.0, total)
+    store_rows(out_at, sums * (shrink / total)[:, None], kept / total, inside, 0, DPAD, BQ, D, ADD)
+
+
+@triton.jit
 def forward(
     q, k, v, out, lse, starts, blocks, order,
     q_strides, k_strides, v_strides, out_strides, lse_strides,
@@ -173,20 +198,7 @@ def forward(
         left = tile_of(blocks, first, step + 1, steps, BLOCK_K, BK, DENSE)
         if EARLY:
             after = tile_of(blocks, first, step + 2, steps, BLOCK_K, BK, DENSE)
-    rows = tl.arange(0, BQ)
-    inside = top + rows < q_len
-    if ADD:  # nothing to add, nothing to read or write
-        inside = inside & (count > 0)
-    out_at = corner(out, out_strides, batch, head, top) + rows[:, None] * out_strides[2]
-    lse_at = corner(lse, lse_strides, batch, head, top) + rows * lse_strides[2]
-    shrink, kept = tl.full([BQ], 1.0, tl.float32), tl.zeros([BQ], tl.float32)
-    if ADD:
-        before = tl.load(lse_at, mask=inside, other=-INFINITY) * LOG2E
-        higher = tl.maximum(peak, before)
-        shrink, kept = tl.exp2(peak - higher), tl.exp2(before - higher)
-        total = total * shrink + kept
-        peak = higher
-    tl.store(lse_at, (peak + tl.log2(total)) / LOG2E, mask=inside)
-    # No active tile: 0 / 1 and -inf.
-    total = tl.where(total == 0.0, 1.0, total)
-    store_rows(out_at, sums * (shrink / total)[:, None], kept / total, inside, 0, DPAD, BQ, D, ADD)
+    finish(
+        out, lse, out_strides, lse_strides, sums, peak, total,
+        batch, head, top, q_len, count, BQ, D, DPAD, ADD,
+    )  # fmt: skip
