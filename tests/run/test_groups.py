@@ -187,6 +187,7 @@ def halves() -> tuple[Any, ...]:
     """On real ranks: half and pair of the world, and of a group of two that shares one of them."""
     world: Any = dist.group.WORLD
     first = Halves.of(world)
+    others = groups.new_group((0, 1)), groups.new_group((2, 3))  # of the same ranks, and not in their place
     again = groups.split(world, [(0, 1), (2, 3)])
     both = groups.new_group((0, 1)), groups.new_group((2, 3))
     own = both[world.rank() // 2]
@@ -196,7 +197,7 @@ def halves() -> tuple[Any, ...]:
         first.branch,
         dist.get_process_group_ranks(first.half),
         dist.get_process_group_ranks(first.pair),
-        again is first.half,
+        again is first.half and again not in others,
         pair is own,
     )
 
