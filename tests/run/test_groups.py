@@ -107,6 +107,9 @@ class FakeDist:
             def __setitem__(_, key: Any, group: Any) -> None:  # noqa: N805
                 self.local.made[key] = group
 
+            def setdefault(_, key: Any, group: Any) -> Any:  # noqa: N805
+                return self.local.made.setdefault(key, group)
+
         with (
             patch.object(groups, "dist", self),
             patch.object(groups, "_made", Made()),
