@@ -11,7 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from weft.cli import doctor
+from weft.cli.main import main
 from weft.cli.packages import PACKAGES
+from weft.run.nodes import Outcome
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
@@ -109,3 +111,71 @@ def test_a_gpu_that_torch_does_not_see_is_limited(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(doctor, "_lines", lambda *_: ["GPU 0: NVIDIA L40S", "GPU 1: NVIDIA L40S"])
     [found] = doctor._gpus(None)
     assert (found.status, found.found) == ("limited", "2")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--only nccl,lniks --device cpu", "Did you mean 'links'?"),
+        ("--device tpu", "one of cuda, cpu"),
+        ("--device cpu --minutes 0", "more than 0"),
+        ("--device cpu --fault nccl=smoke", "one of crash, hang, wrong"),
+        ("", "weft doctor --gpu --device cpu"),
+        ("--ranks 3", "At most 2."),
+    ],
+)
+def test_gpu_is_refused_before_anything_starts(
+    words: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpus = 2 if "3" in words else 0
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpus > 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("weft.run.launch.launch", lambda *_, **__: pytest.fail("launched"))
+    with pytest.raises(SystemExit) as end:
+        main(["doctor", "--gpu", *words.split()])
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_gpu_starts_a_rank_for_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+
+    def launch(command: list[str], ranks: int, **_: object) -> Outcome:
+        started.append(ranks)
+        return Outcome(code=1, rank=0, reason="ended with code 1")
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    monkeypatch.setattr("weft.run.launch.launch", launch)
+    for words in ([], ["--ranks", "3"]):
+        with pytest.raises(SystemExit) as end:
+            main(["doctor", "--gpu", *words])
+        assert end.value.code == 1
+    assert started == [8, 3]
+
+
+def test_last_line_is_the_next_command() -> None:
+    def finding(name: str) -> doctor.Finding:
+        return doctor.Finding(name=name, status="ok", found="2 of 2")
+
+    rows = [finding("torch"), finding("cores")]
+    assert doctor._verdict(rows).endswith("Next: weft verify")
+    assert doctor._verdict([*rows, finding("GPU 0")]).endswith("1 GPU. Next: weft doctor --gpu")
+
+
+def test_read_writes_the_page_beside_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    example = PYPROJECT.parent / "docs" / "gpus" / "example.json"
+    copy = tmp_path / "example.json"
+    copy.write_text(example.read_text())
+    main_ends(["doctor", "--read", str(copy)], 0)
+    assert capsys.readouterr().out.strip() == str(tmp_path / "example.html")
+    assert "made-up" in (tmp_path / "example.html").read_text()
+    copy.write_text('{"parts": [{}]}')
+    main_ends(["doctor", "--read", str(copy)], 2)
+    assert "is no report of a doctor" in capsys.readouterr().err
+
+
+def main_ends(words: list[str], code: int) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == code

@@ -126,6 +126,11 @@ def test_verify_listens_on_loopback_only(watched) -> None:
     check(watched(*WEFT, "verify", "--ranks", "2", "--tokens", "61", "--heads", "2", "--plan", "ring"))
 
 
+def test_doctor_of_gpus_listens_on_loopback_only(watched, tmp_path: Path) -> None:
+    words = ("doctor", "--gpu", "--device", "cpu", "--only", "nccl", "--out", tmp_path / "out")
+    check(watched(*WEFT, *words))
+
+
 def test_demo_listens_on_loopback_only(watched, tmp_path: Path) -> None:
     """It generates a video, too."""
     check(watched(*WEFT, "demo", "--ranks", "2", "-o", tmp_path / "demo.mp4", seconds=200))

@@ -34,6 +34,16 @@ def test_wrong_check_of_any_rank_counts_and_names_the_rank() -> None:
     assert report(ranks)["status"] == "wrong"
 
 
+def test_last_check_of_a_name_counts_of_the_first_rank() -> None:
+    ranks = [
+        Account(rank=0, checks=[check("a", note="first"), check("b"), check("a", note="last")]),
+        Account(rank=1, checks=[check("a", note="other")]),
+    ]
+    merged = merge_checks(ranks)
+    assert list(merged) == ["a", "b"]
+    assert merged["a"]["note"] == "last"
+
+
 def test_part_whose_checks_are_all_skipped_is_skipped_with_their_reason() -> None:
     account = Account(rank=0, checks=[check("a", "skipped", "no NVLink"), check("b", "skipped")])
     assert report([account]).items() >= {"status": "skipped", "message": "no NVLink"}.items()

@@ -29,37 +29,27 @@ class FakeCuda:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[str] = []
-        self.current, self.made, self.graph = "default", 0, None
-        names = ("Stream", "stream", "current_stream", "synchronize", "CUDAGraph")
-        for name, stand_in in {each: getattr(self, each) for each in names}.items():
-            monkeypatch.setattr(torch.cuda, name, stand_in)
+        self.current, self.graph = "default", None
+        monkeypatch.setattr("weft.doctor.operands.GPU_BACKEND", "auto")
+        for part in (streams, graph):
+            monkeypatch.setattr(part, "side", lambda _, purpose: purpose)
+            monkeypatch.setattr(part, "on", self.on)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda _: self.events.append("synchronize"))
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: FakeGraph(self))
         monkeypatch.setattr(torch.cuda, "graph", self.capture)
         monkeypatch.setattr(Operands, "attend", self._recorded(Operands.attend))
         both = Operands.attend_and_differentiate
         monkeypatch.setattr(Operands, "attend_and_differentiate", self._recorded(both))
 
-    def Stream(self, _: torch.device) -> Any:  # noqa: N802
-        self.made += 1
-        return FakeStream(f"stream {self.made}", self)
-
-    def current_stream(self, _: torch.device) -> str:
-        return self.current
-
-    def synchronize(self, _: torch.device) -> None:
-        self.events.append("synchronize")
-
     @contextmanager
-    def stream(self, stream: FakeStream) -> Iterator[None]:
-        before, self.current = self.current, stream.name
+    def on(self, stream: str) -> Iterator[None]:
+        before, self.current = self.current, stream
         yield
         self.current = before
 
-    def CUDAGraph(self) -> FakeGraph:  # noqa: N802
-        return FakeGraph(self)
-
     @contextmanager
-    def capture(self, graph: FakeGraph, stream: FakeStream) -> Iterator[None]:
-        self.events.append(f"capture on {stream.name}")
+    def capture(self, graph: FakeGraph, stream: str) -> Iterator[None]:
+        self.events.append(f"capture on {stream}")
         self.graph = graph
         yield
         self.graph = None
@@ -76,14 +66,6 @@ class FakeCuda:
             return out
 
         return recorded
-
-
-class FakeStream:
-    def __init__(self, name: str, cuda: FakeCuda) -> None:
-        self.name, self.cuda = name, cuda
-
-    def wait_stream(self, other: str) -> None:
-        self.cuda.events.append(f"{self.name} waits for {other}")
 
 
 class FakeGraph:
@@ -111,7 +93,7 @@ def test_attentions_take_turns_on_two_streams(cuda: FakeCuda, monkeypatch: pytes
     monkeypatch.setattr(streams, "PAIRS", (("ulysses", "ring"),))
     (check,) = streams.checks(site_of(OnDevice, dtype="bfloat16"))
     assert check.status == "ok" and check.note == "2 times, forward and backward"
-    both = ["ulysses on stream 1", "ring on stream 2"]
+    both = ["ulysses on doctor 1", "ring on doctor 2"]
     assert cuda.events == ["synchronize", *both, *both, "synchronize"]
 
 
@@ -122,8 +104,8 @@ def test_a_graph_is_captured_after_warm_up_and_replayed_with_other_inputs(
     (check,) = graph.checks(site_of(OnDevice, dtype="bfloat16"))
     assert check.status == "ok" and check.note == "replayed with 2 other inputs"
     replays = ["replay", "synchronize"] * 2
-    begins = ["stream 1 waits for default", *["ring on stream 1"] * 3, "synchronize"]
-    assert cuda.events == [*begins, "capture on stream 1", *replays]
+    begins = ["synchronize", *["ring on doctor 1"] * 3, "synchronize"]
+    assert cuda.events == [*begins, "capture on doctor 1", *replays]
 
 
 def test_a_graph_that_ignores_its_inputs_is_wrong(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:

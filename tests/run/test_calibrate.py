@@ -39,8 +39,11 @@ def test_two_ranks_measure_one_topology(tmp_path: Path) -> None:
     assert Topology.from_toml(path) == first
 
 
-def meetings(machines: int, transport: str) -> tuple[list[str], list[str], Topology]:
-    """On a rank: the steps, whatever all ranks must do together, in order, and what it led to."""
+def meetings(machines: int, transport: str, on_gpu: bool) -> tuple[list[str], list[str], Topology]:  # noqa: FBT001
+    """On a rank: the steps, whatever all ranks must do together, in order, and what it led to.
+
+    on_gpu   take the steps of GPUs; shared memory of the host stands in for the symmetric one.
+    """
     seen: list[str] = []
 
     def noted(name: str, real: Any) -> Any:
@@ -60,6 +63,9 @@ def meetings(machines: int, transport: str) -> tuple[list[str], list[str], Topol
         ):  # fmt: skip
             stack.enter_context(patch.object(place, name, noted(name, getattr(place, name))))
         calibration = Calibration(CPU, 16, "float32", "auto", machines, quick=True)
+        if on_gpu:
+            calibration.cores = 0
+            stack.enter_context(patch("weft.run.comm.symmetric.meet", lambda _, base: shm.meet(base)))
         steps = calibration.steps()
         for name, step in steps.items():
             seen.append(name)
@@ -71,7 +77,7 @@ def meetings(machines: int, transport: str) -> tuple[list[str], list[str], Topol
 @pytest.mark.parametrize("transport", ["auto", "group"])
 @pytest.mark.parametrize(("ranks", "machines"), [(3, 1), (4, 2)])
 def test_all_ranks_meet_in_the_same_order(ranks: int, machines: int, transport: str) -> None:
-    (steps, seen, topology), *others = world(ranks).run(meetings, machines, transport)
+    (steps, seen, topology), *others = world(ranks).run(meetings, machines, transport, False)  # noqa: FBT003
     assert all(each == (steps, seen, topology) for each in others)
     assert "gather_numbers" in seen
     assert ("begin" in seen) == (transport == "auto")
@@ -83,6 +89,15 @@ def test_all_ranks_meet_in_the_same_order(ranks: int, machines: int, transport: 
     assert topology.two_sided == (transport == "group" or machines == 2)
     assert (topology.nic_bandwidth > 0) == (machines == 2)
     assert topology.flops > 1e8 and topology.backward_flops > 1e8
+
+
+def test_all_ranks_meet_in_the_same_order_on_gpus() -> None:
+    (steps, seen, topology), *others = world(3).run(meetings, 1, "group", True)  # noqa: FBT003
+    assert all(each == (steps, seen, topology) for each in others)
+    assert steps[4:] == ["dense", "sparse", "copy", "host", "symmetric"]
+    assert topology.transport in ("group", "symmetric")
+    assert topology.host.attend > 0 and topology.host.collective > 0
+    assert topology.host.post + topology.host.message > 0
 
 
 def test_a_gpu_is_measured_by_its_own_steps(monkeypatch: pytest.MonkeyPatch) -> None:

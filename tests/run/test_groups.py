@@ -107,6 +107,9 @@ class FakeDist:
             def __setitem__(_, key: Any, group: Any) -> None:  # noqa: N805
                 self.local.made[key] = group
 
+            def setdefault(_, key: Any, group: Any) -> Any:  # noqa: N805
+                return self.local.made.setdefault(key, group)
+
         with (
             patch.object(groups, "dist", self),
             patch.object(groups, "_made", Made()),
@@ -187,6 +190,7 @@ def halves() -> tuple[Any, ...]:
     """On real ranks: half and pair of the world, and of a group of two that shares one of them."""
     world: Any = dist.group.WORLD
     first = Halves.of(world)
+    others = groups.new_group((0, 1)), groups.new_group((2, 3))  # of the same ranks, and not in their place
     again = groups.split(world, [(0, 1), (2, 3)])
     both = groups.new_group((0, 1)), groups.new_group((2, 3))
     own = both[world.rank() // 2]
@@ -196,7 +200,7 @@ def halves() -> tuple[Any, ...]:
         first.branch,
         dist.get_process_group_ranks(first.half),
         dist.get_process_group_ranks(first.pair),
-        again is first.half,
+        again is first.half and again not in others,
         pair is own,
     )
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
+from tests.fake_nccl import run_nccl
 from tests.worlds import world
 from weft.core.topology import Link, Topology
-from weft.run.links import MAX_PAIRS, Sizes, fields, measure_pairs, pairs
+from weft.run.comm.group import GroupComm
+from weft.run.hosts import _exchange_costs
+from weft.run.links import MAX_PAIRS, Sizes, fields, measure_all_to_all, measure_card, measure_pairs, pairs
 from weft.run.world import world_of
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
@@ -76,3 +81,32 @@ def test_ranks_that_take_part_begin_as_many_calls_as_those_that_speak() -> None:
     found = world(3).run(measured_apart)
     assert found == [found[0]] * 3
     assert found[0][1] > Sizes.of(CPU, quick=True).large_repeats
+
+
+def test_a_calibration_over_nccl_is_right_and_never_blocks_the_host() -> None:
+    """The adversary delivers as late as NCCL may; threads are ranks, so they gather through a list."""
+    ranks, own = 3, threading.local()
+    values: list[Any] = [None] * ranks
+    barrier = threading.Barrier(ranks, timeout=20)
+
+    def gather(value: Any) -> list[Any]:
+        values[own.rank] = value
+        barrier.wait()
+        found = list(values)
+        barrier.wait()
+        return found
+
+    def job(comm: GroupComm) -> list[Any]:
+        own.rank = comm.rank
+        comm.warm_up(torch.device("meta"))
+        sizes = Sizes.of(CPU, quick=True)
+        found: list[Any] = [measure_pairs(comm, CPU, [pair], sizes) for pair in pairs(ranks)]
+        found.append(measure_all_to_all(comm, CPU, ranks, sizes))
+        found.append(measure_card(comm, CPU, ranks, sizes))
+        assert set(_exchange_costs(comm, CPU)) == {"message", "post", "collective"}
+        return found
+
+    with patch("weft.run.links.all_gather_json", gather):
+        results, nccl = run_nccl(ranks, job)
+    assert results == [results[0]] * ranks
+    assert nccl.host_waits == 0

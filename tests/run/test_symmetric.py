@@ -8,10 +8,11 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 
 from tests.run.dense import Truth
 from tests.run.fake_symmetric import CPU, Board, FakeSource, FakeStreams, Pool, parts, patch_streams, window
@@ -24,6 +25,7 @@ from weft.run.comm.block import Handle, TorchSource
 from weft.run.comm.onesided import OneSidedComm
 from weft.run.comm.symmetric import SymmetricWindow
 from weft.run.comm.threads import ThreadComm, _Board, run_threads
+from weft.run.comm.watcher import Store, Watcher
 from weft.run.comm.window import Words
 from weft.run.execute import Executor
 from weft.run.kernels import choose
@@ -287,6 +289,37 @@ def test_groups_share_one_block(first: str, board: Callable[..., Board], fake: F
         assert [each for each in found if each >= 100] == [100, 101, 102, 103]
 
 
+def test_a_group_that_comes_to_a_block_waits_for_readers_of_other_groups(
+    board: Callable[..., Board], fake: FakeStreams
+) -> None:
+    """Rank 2 has not yet copied what rank 0 sent to it when ranks 0 and 1 make another call."""
+    everyone, pair, inside, written = board(3), board(2), _Board(2, 10.0), threading.Event()
+
+    def job(base: ThreadComm) -> list[int]:
+        pool = Pool()
+        world = OneSidedComm(base, lambda base: (window(everyone, base, pool), ""), 10.0)
+        if base.rank == 2:
+            lender, into = world.begin(CPU), torch.zeros(64, dtype=torch.uint8)
+            assert lender is not None
+            lender.reserve(64)
+            transit = world.post([], [(0, into)], "op 0 (try)", 0)
+            written.wait(0.3)
+            transit.wait_for(0)
+            lender.end()
+            fake.drain()
+            return into.unique().tolist()
+        message(world, {2: 7} if base.rank == 0 else {}, [])
+        half = OneSidedComm(
+            ThreadComm(inside, base.rank), lambda base: (window(pair, base, pool, "pair"), ""), 10.0
+        )
+        message(half, {1 - base.rank: 9}, [1 - base.rank])
+        written.set()
+        fake.drain()
+        return []
+
+    assert run_threads(3, job)[2] == [7]
+
+
 def run(shared: Board, job: Callable[[SymmetricWindow], Any], capacity: int = GRANULE) -> list[Any]:
     def prepared(base: ThreadComm) -> Any:
         found = window(shared, base)
@@ -408,10 +441,33 @@ def test_both_ends_of_a_message_are_watched(board: Callable[..., Board]) -> None
         assert seen == [(label, [("send", peer)], True), (label, [("receive", peer)], False)]
 
 
+def test_a_group_that_fails_ends_the_waits_of_its_windows_before_its_communicator() -> None:
+    ended: list[str] = []
+    watcher = Watcher(cast("Store", HashStore()), 0, [0, 1], lambda: ended.append("communicator"))
+
+    def fail() -> None:
+        ended.append("window")
+        raise RuntimeError("its memory is gone")
+
+    watcher.on_failure.append(fail)
+    watcher._fail("Rank 1 is late.")
+    assert ended == ["window", "communicator"]
+    with pytest.raises(CommError, match="Rank 1 is late"):
+        watcher.check()
+
+
 def test_without_a_gpu_all_ranks_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     found = run_threads(2, partial(symmetric.meet, None))  # type: ignore[arg-type]
     assert found == [(None, "symmetric memory needs a GPU")] * 2
+
+
+@pytest.mark.parametrize(("backend", "expected"), [("NVSHMEM", "torch has it by NVSHMEM"), ("CUDA", "")])
+def test_torch_must_have_it_by_cuda(backend: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(symmetric, "symmetric_backend", lambda _: backend)
+    assert symmetric._missing().startswith(expected) and bool(symmetric._missing()) == bool(expected)
 
 
 @pytest.mark.parametrize("fails", ["empty", "rendezvous"])

@@ -243,7 +243,7 @@ def no_keys_or_no_queries_give_nothing() -> None:
 
 def every_configuration_of_a_target_is_the_reference(target: str) -> None:
     """Pointers or descriptors, tiles smaller than blocks, products issued early, warps with roles."""
-    shape = Shape(q_len=200, k_len=150, block_q=128, block_k=128, heads=2, group=2)
+    shape = Shape(q_len=200, k_len=150, head_dim=40, block_q=128, block_k=128, heads=2, group=2)
     q, k, v, _ = shape.operands()
     keys, values = (x.repeat_interleave(2, 1) for x in (k, v))
     before = Reference().attend(q, keys + 1, values, shape.tiles(), 0.2)
@@ -293,6 +293,18 @@ def a_measurement_runs_the_configuration_that_it_is_for() -> None:
             seconds, results = tuning.measure(key, config, torch.device("cpu"))
         assert seconds > 0 and all(x.isfinite().all() for x in results)
         assert {each.args[0] for each in launches.call_args_list if each.args[1] == name} == {config}
+
+
+def programs_follow_the_order() -> None:
+    """The longest row of blocks comes first: a row that the order leaves out is not computed."""
+    shape = SHAPES["square"]
+    tiles, (q, k, v, _) = shape.tiles(), shape.operands()
+    blocks = tiles.lists(q.device)
+    assert blocks.order[0] == blocks.starts.diff().argmax()
+    blocks.__dict__["order"] = torch.full_like(blocks.order, 3)
+    out, lse = torch.full(q.shape, torch.nan), torch.full(q.shape[:-1], torch.nan)
+    Gpu().attend(q, k, v, tiles, 0.2, into=(out, lse), fresh=True)
+    assert lse[0, 1, 64:].isfinite().all() and lse[0, :, :64].isnan().all() and lse[0, 0].isnan().all()
 
 
 def operands_that_no_descriptor_describes_are_served() -> None:
@@ -384,6 +396,7 @@ def checks() -> dict[str, Callable[[], None]]:
         no_keys_or_no_queries_give_nothing,
         gradients_by_tiles_of_any_size_are_the_reference,
         a_measurement_runs_the_configuration_that_it_is_for,
+        programs_follow_the_order,
         operands_that_no_descriptor_describes_are_served,
         rows_past_the_end_are_not_those_of_the_next_head,
         float16_is_as_good_as_torch,

@@ -15,6 +15,7 @@ from itertools import product
 
 import pytest
 
+from tests.run.triton_launches import KINDS, Launched, compile_launches
 from tests.run.triton_resources import Case, Resources, cases, compile_all, overlapped, small_cases
 from weft.run.kernels.triton_configs import (
     BLOCKS,
@@ -59,15 +60,27 @@ CHOSEN += [case for case in cases(SMALL_TARGETS) if case.kernel == "forward"]
 CHOSEN += [case for case in small_cases() if (case.kernel, case.head_dim) == ("merge_rows", 128)]
 
 EVERYTHING = [
-    Case(target, kernel, of(head_dim), 128, config, dense=dense, even=even, add=add)
+    Case(
+        target,
+        kernel,
+        of(head_dim),
+        block or max(config.bq, config.bk),
+        config,
+        dense=dense,
+        even=even,
+        add=add,
+    )
     for target, kernel, head_dim in product(ALL_TARGETS, KERNELS, HEAD_DIMS)
     for config in configurations(target, kernel, head_dim)
-    for of, dense, even, add in (
-        (INSIDE.__getitem__, False, False, True),
-        (int, False, True, False),
-        (int, True, False, True),
-        (INSIDE.__getitem__, True, True, False),
+    for of, block, dense, even, add in (
+        (INSIDE.__getitem__, 0, False, False, True),
+        (int, 0, False, True, False),
+        (INSIDE.__getitem__, 128, False, True, True),
+        (int, 128, True, False, True),
+        (INSIDE.__getitem__, 128, True, True, False),
     )
+    # Tiles as large as blocks, and what blocks of 128 take, which is also what dense tiles take.
+    if not block or config in configs(target, kernel, head_dim, 128, 128)
 ]
 EVERYTHING += [replace(case, dtype="fp16") for case in CHOSEN if case.kernel in KERNELS] + list(small_cases())
 
@@ -118,6 +131,25 @@ def test_no_spills_and_the_units_of_the_target(compiled: Compiled, case: Case) -
 @pytest.mark.parametrize("case", EVERYTHING, ids=called)
 def test_every_configuration_has_no_spills(compiled: Compiled, case: Case) -> None:
     check(case, compiled(tuple(EVERYTHING))[case])
+
+
+@pytest.fixture(scope="module")
+def launched() -> dict[tuple[str, str], list[Launched]]:
+    wanted = list(product(("sm_80", "sm_90", "sm_100", "gfx942"), KINDS))
+    return dict(zip(wanted, compile_launches(wanted), strict=True))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_is_launched_is_what_was_compiled(
+    launched: dict[tuple[str, str], list[Launched]], target: str, kind: str
+) -> None:
+    """Rows of 72 numbers are no multiple of what Triton itself notices; strides are given in eights."""
+    found = launched[target, kind]
+    assert [each.kernel for each in found] == ["forward", "forward", "prepare", "grad_queries", "grad_keys"]
+    assert all(each.spills == 0 for each in found)
+    for each in found[:2]:
+        assert (each.bulk > 0, each.copies > 0) == (target in TMA_TARGETS, target == "sm_80")
 
 
 @pytest.mark.parametrize(("target", "kernel"), list(product(ALL_TARGETS, KERNELS)))

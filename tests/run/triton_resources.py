@@ -153,16 +153,17 @@ def compile_one(case: Case) -> Resources:
 
 
 def _source(case: Case) -> Any:
-    """What a launch would hand to the compiler: aligned pointers, strides that are multiples of 16."""
+    """What a launch would hand to the compiler: aligned pointers, strides in units of 8 numbers."""
     from triton.compiler import ASTSource
 
     room = {"forward": "forward", "merge_rows": "merge"}.get(case.kernel, "backward")
     kernel = getattr(import_module(f"weft.run.kernels.triton_{room}"), case.kernel)
     config, tma = case.config, case.kernel == "forward" and case.target in TMA_TARGETS
     constants: dict[Any, int] = {
-        "D": case.head_dim, "DPAD": padded(case.head_dim), "BLOCK_Q": case.block, "BLOCK_K": case.block,
-        "DENSE": case.dense, "GROUP": case.group, "EVEN": case.even and not config.early, "ADD": case.add,
-        "TMA": tma, "BQ": config.bq, "BK": config.bk, "EARLY": config.early, "SPECIALIZE": config.specialize,
+        "UNIT": 8, "D": case.head_dim, "DPAD": padded(case.head_dim), "GROUP": case.group,
+        "BLOCK_Q": case.block, "BLOCK_K": case.block, "DENSE": case.dense, "ADD": case.add,
+        "EVEN": case.even, "TMA": tma, "BQ": config.bq, "BK": config.bk,
+        "EARLY": config.early, "SPECIALIZE": config.specialize,
         "ROWS": 32, "NARROW": True, "WIDTH": case.head_dim, "FRESH": not case.add,
     }  # fmt: skip
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
@@ -176,7 +177,8 @@ def _source(case: Case) -> Any:
             signature[name] = f"tensordesc<{case.dtype}[1, 1, {rows}, {constants['DPAD']}]>"
         elif name.endswith("_strides"):
             signature[name] = ("i32", "i32", "i32" if name != "lse_strides" else "constexpr")
-            attributes |= {(place, axis): [["tt.divisibility", 16]] for axis in range(3)}
+            if "UNIT" not in constants:
+                attributes |= {(place, axis): [["tt.divisibility", 16]] for axis in range(3)}
         else:
             signature[name] = _INTEGERS.get(name, f"*{case.dtype}" if name in _SIXTEEN else "*fp32")
             if signature[name].startswith("*"):
@@ -184,7 +186,7 @@ def _source(case: Case) -> Any:
     if "lse_strides" in signature:  # rows of lse lie side by side
         place = kernel.arg_names.index("lse_strides")
         constants[place, 2] = 1
-        del attributes[place, 2]
+        attributes.pop((place, 2), None)
     return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
 
 

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
@@ -155,10 +156,10 @@ def _begin(console: Console, parts: Sequence[Part], ranks: int, options: Options
     console.print("Never ran on a GPU before:", style="bold")
     for part in parts:
         for claim in part.claims:
-            console.print(f"  · {claim}", markup=False)
-    where = "CPUs, which stand in for GPUs: a rehearsal" if options.device == "cpu" else "GPUs"
-    many = f"{len(parts)} parts; ranks: {ranks}, on {where}; at most {options.minutes:g} minutes."
-    console.print(f"\n{many}\n")
+            console.print(fill(f"  · {claim}", WIDTH, subsequent_indent="    "), markup=False)
+    where = "CPUs that stand in for GPUs" if options.device == "cpu" else "GPUs"
+    number = f"{ranks} rank{'s' * (ranks > 1)}"
+    console.print(f"\n{len(parts)} parts, at most {options.minutes:g} minutes, by {number} on {where}\n")
 
 
 def _line(part: dict[str, Any]) -> Any:
@@ -196,7 +197,7 @@ def _told(part: dict[str, Any]) -> str:
 def _end(console: Console, report: dict[str, Any], files: Sequence[Path]) -> None:
     from weft.doctor.page import verdict
 
-    console.print(f"\n{verdict(report)}", style="bold", markup=False)
+    console.print("", fill(verdict(report), WIDTH), sep="\n", style="bold", markup=False)
     for path in files:
         console.print(f"  {os.fspath(path)}", markup=False)
     if report["is_rehearsal"]:

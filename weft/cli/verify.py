@@ -95,7 +95,7 @@ def _outcomes(
     from weft.cli.ranks import LaunchedRanks, told_once
     from weft.run.check import Trial, check, plan_names
     from weft.run.pool import Pool
-    from weft.run.world import is_launched
+    from weft.run.world import is_launched, machines
 
     on_gpus = sizes["device"] == "cuda"
     block = 64 if on_gpus else 16  # kernels of GPUs have no smaller ones
@@ -109,7 +109,7 @@ def _outcomes(
                     for density, prefix in ((None, 0), (0.3, 0), (None, 7)):
                         status.update(f"{world} ranks · {name}")
                         extra = {"density": density, "block": block, "prefix": min(prefix, sizes["tokens"])}
-                        trial = Trial(**sizes, asked=name, **extra)
+                        trial = Trial(**sizes, asked=name, machines=machines(), **extra)
                         yield world, trial, check(ranks, trial)
 
 

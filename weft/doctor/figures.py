@@ -34,6 +34,7 @@ def _links(report: Report) -> Figure | None:
     }
     if not speeds:
         return None
+    speeds = {(b, a): speed for (a, b), speed in speeds.items()} | speeds  # both ways were measured at once
     ranks = 1 + max(max(pair) for pair in speeds)
     fastest, cell = max(speeds.values()), SIDE / ranks
     shapes: list[Shape] = [Rect(LEFT, TOP, SIDE, SIDE, "panel")]
@@ -42,16 +43,20 @@ def _links(report: Report) -> Figure | None:
         shapes.append(Rect(x, y, cell, cell, "c4", speed / fastest, "link", tip))
         if ranks <= 8:
             colour = "white" if speed > 0.55 * fastest else "ink"
-            shapes.append(Words(x + cell / 2, y + cell / 2 + 4, f"{speed:.3g}", 12, colour, "middle"))
+            shapes.append(Words(x + cell / 2, y + cell / 2 + 4, _gbytes(speed), 12, colour, "middle"))
     for rank in range(0, ranks, -(-ranks // 8)):
         shapes.append(Words(LEFT - 6, TOP + (rank + 0.5) * cell + 4, str(rank), 12.5, anchor="end"))
         shapes.append(Words(LEFT + (rank + 0.5) * cell, TOP - 6, str(rank), 12.5, anchor="middle"))
     shapes.append(Words(LEFT - 34, TOP + SIDE / 2 + 4, "from", 12.5, anchor="end"))
     shapes.append(Words(LEFT + SIDE / 2, TOP - 26, "to rank", 12.5, anchor="middle"))
     slowest = min(speeds.values())
-    title = f"Links: {slowest:,.3g} to {fastest:,.3g} GB/s between two ranks"
+    title = f"Links: {_gbytes(slowest)} to {_gbytes(fastest)} GB/s between two ranks"
     caption = "GB/s of each direction while both send. Colour begins at zero."
     return Figure("links", title, WIDTH, TOP + SIDE + 12, tuple(shapes), caption=caption)
+
+
+def _gbytes(speed: float) -> str:
+    return f"{speed:,.0f}" if speed >= 100 else f"{speed:.3g}"
 
 
 def _predictions(report: Report) -> Figure | None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from weft.doctor.operands import Operands, judged
 from weft.doctor.part import Check, Site
 from weft.run.check import TIMEOUT
+from weft.run.streams import on, side
 from weft.run.world import world_of
 
 PLANS = ("ulysses", "ring")
@@ -44,9 +45,9 @@ def _judged(plan: str, attentions: list[Operands], site: Site) -> Check:
 
 def _captured(operands: Operands, plan: str, site: Site) -> Callable[[], Tensor]:
     """Return what replays the graph of an attention, with the tensor that it writes."""
-    stream = torch.cuda.Stream(site.device)
-    stream.wait_stream(torch.cuda.current_stream(site.device))
-    with torch.cuda.stream(stream):
+    stream = side(site.device, "doctor 1")
+    torch.cuda.synchronize(site.device)  # inputs were made on another stream
+    with on(stream):
         for _ in range(3):  # plans, connections and tables are made by the first
             operands.attend(plan)
     torch.cuda.synchronize(site.device)

@@ -86,10 +86,10 @@ def skipped(part: Part, reason: str) -> dict[str, Any]:
 
 
 def merge_checks(accounts: Sequence[Account]) -> dict[str, dict[str, Any]]:
-    """Return the checks of all ranks by name: a wrong one counts, else that of the first rank."""
+    """Return the checks of all ranks by name: a wrong one counts, else that of the first rank, its last."""
     merged: dict[str, dict[str, Any]] = {}
     for account in accounts:
-        for check in account.checks:
+        for check in {check["name"]: check for check in account.checks}.values():
             name, note = check["name"], check["note"]
             if name not in merged:
                 merged[name] = check

@@ -14,6 +14,9 @@ from weft.run import check
 from weft.run.attention import attention
 from weft.run.check import TOLERANCE, Trial
 
+GPU_BACKEND = "flash"
+"""In torch, on every GPU: parts that are not about kernels do not wait for one to be compiled."""
+
 
 @dataclass(frozen=True)
 class Operands:
@@ -24,6 +27,7 @@ class Operands:
     grad: Tensor
     expected: list[Tensor]
     """Output, dq, dk, dv in float64 on the CPU."""
+    backend: str
 
     @staticmethod
     def drawn(site: Site, seed: int) -> Operands:
@@ -35,16 +39,21 @@ class Operands:
         layout = Layout.even(trial.tokens, site.ranks)
         rows = torch.from_numpy(layout.order(site.rank))
         *inputs, grad = (x[:, :, rows].to(site.device) for x in trial.tensors())
-        return Operands(layout, inputs, grad, [x[:, :, rows] for x in check.reference(trial)])
+        expected = [x[:, :, rows] for x in check.reference(trial)]
+        return Operands(layout, inputs, grad, expected, "auto" if site.is_rehearsal else GPU_BACKEND)
 
     def attend(self, plan: str) -> Tensor:
-        return attention(*self.inputs, plan=plan, tokens=self.layout)
+        q, k, v = self.inputs
+        return self._attention(q, k, v, plan)
 
     def attend_and_differentiate(self, plan: str) -> list[Tensor]:
         """Return the output, dq, dk, dv."""
         q, k, v = leaves = [x.detach().requires_grad_() for x in self.inputs]
-        out = attention(q, k, v, plan=plan, tokens=self.layout)
+        out = self._attention(q, k, v, plan)
         return [out.detach(), *torch.autograd.grad(out, leaves, self.grad)]
+
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor, plan: str) -> Tensor:
+        return attention(q, k, v, plan=plan, tokens=self.layout, backend=self.backend)
 
 
 def judged(name: str, results: Iterable[tuple[Operands, list[Tensor]]], note: str, site: Site) -> Check:

@@ -76,7 +76,9 @@ class Calibration:
         *,
         quick: bool = False,
     ) -> None:
-        self.comm: Comm = world.world_of(None, TIMEOUT).comm
+        comm: Comm = world.world_of(None, TIMEOUT).comm
+        # Whatever was asked for or calibrated before: on GPUs the process group is measured first.
+        self.comm = comm.base if isinstance(comm, OneSidedComm) and device.type == "cuda" else comm
         self.device, self.dtype = device, dtype
         self.machines, self.devices = machines, self.comm.size // machines
         self.cores = usable_cores() if device.type == "cpu" else 0
@@ -100,10 +102,12 @@ class Calibration:
         self.host = Host()
         self.one_sided: tuple[Link, float] | None = None
         """Through symmetric memory: the link of a pair, and the bytes/s of an all-to-all."""
+        self.held: list[Comm] = []
+        """What owns that memory; peers may still signal in it."""
 
     def steps(self) -> dict[str, Step]:
         """Return what there is to measure here, by name, in order; the same on all ranks."""
-        on_gpu, several = self.device.type == "cuda", self.comm.size > 1
+        on_gpu, several = not self.cores, self.comm.size > 1
         steps: dict[str, Step] = {}
         for pair in links.pairs(self.devices):
             steps[f"{pair[0]}→{pair[1]}"] = lambda pair=pair: self._pair(*pair)
@@ -255,6 +259,7 @@ class Calibration:
         assert group is not None
         meet = partial(symmetric.meet, group)
         comm = OneSidedComm(GroupComm(group, TIMEOUT), meet, TIMEOUT, group=group, transport=SYMMETRIC)
+        self.held.append(comm)
         if not links.is_one_sided(comm, self.device):
             return {}
         together = [(first, first + 1) for first in range(0, self.comm.size, self.devices)]

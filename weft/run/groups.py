@@ -42,7 +42,7 @@ def new_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
     group: Any = dist.new_group(list(ranks), pg_options=_options(_backend(world)))
     if world.rank() not in ranks:
         return None
-    _made[tuple(ranks)] = group
+    _made.setdefault(tuple(ranks), group)  # the first one has a communicator already, perhaps
     return group
 
 

@@ -99,3 +99,10 @@ class TorchSource:
         from torch._C._distributed_c10d import _SymmetricMemory
 
         return _SymmetricMemory.rendezvous(memory, self.group)  # pyright: ignore[reportReturnType] - `offset`
+
+
+def symmetric_backend(device: torch.device) -> str | None:
+    """What torch makes symmetric memory of a device by: CUDA, NVSHMEM or NCCL."""
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    return _SymmetricMemory.get_backend(device)

@@ -22,7 +22,7 @@ from torch import Tensor
 from weft.core.errors import CommError
 from weft.run import streams
 from weft.run.comm import Comm, shm
-from weft.run.comm.block import Block, Handle, Leave, Source, TorchSource
+from weft.run.comm.block import Block, Handle, Leave, Source, TorchSource, symmetric_backend
 from weft.run.comm.window import HALVES, Window, Words
 
 GRANULE = 1 << 21
@@ -197,8 +197,7 @@ class SymmetricWindow(Window):
 def meet(group: dist.ProcessGroup, base: Comm) -> tuple[Window | None, str]:
     """A window over the GPUs of all ranks, or None and why not; all ranks call it together."""
     mail, reason = shm.meet(base)
-    if not reason and not torch.cuda.is_available():
-        reason = "symmetric memory needs a GPU"
+    reason = reason or _missing()
     if late := _without(base, ok=not reason):
         return None, reason or f"rank {late[0]} has no symmetric memory"
     assert mail is not None
@@ -223,6 +222,14 @@ def window_of(source: Source, base: Comm, mail: shm.ShmWindow) -> tuple[Symmetri
     if late or memory is None or handle is None:
         return None, reason or f"rank {late[0]} has no symmetric memory"
     return SymmetricWindow(source, base, mail, (memory, handle)), ""
+
+
+def _missing() -> str:
+    """Why this process has no symmetric memory; empty if it may have some."""
+    if not torch.cuda.is_available():
+        return "symmetric memory needs a GPU"
+    backend = symmetric_backend(torch.device("cuda", torch.cuda.current_device()))
+    return "" if backend in (None, "CUDA") else f"torch has it by {backend}, not by CUDA (TORCH_SYMMMEM=CUDA)"
 
 
 def _without(base: Comm, *, ok: bool) -> list[int]:

@@ -81,18 +81,18 @@ class Gpu:
         q, k, v = (_addressable(x) if tma else packed(x) for x in (q, k, v))
         blocks = self._blocks(tiles, q.device)
         # Descriptors know their strides; strides that nobody reads must not make a kernel of their own.
-        strides = *([(0, 0, 0)] * 3 if tma else _strides(q, k, v)), *_strides(out, lse)
+        unit, strides = _strides(*([] if tma else [q, k, v]), out)
+        strides = *([(0, 0, 0)] * 3 if tma else []), *strides, lse.stride()
         sizes = (scale, q.shape[1], q.shape[2], k.shape[2])
-        # With a mask on its scores in every case, a loop that is EARLY overlaps in every case.
-        even = k.shape[2] % shape["BLOCK_K"] == 0 and not config.early
-        constants = {**shape, "EVEN": even, "ADD": merges, "TMA": tma}
+        even = k.shape[2] % shape["BLOCK_K"] == 0
+        constants = {**shape, "UNIT": unit, "EVEN": even, "ADD": merges, "TMA": tma}
         heights = (config.bq, config.bk, config.bk)
         operands = [
             _descriptor(x, rows, shape["DPAD"]) if tma else x
             for x, rows in zip((q, k, v), heights, strict=True)
         ]
         arguments = (*operands, out, lse, blocks.starts, blocks.kv, blocks.order, *strides, *sizes)
-        grid = _rows_first(q, tiles, config) if tiles.sparse else _grid(q, config.bq)
+        grid = _longest_first(q, tiles.block_q, config.bq) if tiles.sparse else _grid(q, config.bq)
         self._launch(self._forward.forward, grid, arguments, constants, config, q.device)
         return out, lse
 
@@ -106,24 +106,27 @@ class Gpu:
         dq, dk, dv = (
             torch.empty(shape, dtype=torch.float32, device=q.device) for shape in (q.shape, by_head, by_head)
         )
-        if not q.shape[2] or not k.shape[2]:
+        if not q.numel() or not k.numel():
             return dq.zero_(), dk[:, : k.shape[1]].zero_(), dv[:, : k.shape[1]].zero_()
         grad, delta, peak = self._prepare(packed(grad), q, *done)
         shape = self._shape(q, k, tiles)
         blocks = self._blocks(tiles, q.device)
         given = (q, k, v, grad, delta, peak)
         sizes = (scale, q.shape[1], q.shape[2], k.shape[2])
-        strides = _strides(q, k, v, grad)
+        unit, strides = _strides(q, k, v, grad, dq, dk, dv)
+        shape["UNIT"] = unit
         constants = {**shape, "EVEN": k.shape[2] % shape["BLOCK_K"] == 0}
-        arguments = (*given, dq, blocks.starts, blocks.kv, *strides, *_strides(dq), *sizes)
+        lists = blocks.starts, blocks.kv, blocks.order
+        arguments = (*given, dq, *lists, *strides[:5], *sizes)
         config = self._config("grad_queries", shape, q, k)
-        grid = _grid(q, config.bq)
+        grid = _longest_first(q, tiles.block_q, config.bq) if tiles.sparse else _grid(q, config.bq)
         self._launch(self._backward.grad_queries, grid, arguments, constants, config, q.device)
         turned = blocks.inverted if tiles.sparse else blocks
         constants = {**shape, "EVEN": q.shape[2] % shape["BLOCK_Q"] == 0}
-        arguments = (*given, dk, dv, turned.starts, turned.kv, *strides, *_strides(dk, dv), *sizes)
+        lists = turned.starts, turned.kv, turned.order
+        arguments = (*given, dk, dv, *lists, *strides[:4], *strides[5:], *sizes)
         config = self._config("grad_keys", shape, q, k)
-        grid = _grid(dk, config.bk)
+        grid = _longest_first(dk, tiles.block_k, config.bk) if tiles.sparse else _grid(dk, config.bk)
         self._launch(self._backward.grad_keys, grid, arguments, constants, config, q.device)
         if shape["GROUP"] > 1:
             dk, dv = (x.unflatten(1, (-1, shape["GROUP"])).sum(2) for x in (dk, dv))
@@ -137,11 +140,13 @@ class Gpu:
         same = grad.dtype == q.dtype
         narrow = grad if same else torch.empty(grad.shape, dtype=q.dtype, device=q.device)
         batch, heads, rows, head_dim = q.shape
-        arguments = (grad, out, lse, delta, peak, narrow, *_strides(grad, out, lse, narrow), heads, rows)
+        unit, (of_grad, of_out, of_narrow) = _strides(grad, out, narrow)
+        strides = of_grad, of_out, lse.stride(), of_narrow
+        arguments = (grad, out, lse, delta, peak, narrow, *strides, heads, rows)
         grid = -(-rows // _ROWS), batch * heads
         with on_device(q.device):
             self._backward.prepare[grid](
-                *arguments, D=head_dim, DPAD=padded(head_dim), NARROW=not same, ROWS=_ROWS
+                *arguments, UNIT=unit, D=head_dim, DPAD=padded(head_dim), NARROW=not same, ROWS=_ROWS
             )
         return narrow, delta, peak
 
@@ -256,14 +261,21 @@ def _grid(x: Tensor, rows: int) -> tuple[int, int]:
     return -(-x.shape[2] // rows), x.shape[0] * x.shape[1]
 
 
-def _rows_first(q: Tensor, tiles: Tiles, config: Config) -> tuple[int]:
-    """As many programs, in one dim: their order is that of the rows of blocks, whatever head they have."""
-    batch, heads, rows, _ = q.shape
-    return (batch * heads * -(-rows // tiles.block_q) * (tiles.block_q // config.bq),)
+def _longest_first(x: Tensor, block: int, rows: int) -> tuple[int]:
+    """As many programs, in one dim: their order is that of the lists of blocks, whatever head they have."""
+    return (x.shape[0] * x.shape[1] * -(-x.shape[2] // block) * (block // rows),)
 
 
-def _strides(*tensors: Tensor) -> tuple[tuple[int, int, int], ...]:
-    return tuple((x.stride(0), x.stride(1), x.stride(2)) for x in tensors)
+def _strides(*tensors: Tensor) -> tuple[int, list[tuple[int, ...]]]:
+    """(unit, strides in it): 8 numbers where they divide all, which tells the compiler that rows are aligned.
+
+    Triton itself notices multiples of 16 only: rows of 72 numbers would be read one by one. The stride of a
+    dim of one is never used and may be anything.
+    """
+    pairs = [zip(x.stride()[:3], x.shape[:3], strict=True) for x in tensors]
+    strides = [tuple(stride if size > 1 else 0 for stride, size in each) for each in pairs]
+    unit = 1 if any(stride % 8 for each in strides for stride in each) else 8
+    return unit, [tuple(stride // unit for stride in each) for each in strides]
 
 
 def _check_sums(out: Tensor, lse: Tensor, also: torch.dtype) -> None:

@@ -78,7 +78,7 @@ class Speeds:
         one = [some(x[:, :1]) for x in (self._q, self._k, self._v)]
         attend = partial(self.selected.attend, *one, Tiles(None, block, block, block, block), self._scale)
         dense = Tiles(None, size, size, size, size)
-        times = {"call": self._seconds(attend, 20 * self.sizes.repeats), "dense": self._forward(dense)}
+        times = {"call": self._seconds(attend, 5 * self.sizes.repeats), "dense": self._forward(dense)}
         return times | {"dense backward": self._backward(dense)}
 
     def sparse_times(self) -> dict[str, float]:

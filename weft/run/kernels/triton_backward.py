@@ -10,7 +10,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.run.kernels.triton_forward import INFINITY, LOG2E, corner, fetch, line_of, tile_of
+from weft.run.kernels.triton_forward import (
+    INFINITY,
+    LOG2E,
+    corner,
+    fetch,
+    in_numbers,
+    line_of,
+    place_of,
+    tile_of,
+)
 
 
 @triton.jit
@@ -18,9 +27,11 @@ def prepare(
     grad, out, lse, delta, peak, narrow,
     grad_strides, out_strides, lse_strides, narrow_strides,
     heads, q_len,
-    D: tl.constexpr, DPAD: tl.constexpr, NARROW: tl.constexpr, ROWS: tl.constexpr,
+    UNIT: tl.constexpr, D: tl.constexpr, DPAD: tl.constexpr, NARROW: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """delta = rowsum(grad · out), lse in units of log 2 with +inf for empty rows, and grad in 16 bits."""
+    grad_strides, out_strides = in_numbers(grad_strides, UNIT), in_numbers(out_strides, UNIT)
+    narrow_strides = in_numbers(narrow_strides, UNIT)
     top = tl.program_id(0) * ROWS
     batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     rows, dims = tl.arange(0, ROWS), tl.arange(0, DPAD)
@@ -42,17 +53,19 @@ def prepare(
 
 @triton.jit
 def grad_queries(
-    q, k, v, grad, delta, peak, dq, starts, blocks,
+    q, k, v, grad, delta, peak, dq, starts, blocks, order,
     q_strides, k_strides, v_strides, grad_strides, dq_strides,
     scale, heads, q_len, k_len,
-    D: tl.constexpr, DPAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    UNIT: tl.constexpr, D: tl.constexpr, DPAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     DENSE: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """dQ of BQ rows of one head: the list of their kv blocks."""
-    top = tl.program_id(0) * BQ
-    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    q_strides, k_strides = in_numbers(q_strides, UNIT), in_numbers(k_strides, UNIT)
+    v_strides, grad_strides = in_numbers(v_strides, UNIT), in_numbers(grad_strides, UNIT)
+    dq_strides = in_numbers(dq_strides, UNIT)
     q_blocks, k_blocks = tl.cdiv(q_len, BLOCK_Q), tl.cdiv(k_len, BLOCK_K)
+    batch, head, top = place_of(order, heads, q_blocks, BLOCK_Q, BQ, DENSE)
     first, count = line_of(starts, head, top // BLOCK_Q, q_blocks, k_blocks, DENSE)
     rows, dims, columns = tl.arange(0, BQ), tl.arange(0, DPAD), tl.arange(0, BK)
     inside, real = top + rows < q_len, dims < D
@@ -61,7 +74,7 @@ def grad_queries(
 
     q_at = corner(q, q_strides, batch, head, top) + rows[:, None] * q_strides[2] + dims[None, :]
     grad_at = corner(grad, grad_strides, batch, head, top) + rows[:, None] * grad_strides[2] + dims[None, :]
-    row_at = tl.program_id(1).to(tl.int64) * q_len + top + rows
+    row_at = (batch * heads + head).to(tl.int64) * q_len + top + rows
     queries = tl.load(q_at, mask=held, other=0.0)
     slope = tl.load(grad_at, mask=held, other=0.0)
     row_delta = tl.load(delta + row_at, mask=inside, other=0.0)
@@ -70,7 +83,7 @@ def grad_queries(
     v_spots = columns[None, :] * v_strides[2] + dims[:, None]
 
     sums = tl.zeros([BQ, DPAD], tl.float32)
-    steps = count * (BLOCK_K // BK)
+    steps = tl.where(top < q_len, count * (BLOCK_K // BK), 0)
     left = tile_of(blocks, first, tl.full([], 0, tl.int32), steps, BLOCK_K, BK, DENSE)
     for step in range(steps):
         known = left + columns < k_len
@@ -91,10 +104,10 @@ def grad_queries(
 
 @triton.jit
 def grad_keys(
-    q, k, v, grad, delta, peak, dk, dv, starts, blocks,
+    q, k, v, grad, delta, peak, dk, dv, starts, blocks, order,
     q_strides, k_strides, v_strides, grad_strides, dk_strides, dv_strides,
     scale, heads, q_len, k_len,
-    D: tl.constexpr, DPAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    UNIT: tl.constexpr, D: tl.constexpr, DPAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     DENSE: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -103,9 +116,11 @@ def grad_keys(
     What heads that share keys make of them is added up later: a loop over them in here spills registers.
     Scores are kept transposed, [BK, BQ], so that both sums are products with no transpose of registers.
     """
-    left = tl.program_id(0) * BK
-    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    q_strides, k_strides = in_numbers(q_strides, UNIT), in_numbers(k_strides, UNIT)
+    v_strides, grad_strides = in_numbers(v_strides, UNIT), in_numbers(grad_strides, UNIT)
+    dk_strides, dv_strides = in_numbers(dk_strides, UNIT), in_numbers(dv_strides, UNIT)
     q_blocks, k_blocks = tl.cdiv(q_len, BLOCK_Q), tl.cdiv(k_len, BLOCK_K)
+    batch, head, left = place_of(order, heads, k_blocks, BLOCK_K, BK, DENSE)
     first, count = line_of(starts, head, left // BLOCK_K, k_blocks, q_blocks, DENSE)
     rows, dims, columns = tl.arange(0, BQ), tl.arange(0, DPAD), tl.arange(0, BK)
     known, real = left + columns < k_len, dims < D
@@ -118,10 +133,10 @@ def grad_keys(
     values = tl.load(v_at, mask=held, other=0.0)
     q_spots = rows[:, None] * q_strides[2] + dims[None, :]
     grad_spots = rows[:, None] * grad_strides[2] + dims[None, :]
-    row_top = tl.program_id(1).to(tl.int64) * q_len
+    row_top = (batch * heads + head).to(tl.int64) * q_len
 
     k_sums, v_sums = tl.zeros([BK, DPAD], tl.float32), tl.zeros([BK, DPAD], tl.float32)
-    steps = count * (BLOCK_Q // BQ)
+    steps = tl.where(left < k_len, count * (BLOCK_Q // BQ), 0)
     top = tile_of(blocks, first, tl.full([], 0, tl.int32), steps, BLOCK_Q, BQ, DENSE)
     for step in range(steps):
         inside = top + rows < q_len

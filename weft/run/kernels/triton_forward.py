@@ -17,11 +17,32 @@ INFINITY = tl.constexpr(float("inf"))
 
 
 @triton.jit
+def in_numbers(strides, UNIT: tl.constexpr):
+    """Strides that are given in units of UNIT numbers, so that the compiler knows that rows are aligned."""
+    return strides[0] * UNIT, strides[1] * UNIT, strides[2] * UNIT
+
+
+@triton.jit
 def corner(x, strides, batch, head, row):
     """Where (batch, head, row) begins; 64 bits, a long video has more than 2^31 numbers."""
     return (
         x + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1] + row.to(tl.int64) * strides[2]
     )
+
+
+@triton.jit
+def place_of(order, heads, blocks, BLOCK: tl.constexpr, TILE: tl.constexpr, DENSE: tl.constexpr):
+    """(batch, head, first token) of a program, those of the longest lists first: one that begins last is
+    one that the others wait for. There are `blocks` lists per head."""
+    if DENSE:
+        batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+        return batch, head, tl.program_id(0) * TILE
+    else:
+        PARTS: tl.constexpr = BLOCK // TILE
+        batches = tl.num_programs(0) // (heads * blocks * PARTS)
+        batch, place = tl.program_id(0) % batches, tl.program_id(0) // batches
+        line = tl.load(order + place // PARTS)
+        return batch, line // blocks, (line % blocks) * BLOCK + (place % PARTS) * TILE
 
 
 @triton.jit
@@ -100,11 +121,36 @@ def store_rows(
 
 
 @triton.jit
+def finish(
+    out, lse, out_strides, lse_strides, sums, peak, total, batch, head, top, q_len, count,
+    BQ: tl.constexpr, D: tl.constexpr, DPAD: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """Store out and lse of the rows of a program, or with ADD their merge with what is there."""
+    rows = tl.arange(0, BQ)
+    inside = top + rows < q_len
+    if ADD:  # nothing to add, nothing to read or write
+        inside = inside & (count > 0)
+    out_at = corner(out, out_strides, batch, head, top) + rows[:, None] * out_strides[2]
+    lse_at = corner(lse, lse_strides, batch, head, top) + rows * lse_strides[2]
+    shrink, kept = tl.full([BQ], 1.0, tl.float32), tl.zeros([BQ], tl.float32)
+    if ADD:
+        before = tl.load(lse_at, mask=inside, other=-INFINITY) * LOG2E
+        higher = tl.maximum(peak, before)
+        shrink, kept = tl.exp2(peak - higher), tl.exp2(before - higher)
+        total = total * shrink + kept
+        peak = higher
+    tl.store(lse_at, (peak + tl.log2(total)) / LOG2E, mask=inside)
+    # No active tile: 0 / 1 and -inf.
+    total = tl.where(total == 0.0, 1.0, total)
+    store_rows(out_at, sums * (shrink / total)[:, None], kept / total, inside, 0, DPAD, BQ, D, ADD)
+
+
+@triton.jit
 def forward(
     q, k, v, out, lse, starts, blocks, order,
     q_strides, k_strides, v_strides, out_strides, lse_strides,
     scale, heads, q_len, k_len,
-    D: tl.constexpr, DPAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    UNIT: tl.constexpr, D: tl.constexpr, DPAD: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     DENSE: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, ADD: tl.constexpr, TMA: tl.constexpr,
     BQ: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr, SPECIALIZE: tl.constexpr,
 ):  # fmt: skip
@@ -113,16 +159,10 @@ def forward(
     GROUP query heads read each head of k and v. EARLY issues the product of the next keys before the
     exponentials of these. SPECIALIZE gives loads, products and exponentials warps of their own.
     """
+    q_strides, k_strides = in_numbers(q_strides, UNIT), in_numbers(k_strides, UNIT)
+    v_strides, out_strides = in_numbers(v_strides, UNIT), in_numbers(out_strides, UNIT)
     q_blocks, k_blocks = tl.cdiv(q_len, BLOCK_Q), tl.cdiv(k_len, BLOCK_K)
-    if DENSE:
-        top = tl.program_id(0) * BQ
-        batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
-    else:  # rows with most blocks first: one that begins last is one that the others wait for
-        PARTS: tl.constexpr = BLOCK_Q // BQ
-        batches = tl.num_programs(0) // (heads * q_blocks * PARTS)
-        batch, place = tl.program_id(0) % batches, tl.program_id(0) // batches
-        row = tl.load(order + place // PARTS)
-        head, top = row // q_blocks, (row % q_blocks) * BLOCK_Q + (place % PARTS) * BQ
+    batch, head, top = place_of(order, heads, q_blocks, BLOCK_Q, BQ, DENSE)
     first, count = line_of(starts, head, top // BLOCK_Q, q_blocks, k_blocks, DENSE)
     steps = tl.where(top < q_len, count * (BLOCK_K // BK), 0)
     columns = tl.arange(0, BK)
@@ -145,7 +185,7 @@ def forward(
         else:
             keys = rows_of(k, k_strides, batch, of_keys, left, k_len, D, DPAD, BK, EVEN, TMA)
             scores = tl.dot(queries, tl.trans(keys)) * scale
-        if not EVEN:
+        if EARLY or not EVEN:  # with a mask in every case, what is EARLY overlaps in every case
             scores = tl.where((left + columns < k_len)[None, :], scores, -INFINITY)
         # A block has at least one key in its first tile, so after it the peak is finite.
         higher = tl.maximum(peak, tl.max(scores, 1))
@@ -158,20 +198,7 @@ def forward(
         left = tile_of(blocks, first, step + 1, steps, BLOCK_K, BK, DENSE)
         if EARLY:
             after = tile_of(blocks, first, step + 2, steps, BLOCK_K, BK, DENSE)
-    rows = tl.arange(0, BQ)
-    inside = top + rows < q_len
-    if ADD:  # nothing to add, nothing to read or write
-        inside = inside & (count > 0)
-    out_at = corner(out, out_strides, batch, head, top) + rows[:, None] * out_strides[2]
-    lse_at = corner(lse, lse_strides, batch, head, top) + rows * lse_strides[2]
-    shrink, kept = tl.full([BQ], 1.0, tl.float32), tl.zeros([BQ], tl.float32)
-    if ADD:
-        before = tl.load(lse_at, mask=inside, other=-INFINITY) * LOG2E
-        higher = tl.maximum(peak, before)
-        shrink, kept = tl.exp2(peak - higher), tl.exp2(before - higher)
-        total = total * shrink + kept
-        peak = higher
-    tl.store(lse_at, (peak + tl.log2(total)) / LOG2E, mask=inside)
-    # No active tile: 0 / 1 and -inf.
-    total = tl.where(total == 0.0, 1.0, total)
-    store_rows(out_at, sums * (shrink / total)[:, None], kept / total, inside, 0, DPAD, BQ, D, ADD)
+    finish(
+        out, lse, out_strides, lse_strides, sums, peak, total,
+        batch, head, top, q_len, count, BQ, D, DPAD, ADD,
+    )  # fmt: skip

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import time
+from statistics import median
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 from weakref import WeakKeyDictionary
 
@@ -27,7 +28,7 @@ from weft.run.kernels.composite import Composite
 from weft.run.kernels.parity_sample import TOLERANCE
 from weft.run.kernels.tiles import Blocks, Tiles
 from weft.run.kernels.triton_configs import BLOCKS, Config, configs, padded
-from weft.run.stopwatch import device_seconds, low
+from weft.run.stopwatch import device_seconds
 
 if TYPE_CHECKING:
     from weft.run.kernels.gpu import Gpu
@@ -206,7 +207,7 @@ def measure(key: Key, config: Config, device: torch.device) -> tuple[float, tupl
             return kernel.attend(q, k, v, tiles, key.head_dim**-0.5)[:1]
         return kernel.attend_backward(q, q, k, v, done, tiles, key.head_dim**-0.5)
 
-    return low(device_seconds(call, device, REPEATS)), call()
+    return median(device_seconds(call, device, REPEATS)), call()
 
 
 def _triton_kernels(kernel: Kernel) -> list[Gpu]:
