@@ -102,7 +102,7 @@ def _host_blocks(active: BoolArray) -> Blocks:
     heads, q_blocks, kv_blocks = active.shape
     flat = active.reshape(-1, kv_blocks)
     starts = np.zeros(len(flat) + 1, dtype=np.int32)
-    # Torch's memory: NumPy asks for huge pages, and a system that has to make them takes longer than all else.
+    # Torch's memory: NumPy asks for huge pages, and a system that has to make them first takes longer.
     listed = torch.empty(np.count_nonzero(flat), dtype=torch.int32)
     kv = listed.numpy()
     # Some rows at a time, whose places stay in a cache: fresh memory for all of them would cost more.
