@@ -1,5 +1,7 @@
 """Renewed masks are those of the tiles, and the lists that are timed are all that a forward reads."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -54,5 +56,6 @@ def test_the_row_is_the_worst_rank_and_a_slow_one_misses_the_bar():
 
 
 def _rows(renewals, beside):
-    changes = [renewal.Changes(0.1, beside, None)] * 2  # the same plan: nothing to change to
+    plan: Any = None  # the same one: nothing to change to
+    changes = [renewal.Changes(0.1, beside, plan)] * 2
     return renewal._report("case", 128, renewals, [1.0], changes).rows

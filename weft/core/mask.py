@@ -226,7 +226,7 @@ class BlockMask:
     def digest(self) -> str:
         # As they lie: the codec's text of a large mask would take longer than the hash.
         state = hashlib.sha256(repr((self.grid, self.pattern_of)).encode())
-        state.update(np.ascontiguousarray(self.bits))
+        state.update(np.ascontiguousarray(self.bits).data)
         return state.hexdigest()[:16]
 
     def __eq__(self, other: object) -> bool:

@@ -103,7 +103,7 @@ def _host_blocks(active: BoolArray) -> Blocks:
     flat = active.reshape(-1, kv_blocks)
     starts = np.zeros(len(flat) + 1, dtype=np.int32)
     # Torch's memory: NumPy asks for huge pages, and a system that has to make them first takes longer.
-    listed = torch.empty(np.count_nonzero(flat), dtype=torch.int32)
+    listed = torch.empty(int(np.count_nonzero(flat)), dtype=torch.int32)
     kv = listed.numpy()
     # Some rows at a time, whose places stay in a cache: fresh memory for all of them would cost more.
     at_once = max(1, PLACES_AT_ONCE // max(1, kv_blocks))
