@@ -17,14 +17,13 @@ from tests.train.test_hostile import forge, saved
 from tests.train.test_trainer import changed
 from weft.core.errors import InputError, WeftError
 from weft.train import checkpoints as module
-from weft.train import storage, trainer
+from weft.train import dsv, storage, trainer
 from weft.train.checkpoints import MANIFEST, Checkpoints
 from weft.train.costs import Costs
 from weft.train.dispatcher import Dispatcher
 from weft.train.folder import Folder
 from weft.train.journal import Journal
 from weft.train.latents import Latents
-from weft.train.plans import Plans
 from weft.train.recipe import SparsePart
 from weft.train.trainer import train
 
@@ -147,10 +146,9 @@ def test_a_hostile_state_of_the_dispatcher_is_refused(path: tuple[Any, ...], val
     "plan", [3, [], [[0.5, 0.5]], [["a", "b"], "ring"], [[0.5], "ring"], [[0.5, 0.5], 3]]
 )
 def test_hostile_plans_are_refused(plan: Any) -> None:
-    plans = Plans()
-    plans.load({"0 of 2": [[0.5, 0.5], "ring"]}, heads=2)
+    assert dsv._checked_plans({"layer 0": [[0.5, 0.5], "ring"]}, 2)
     with pytest.raises(InputError):
-        plans.load({"0 of 2": plan}, heads=2)
+        dsv._checked_plans({"layer 0": plan}, 2)
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("alloc: can't allocate memory: 9 bytes\nat")])

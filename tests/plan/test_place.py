@@ -1,0 +1,140 @@
+"""Places: which plan comes next, when another strategy is looked up, and what an earlier run leaves."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from weft.core.layout import Layout
+from weft.core.mask import BlockMask
+from weft.core.problem import Problem
+from weft.core.topology import Topology
+from weft.plan.assignment import Assignment
+from weft.plan.balanced import Balancer
+from weft.plan.choose import choose
+from weft.plan.forecast import Forecast
+from weft.plan.place import STEPS, Choice, Entry, Place, carried_on, planned
+from weft.plan.strategies import parse
+
+TOKENS, HEADS, BLOCK = 256, 8, 8
+LAYOUT = Layout.even(TOKENS, 4)
+PROBLEM = Problem(batch=1, heads=HEADS, kv_heads=HEADS, head_dim=8, q=LAYOUT, kv=LAYOUT)
+TOPOLOGY = Topology.local(4)
+BALANCED, OTHER = parse("usp:2x2+balanced", 4), parse("ulysses+balanced", 4)
+
+
+def mask(seed: int, share: float = 0.3, skew: float = 1.0) -> BlockMask:
+    blocks, random = TOKENS // BLOCK, np.random.default_rng(seed)
+    shares = share * skew ** np.arange(HEADS)[:, None, None]
+    tiles = random.random((HEADS, blocks, blocks)) < shares
+    return BlockMask.from_tiles(tiles, q_len=TOKENS, kv_len=TOKENS, block_q=BLOCK)
+
+
+def entry(asked: str = "auto") -> Entry:
+    first = mask(0)
+    assignment = Balancer(PROBLEM, first, TOPOLOGY).assign(BALANCED).assignment
+    plan = planned(BALANCED, assignment, "first", PROBLEM, first, TOPOLOGY)
+    return Entry(1, Place("model", 3, 1, "topk"), PROBLEM, TOPOLOGY, plan, first, 0, asked)
+
+
+class Counted:
+    """A choice that finds ulysses twice as fast as all others, and counts how often it is asked."""
+
+    def __init__(self, found: float) -> None:
+        self.looked_up = 0
+        self.choice = Choice(BALANCED, "", {BALANCED: 1.0, OTHER: found})
+
+    def __call__(self, _: BlockMask) -> Any:
+        return self
+
+    def estimate(self, *args: Any) -> float:
+        return self.choice.estimate(*args)
+
+    def better(self, *args: Any) -> Any:
+        self.looked_up += 1
+        return self.choice.better(*args)
+
+
+def test_strategies_are_looked_up_once_and_when_masks_have_moved() -> None:
+    place, choice, forecast = entry(), Counted(100.0), Forecast()
+    for step in range(4):
+        place.observe(mask(step), step, place.plan, forecast, choice)
+    assert choice.looked_up == 1
+    place.observe(mask(4, share=0.5), 4, place.plan, forecast, choice)
+    assert choice.looked_up == 2, "another density"
+    place.observe(mask(5, share=0.9, skew=0.85), 5, place.plan, forecast, choice)
+    assert choice.looked_up == 3, "another spread over heads"
+    asked = entry("usp:2x2+balanced")
+    asked.observe(mask(0), 0, asked.plan, forecast, choice)
+    assert choice.looked_up == 3, "the user has chosen"
+
+
+def test_a_better_strategy_is_changed_to_with_its_reason() -> None:
+    place = entry()
+    draft = place.observe(mask(1), 0, place.plan, Forecast(), Counted(0.01))
+    assert draft is not None
+    strategy, assignment, why = draft
+    assert strategy == OTHER and assignment.fits(PROBLEM, mask(1), OTHER)
+    assert "ulysses+balanced is" in why and "ahead of usp:2x2+balanced" in why
+    place.hold(1, draft)
+    assert place.plan.version == 0 and place.newest == 1
+    old = place.use(1)
+    assert old is place.first and place.plan.strategy == OTHER and place.why == why
+    assert place.stored().strategy == "ulysses+balanced", "the next run begins with it"
+    assert place.again(2, 0).plan is place.plan
+
+
+def test_a_strategy_that_is_hardly_better_is_not() -> None:
+    balancer, plan = Balancer(PROBLEM, mask(0), TOPOLOGY), entry().plan
+    times = [way.estimate(PROBLEM, TOPOLOGY, balancer.assign(way)) for way in (BALANCED, OTHER)]
+    for gain, changes in ((1.01, False), (1.05, True)):
+        choice = Choice(BALANCED, "", {BALANCED: 1.0, OTHER: times[0] / times[1] / gain})
+        draft = choice.better(balancer, BALANCED, plan.assignment)
+        assert (draft is not None and draft[0] == OTHER) == changes
+
+
+def test_versions_go_up_and_old_plans_are_let_go() -> None:
+    place = entry()
+    for version in (1, 2, 3):
+        place.hold(version, (BALANCED, place.first.assignment, ""))
+    assert place.use(0) is None and place.plan is place.first
+    assert place.use(2) is place.first and sorted(place.held) == [2, 3]
+    assert place.use(1) is None and place.plan.version == 2, "never back"
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    place, same = entry("usp:2x2+balanced"), mask(0)
+    place.loads = {step: np.ones(HEADS, dtype=np.int64) for step in range(STEPS)}
+    place.observe(same, STEPS, place.plan, Forecast(), Counted(1.0))
+    assert len(place.loads) == STEPS and min(place.loads) == 1
+
+
+def test_an_earlier_run_is_carried_on_where_it_fits() -> None:
+    stored = replace(entry().stored(), steps=(0,), loads=np.ones((1, HEADS), dtype=np.int64))
+    balancer = Balancer(PROBLEM, mask(7, skew=0.8), TOPOLOGY)
+    strategy, assignment, _ = carried_on(stored, "auto", balancer) or pytest.fail("it fits")
+    assert strategy == BALANCED and assignment.fits(PROBLEM, balancer.mask, BALANCED)
+    assert carried_on(stored, "usp:2x2+balanced", balancer)
+    assert carried_on(stored, "ulysses", balancer) is None
+    assert carried_on(replace(stored, strategy="of tomorrow"), "auto", balancer) is None
+    assert carried_on(replace(stored, strategy="ring+balanced"), "auto", balancer) is None
+    cut = stored.assignment
+    bad = Assignment(cut.heads, cut.rows[:, 1:], cut.cols, cut.q_unit, cut.kv_unit)
+    assert carried_on(replace(stored, assignment=bad), "auto", balancer) is None
+
+
+@pytest.mark.parametrize("skew", [0.7, 1.0])
+def test_the_choice_is_balanced_where_work_counts(skew: float) -> None:
+    slow = replace(TOPOLOGY, flops=1e8)
+    choice = Choice.of(PROBLEM, mask(0, skew=skew), slow)
+    assert choice.strategy.balance == "balanced"
+    assert all(error > 0 for error in choice.errors.values())
+
+
+def test_the_choice_is_plain_where_balance_costs_more_than_it_gains() -> None:
+    skewed = mask(0, skew=0.7)
+    ranked = choose(PROBLEM, skewed, TOPOLOGY).ranked
+    balanced = min(each.seconds for each in ranked if each.strategy.balance == "balanced")
+    assert ranked[0].seconds * 1.02 < balanced, "calls of parts of heads take longer than the work"
+    assert Choice.of(PROBLEM, skewed, TOPOLOGY).strategy == ranked[0].strategy
