@@ -19,7 +19,7 @@ from weft.core.topology import Topology
 from weft.plan.assignment import Assigned, Assignment
 from weft.plan.balance import ratio, step_ratio
 from weft.plan.balanced import Balancer
-from weft.plan.choose import build, candidates, choose
+from weft.plan.choose import Option, build, candidates, choose
 from weft.plan.counts import head_loads
 from weft.plan.forecast import Forecast
 from weft.plan.store import Key, Stored
@@ -34,7 +34,6 @@ WORTH = 1.02
 """How much faster another strategy must be: changing costs a new program on all ranks."""
 
 
-EARLIER = "as in an earlier run"
 Draft = tuple[Strategy, Assignment, str]
 """What a plan is made of: who computes what by which strategy, and why that one."""
 
@@ -85,23 +84,23 @@ class Choice:
 
     @staticmethod
     def of(problem: Problem, mask: BlockMask, topology: Topology) -> Choice:
-        """Choose for masks that begin with this one: balanced, unless that is slower by far on this one."""
+        """Choose for masks that begin with this one: of balanced plans, for those to come."""
         plan = choose(problem, mask, topology)
         left_out = {name for name, _ in plan.left_out}
-        errors: dict[Strategy, float] = {}
-        times: dict[Strategy, float] = {}
-        for option in reversed(plan.ranked):
+        options: dict[Strategy, Option] = {}
+        for option in sorted(plan.ranked, key=lambda each: each.strategy.balance == "balanced"):
             # Equal plans have one name: where nothing is to be balanced yet, that of the plain one.
-            for each in (option.strategy, _balanced(option.strategy)):
-                if each == option.strategy or (each not in errors and str(each) not in left_out):
-                    errors[each] = option.seconds / option.estimate
-                    times[each] = option.seconds * (1 if each.balance == "balanced" else WORTH)
-        return Choice(min(times, key=lambda each: times[each]), plan.why(), errors)
+            balanced = _balanced(option.strategy)
+            if balanced == option.strategy or str(balanced) not in left_out:
+                options[balanced] = option
+        options = options or {_balanced(plan.ranked[0].strategy): plan.ranked[0]}
+        errors = {each: option.seconds / option.estimate for each, option in options.items()}
+        return Choice(min(options, key=lambda each: options[each].seconds), plan.why(), errors)
 
     def estimate(self, strategy: Strategy, balancer: Balancer, cost: Assigned) -> float:
         """Return seconds by the closed form, corrected; what was not simulated is taken for the worst."""
-        alike = self.errors.get(strategy) or self.errors.get(_balanced(strategy))
-        return (alike or max(self.errors.values())) * _estimate(strategy, balancer, cost)
+        error = self.errors.get(strategy, max(self.errors.values()))
+        return error * _estimate(strategy, balancer, cost)
 
     def better(self, balancer: Balancer, now: Strategy, assignment: Assignment) -> Draft | None:
         """Look up whether another strategy is worth changing to on a mask."""
@@ -109,10 +108,10 @@ class Choice:
         times = {
             way: self.estimate(way, balancer, balancer.assign(way))
             for each in candidates(balancer.problem, balancer.mask, balancer.topology)
-            if not each.costly
+            if each.balance == "balanced" and not each.costly
             for way in each.tuned(balancer.topology)
         }
-        best = min(times, key=lambda way: times[way] * (1 if way.balance == "balanced" else WORTH))
+        best = min(times, key=lambda way: times[way])
         if times[best] * WORTH > taken or best == now:
             return None
         why = f"{best} is {taken / times[best] - 1:.1%} ahead of {now} on the masks of this layer."
@@ -145,7 +144,7 @@ class Entry:
         self.first = self.start = self.last = self.plan
         self.held = {self.plan.version: self.plan}
         self.began = self.step
-        self._looked = (0.0, 0.0, 0.0)
+        self._looked = (0.0, 0.0)
 
     @property
     def why(self) -> str:
@@ -205,11 +204,10 @@ class Entry:
         balancer = Balancer(self.problem, mask, self.topology)
         self.judged.append(self._judge(balancer, step, plan, choice))
         now = self.held[self.newest]
-        assignment = now.assignment
-        if now.strategy.balance == "balanced":
-            expected = forecast.expected(layer, 2 * step - before)
-            assignment = balancer.renew(now.strategy, assignment, expected)
-        is_due = self.asked == "auto" and self._has_moved(balancer, now)
+        if now.strategy.balance != "balanced":
+            return None
+        assignment = balancer.renew(now.strategy, now.assignment, forecast.expected(layer, 2 * step - before))
+        is_due = self.asked == "auto" and self._has_moved(balancer)
         if is_due and (other := choice(mask).better(balancer, now.strategy, assignment)):
             return other
         return None if assignment is now.assignment else (now.strategy, assignment, now.why)
@@ -224,12 +222,10 @@ class Entry:
         (now, seconds), (static, seconds_static) = found[plan], found[self.first]
         return Judged(step, now, static, seconds, seconds_static, plan.assignment.moved(last))
 
-    def _has_moved(self, balancer: Balancer, plan: Planned) -> bool:
+    def _has_moved(self, balancer: Balancer) -> bool:
         """Whether masks have become others than those by which strategies were last looked up."""
         heads = balancer.row_loads.sum(axis=1)
-        # What is balanced stays so; what is not is looked up again before it costs much.
-        skew = 1.0 if plan.strategy.balance == "balanced" else self.judged[-1].imbalance ** 4
-        now = float(heads.sum()), ratio(heads), skew
+        now = float(heads.sum()), ratio(heads)
         if all(abs(new - old) <= MOVED * old for new, old in zip(now, self._looked, strict=True)):
             return False
         self._looked = now
@@ -251,13 +247,11 @@ def carried_on(stored: Stored, asked: str, balancer: Balancer) -> Draft | None:
         strategy = parse(stored.strategy, balancer.problem.ranks)
     except InputError:  # of another version of weft
         return None
-    if asked not in ("auto", stored.strategy):
+    if strategy.balance != "balanced" or asked not in ("auto", stored.strategy):
         return None
-    if strategy.balance != "balanced":
-        return strategy, balancer.assign(strategy).assignment, EARLIER
     if not stored.assignment.fits(balancer.problem, balancer.mask, strategy):
         return None
-    return strategy, balancer.renew(strategy, stored.assignment), EARLIER
+    return strategy, balancer.renew(strategy, stored.assignment), "as in an earlier run"
 
 
 def planned(
