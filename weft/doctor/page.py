@@ -103,16 +103,16 @@ def _marked(report: Report) -> str:
 def _claims(report: Report) -> str:
     """Everything that had never run on a GPU, and what became of it here."""
     rows: list[str] = []
-    for part in report["parts"]:
-        for claim in part["claims"]:
-            mark, colour, word = MARKS[part["status"]]
-            if report["is_rehearsal"]:
-                mark, colour, word = "–", "muted", "not run on a GPU"
-            rows.append(
-                f'<tr><td style="color:var(--{colour})">{mark}</td>'
-                f'<td style="text-align:left;white-space:normal">{escape(claim)}</td>'
-                f'<td style="text-align:left;color:var(--{colour})">{word}</td></tr>'
-            )
+    asked = {claim: part["status"] for part in report["parts"] for claim in part["claims"]}
+    for claim in report["never_ran"]:
+        mark, colour, word = MARKS[asked[claim]] if claim in asked else ("–", "muted", "not asked")
+        if report["is_rehearsal"]:
+            mark, colour, word = "–", "muted", "not run on a GPU"
+        rows.append(
+            f'<tr><td style="color:var(--{colour})">{mark}</td>'
+            f'<td style="text-align:left;white-space:normal">{escape(claim)}</td>'
+            f'<td style="text-align:left;color:var(--{colour})">{word}</td></tr>'
+        )
     return f"<h2>What had never run on a GPU before</h2><table>{''.join(rows)}</table>"
 
 
