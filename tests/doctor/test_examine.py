@@ -16,6 +16,7 @@ from weft.doctor.child import Order
 from weft.doctor.examine import Examination, as_json, topology_text, write
 from weft.doctor.keeper import Account
 from weft.doctor.part import Part
+from weft.doctor.parts import UNASKED
 
 PARTS = [Part(name=name, title=name, function="toy:checks", seconds=100, claims=(name,)) for name in "abc"]
 
@@ -60,7 +61,8 @@ def test_report_has_the_whole_schema(monkeypatch: pytest.MonkeyPatch) -> None:
         "checks",
     }  # fmt: skip
     assert report["machine"] == {"machines": 1, "ranks": 2, "device": "cpu", "gpus": [], "torch": "2.13"}
-    assert report["never_ran"] == ["a", "b", "c"] and report["is_rehearsal"] and not report["made_up"]
+    assert report["never_ran"] == ["a", "b", "c", *UNASKED]
+    assert report["is_rehearsal"] and not report["made_up"]
     assert report["parts"][0]["checks"][0]["name"] == "of a by …"
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from weft.doctor.figures import figures
 from weft.doctor.page import page, verdict
-from weft.doctor.parts import PARTS
+from weft.doctor.parts import PARTS, UNASKED
 
 FOLDER = Path(__file__).parents[2] / "docs" / "gpus"
 REPORTS = sorted(FOLDER.glob("*.json"))
@@ -32,7 +32,8 @@ def test_every_report_in_the_docs_has_a_page_and_a_row(path: Path) -> None:
 def test_the_example_is_marked_as_made_up_and_has_every_part(report: dict[str, Any]) -> None:
     assert report["made_up"] and "made-up example" in page(report)
     assert [part["name"] for part in report["parts"]] == [part.name for part in PARTS]
-    assert report["never_ran"] == [claim for part in PARTS for claim in part.claims]
+    assert report["never_ran"] == [*(claim for part in PARTS for claim in part.claims), *UNASKED]
+    assert page(report).count("not asked") == len(UNASKED)
 
 
 def test_what_never_ran_stands_before_everything_that_was_asked(report: dict[str, Any]) -> None:

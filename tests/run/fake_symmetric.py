@@ -190,6 +190,8 @@ class Board:
         self.handles: list[FakeHandle] = []
         self.pads: dict[int, Tensor] = {}
         """Of the rendezvous that is made, by rank."""
+        self.comms: list[Any] = []
+        """Of all ranks, as long as the group lives."""
 
 
 class FakeSource:

@@ -46,7 +46,10 @@ def board(fake: FakeStreams) -> Callable[..., Board]:
 
 
 def comm_over(board: Board, base: ThreadComm, **options: Any) -> OneSidedComm:
-    return OneSidedComm(base, lambda base: (window(board, base), ""), 10.0, **options)
+    comm = OneSidedComm(base, lambda base: (window(board, base), ""), 10.0, **options)
+    # A process keeps its memory while others may still copy from it; a thread that is done would not.
+    board.comms.append(comm)
+    return comm
 
 
 def problem_of(tokens: int, ranks: int = 4) -> Problem:

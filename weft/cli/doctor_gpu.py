@@ -14,7 +14,7 @@ import typer
 
 from weft.core.errors import InputError, nearest_of
 from weft.doctor.part import Part
-from weft.doctor.parts import PARTS
+from weft.doctor.parts import PARTS, UNASKED
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -154,9 +154,8 @@ def _faults(pairs: Sequence[str]) -> dict[str, str]:
 
 def _begin(console: Console, parts: Sequence[Part], ranks: int, options: Options) -> None:
     console.print("Never ran on a GPU before:", style="bold")
-    for part in parts:
-        for claim in part.claims:
-            console.print(fill(f"  · {claim}", WIDTH, subsequent_indent="    "), markup=False)
+    for claim in (*(claim for part in parts for claim in part.claims), *UNASKED):
+        console.print(fill(f"  · {claim}", WIDTH, subsequent_indent="    "), markup=False)
     where = "CPUs that stand in for GPUs" if options.device == "cpu" else "GPUs"
     number = f"{ranks} rank{'s' * (ranks > 1)}"
     console.print(f"\n{len(parts)} parts, at most {options.minutes:g} minutes, by {number} on {where}\n")

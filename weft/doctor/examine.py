@@ -26,7 +26,7 @@ from weft.doctor.keeper import Account, Keepers
 from weft.doctor.machine import machine_of
 from weft.doctor.merge import can_go_on, finished, first_failure, part_report, skipped
 from weft.doctor.part import Part
-from weft.doctor.parts import PARTS
+from weft.doctor.parts import PARTS, UNASKED
 from weft.doctor.privacy import cleaned, private_words
 
 SCHEMA = 1
@@ -100,7 +100,7 @@ def _examined(
         "is_rehearsal": examination.device != "cuda",
         "made_up": False,
         "seconds": round(time.monotonic() - began, 3),
-        "never_ran": [claim for part in examination.parts for claim in part.claims],
+        "never_ran": [*(claim for part in examination.parts for claim in part.claims), *UNASKED],
         "machine": machine_of(facts, device=examination.device, machines=examination.machines),
         "parts": parts,
         "topology": _topology(parts),

@@ -17,8 +17,8 @@ MOST_SPEEDS = 24
 
 
 def figures(report: Report) -> list[Figure]:
-    found = (_links(report), _predictions(report), _speeds(report))
-    return [figure for figure in found if figure is not None]
+    drawn = (_links(report), _predictions(report), _speeds(report))
+    return [figure for figure in drawn if figure is not None]
 
 
 def checks_of(report: Report, part: str) -> Sequence[Mapping[str, Any]]:

@@ -64,11 +64,11 @@ def verdict(report: Report) -> str:
     bad = [part for part in parts if part["status"] in BAD]
     skipped = [part["name"] for part in parts if part["status"] == "skipped"]
     held = sum(part["status"] == "ok" for part in parts)
-    told = [f"{held} of {len(parts)} parts hold."]
-    told += [f"{part['name']} {_ending(part)}." for part in bad]
+    sentences = [f"{held} of {len(parts)} parts hold."]
+    sentences += [f"{part['name']} {_ending(part)}." for part in bad]
     if skipped:
-        told.append(f"Skipped: {', '.join(skipped)}.")
-    return " ".join(told)
+        sentences.append(f"Skipped: {', '.join(skipped)}.")
+    return " ".join(sentences)
 
 
 def _ending(part: Mapping[str, Any]) -> str:
@@ -92,27 +92,27 @@ def _about(report: Report) -> str:
 
 
 def _marked(report: Report) -> str:
-    told = ""
+    text = ""
     if report.get("made_up"):
-        told = "This is a made-up example. None of its numbers was measured."
+        text = "This is a made-up example. None of its numbers was measured."
     elif report["is_rehearsal"]:
-        told = "A rehearsal: CPUs stood in for GPUs. Nothing here ran on a GPU, and no time says anything."
-    return f'<p style="color:var(--alarm);font-weight:600">{told}</p>' if told else ""
+        text = "A rehearsal: CPUs stood in for GPUs. Nothing here ran on a GPU, and no time says anything."
+    return f'<p style="color:var(--alarm);font-weight:600">{text}</p>' if text else ""
 
 
 def _claims(report: Report) -> str:
     """Everything that had never run on a GPU, and what became of it here."""
     rows: list[str] = []
-    for part in report["parts"]:
-        for claim in part["claims"]:
-            mark, colour, word = MARKS[part["status"]]
-            if report["is_rehearsal"]:
-                mark, colour, word = "–", "muted", "not run on a GPU"
-            rows.append(
-                f'<tr><td style="color:var(--{colour})">{mark}</td>'
-                f'<td style="text-align:left;white-space:normal">{escape(claim)}</td>'
-                f'<td style="text-align:left;color:var(--{colour})">{word}</td></tr>'
-            )
+    asked = {claim: part["status"] for part in report["parts"] for claim in part["claims"]}
+    for claim in report["never_ran"]:
+        mark, colour, word = MARKS[asked[claim]] if claim in asked else ("–", "muted", "not asked")
+        if report["is_rehearsal"]:
+            mark, colour, word = "–", "muted", "not run on a GPU"
+        rows.append(
+            f'<tr><td style="color:var(--{colour})">{mark}</td>'
+            f'<td style="text-align:left;white-space:normal">{escape(claim)}</td>'
+            f'<td style="text-align:left;color:var(--{colour})">{word}</td></tr>'
+        )
     return f"<h2>What had never run on a GPU before</h2><table>{''.join(rows)}</table>"
 
 
@@ -167,8 +167,8 @@ def _grid(checks: Sequence[Mapping[str, Any]]) -> tuple[str, list[Mapping[str, A
     head = "".join(f"<th>{escape(tiles)}<br>{escape(way)}</th>" for tiles, way in columns)
     rows = [f"<tr><th></th>{head}</tr>"]
     for (dtype, head_dim), row in cells.items():
-        told = "".join(_cell(row.get(column)) for column in columns)
-        rows.append(f"<tr><td>{escape(dtype)} · {escape(head_dim)}</td>{told}</tr>")
+        cells_of_row = "".join(_cell(row.get(column)) for column in columns)
+        rows.append(f"<tr><td>{escape(dtype)} · {escape(head_dim)}</td>{cells_of_row}</tr>")
     note = '<p class="note">The largest error against float64; ✗ where it is more than allowed.</p>'
     return f'<div class="scroll"><table>{"".join(rows)}</table></div>{note}', others
 
@@ -177,8 +177,8 @@ def _cell(check: Mapping[str, Any] | None) -> str:
     if check is None:
         return "<td></td>"
     mark, colour, _ = MARKS[check["status"]]
-    told = _number("error", check["numbers"].get("error")) or escape(check["note"])
-    return f'<td style="color:var(--{colour})">{mark} {told}</td>'
+    text = _number("error", check["numbers"].get("error")) or escape(check["note"])
+    return f'<td style="color:var(--{colour})">{mark} {text}</td>'
 
 
 def _checks(checks: Sequence[Mapping[str, Any]]) -> str:

@@ -11,16 +11,20 @@ BACKENDS_TRIED = {
     "flash": 25, "cudnn": 25, "triton": 60, "gather": 25, "exact": 25, "fa4": 45, "cudnn_sparse": 40,
 }  # fmt: skip
 """By name, seconds for its part: some compile their kernels as they are first called."""
+UNASKED = (
+    "the watcher that names the rank that is late",
+    "training: FSDP2, DSV, checkpoints of GPU tensors",
+    "the server, and decoding by several ranks",
+    "torch.compile around weft.attention",
+)
+"""What never ran on a GPU either, and no part asks for."""
 PARTS = (
     Part(
         name="nccl",
         title="NCCL: all ranks meet, in one group and in halves",
         function="nccl:checks",
         seconds=45,
-        claims=(
-            "NCCL by weft's groups: high-priority streams, all_to_all and batches of messages",
-            "the watcher that names the rank that is late",
-        ),
+        claims=("NCCL by weft's groups: high-priority streams, all_to_all and batches of messages",),
     ),
     Part(
         name="links",

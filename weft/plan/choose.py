@@ -22,7 +22,8 @@ from weft.simulate.predict import predict
 
 FINALISTS = 6
 WORTH = 1.01  # what is costly has many messages, and each of its settings its reason: not for less than this
-RISK = 0.01  # of the time of sending between machines: what is hidden stays so only while nothing is late
+RISK = 0.01  # of the time of sending between machines, and of uneven work on shared cores: both stay hidden
+# only while nothing is late
 COSTLY = 6  # beside the finalists: many of them are alike, and must not crowd out what is not
 HOPE = 1.1  # what is costly takes long to build and to time: only what is guessed this near to the best
 
@@ -192,7 +193,7 @@ def choose(problem: Problem, mask: BlockMask, topology: Topology | None = None) 
             schedule = _build(strategy, balancer)
             built.setdefault(schedule.ops, (strategy, schedule))
     timed = {ops: _option(strategy, schedule, balancer) for ops, (strategy, schedule) in built.items()}
-    best = min(timed.values(), key=_worth).strategy
+    best = min(timed.values(), key=lambda option: _worth(option, topology)).strategy
     # How much a torus puts off is finer than a closed form sees: the best is timed with all and none too.
     ways = best.tuned(topology)
     for way in (way for way in (ways[0], ways[-1]) if way != best):
@@ -200,12 +201,14 @@ def choose(problem: Problem, mask: BlockMask, topology: Topology | None = None) 
         if schedule.ops not in built:
             built[schedule.ops] = way, schedule
             timed[schedule.ops] = _option(way, schedule, balancer)
-    ranked = sorted(timed.items(), key=lambda item: _worth(item[1]))
+    ranked = sorted(timed.items(), key=lambda item: _worth(item[1], topology))
     return Plan(built[ranked[0][0]][1], tuple(option for _, option in ranked), tuple(left_out))
 
 
-def _worth(option: Option) -> float:
-    reason = WORTH if option.strategy.costly else 1
+def _worth(option: Option, topology: Topology) -> float:
+    reason = WORTH if option.strategy.costly else 1.0
+    if topology.cores:  # ranks that are uneven take turns on shared cores, but the last ones leave some idle
+        reason += RISK * (option.imbalance - 1)
     sending = min(option.seconds, max(option.timing.sending)) if option.inter_bytes else 0.0
     return option.seconds * reason + RISK * sending
 

@@ -14,6 +14,7 @@ trap and end the process: the watcher names the rank, and `release` ends the wai
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from weft.core.errors import CommError
 from weft.run import streams
 from weft.run.comm import Comm, shm
 from weft.run.comm.block import Block, Handle, Leave, Source, TorchSource, symmetric_backend
-from weft.run.comm.window import HALVES, Window, Words
+from weft.run.comm.window import HALVES, Late, Window, Words
 
 GRANULE = 1 << 21
 """Bytes that sizes are rounded up to, as CUDA does."""
@@ -32,6 +33,8 @@ BARRIER = 0
 ENDLESS = 0
 """torch's time-out of a wait that has none."""
 ROUNDS, ROUND_SECONDS = 40, 0.05
+CLOSE_SECONDS = 5.0
+"""For the hosts of the peers to end the last calls."""
 
 
 class SymmetricWindow(Window):
@@ -187,6 +190,12 @@ class SymmetricWindow(Window):
                 return
 
     def close(self) -> None:
+        """Give the memory back once the peers have copied what they were sent; a lost peer needs nothing."""
+        with suppress(Late, RuntimeError):  # RuntimeError: of a device that has failed
+            for last in self._block.last if self._block else ():
+                if last is not None:
+                    last.mail.barrier(last.call, CLOSE_SECONDS)
+                    last.event.synchronize()
         self._block = None
         del self._pad_memory, self._signals
 
