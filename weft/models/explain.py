@@ -1,7 +1,7 @@
 """`weft.explain`: the plans that a parallelized pipeline's attentions run by, why, and what they gain.
 
-    pipe("a loom at work")
-    print(weft.explain(pipe))            # on rank 0, which plans; others know the plans, not what they gain
+pipe("a loom at work")
+print(weft.explain(pipe))            # on rank 0, which plans; others know the plans, not what they gain
 """
 
 from __future__ import annotations
