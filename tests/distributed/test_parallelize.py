@@ -106,9 +106,9 @@ WRONG: dict[str, tuple[Callable[[], None], str]] = {
     "cfg": (_options(cfg="yes"), "cfg='yes' is none of auto, on, off"),
     "check": (_options(check="all"), "check='all' is none of first, none"),
     "a plan": (_options(plan="rign"), "rign"),
-    "a mask": (_options(mask="stta"), "stta"),
-    "a share": (_options(mask="topk:much"), "topk:much cannot be read"),
-    "a mask's type": (_options(mask=3), "mask is a int"),
+    "a mask": (_options(sparse="stta"), "stta"),
+    "a share": (_options(sparse="topk:much"), "topk:much cannot be read"),
+    "a mask's type": (_options(sparse=3), "sparse is a int"),
     "a mesh": (_options(mesh="all"), "mesh='all' is a str"),
 }
 ODD = "cfg='on' needs two halves of the ranks, of which there are 3.*Start 2 or 4 ranks"

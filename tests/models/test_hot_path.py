@@ -54,7 +54,7 @@ def test_parallelize_adds_nothing_that_waits(name: str, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("sparse", ["sta", "radial"])
 def test_masks_that_stay_add_nothing_that_waits(sparse: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check("wan", monkeypatch, plan="ulysses", mask=sparse)
+    check("wan", monkeypatch, plan="ulysses", sparse=sparse)
 
 
 def check(name: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:

@@ -66,7 +66,7 @@ def make_executor(world: World, rows: list[tuple[int, int]], plan: str, mask: Bl
     call = Call(*shapes, (torch.bfloat16,) * 3, (CPU,) * 3, *options, None)
     counts = count_rows(world.comm, q_rows, k_rows) if mask is None else None
     executor = attention._new_executor(call, world, counts, None)
-    op.forget(executor.number)
+    op.forget(executor)
     return dict(executor.kernel.pair(sparse=mask is not None)[0].tuned)
 
 

@@ -156,7 +156,8 @@ class Call(NamedTuple):
     @property
     def serves_any_mask(self) -> bool:
         """Whether the plan is one for any mask of its grid: then the mask may change from call to call."""
-        return not isinstance(self.plan, str) and isinstance(schedule_of(self.plan).mask, AnyMask)
+        plan = self.plan
+        return isinstance(plan, Plan | Planned | Schedule) and isinstance(schedule_of(plan).mask, AnyMask)
 
     @property
     def tells_tokens(self) -> bool:
