@@ -44,12 +44,14 @@ class Case:
         return build(self.name, self.problem, self.mask, machines(self.problem.ranks))
 
 
-def cases(max_tokens: int = 400, *, max_ranks: int = 8, dtype: str = "float64") -> st.SearchStrategy[Case]:
+def cases(
+    max_tokens: int = 400, *, max_ranks: int = 8, dtype: str = "float64", min_ranks: int = 1
+) -> st.SearchStrategy[Case]:
     """Any heads, tokens, ranks, layout, mask and strategy that weft promises to handle."""
 
     @st.composite
     def drawn(draw: st.DrawFn) -> Case:
-        return _case(_Drawn(draw), max_tokens, max_ranks, dtype)
+        return _case(_Drawn(draw), max_tokens, (min_ranks, max_ranks), dtype)
 
     return drawn()
 
@@ -58,7 +60,7 @@ def random_case(
     rng: np.random.Generator, max_tokens: int = 400, *, max_ranks: int = 8, dtype: str = "float64"
 ) -> Case:
     """The same from a seeded generator."""
-    return _case(_Rolled(rng), max_tokens, max_ranks, dtype)
+    return _case(_Rolled(rng), max_tokens, (1, max_ranks), dtype)
 
 
 def machines(ranks: int) -> Topology:
@@ -137,8 +139,8 @@ class _Rolled:
         return self.rng
 
 
-def _case(chance: _Chance, max_tokens: int, max_ranks: int, dtype: str) -> Case:
-    ranks = chance.integer(1, max_ranks)
+def _case(chance: _Chance, max_tokens: int, bounds: tuple[int, int], dtype: str) -> Case:
+    ranks = chance.integer(*bounds)
     heads = chance.integer(1, 13)
     q = _layout(chance, ranks, chance.integer(1, max_tokens))
     problem = Problem(

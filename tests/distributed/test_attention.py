@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.cases import Case, cases, kinds, names
 from tests.distributed.jobs import Worlds, attend, check, problem, tiles_with_empty_rows
@@ -19,6 +20,9 @@ from weft.plan.choose import choose
 
 ALL = [(size, plan) for size in SIZES for plan in ("auto", *names(size))]
 PLANS = [(size, plan) for size in SIZES for plan in kinds(size)]
+
+TOLERANCES = {"float64": 1e-10, "float32": 5e-6, "bfloat16": 4e-3, "float16": 5e-4}
+"""Of outputs, and of gradients in units of the largest; see `check_random` for what rounds more."""
 
 SHAPES: dict[str, dict[str, Any]] = {
     "three heads": {"tokens": 47},
@@ -158,13 +162,46 @@ def test_every_kernel_serves(worlds: Worlds, backend: str) -> None:
     check(truth, worlds(2).run(attend, truth, {"backend": backend}), 5e-6)
 
 
-@settings(max_examples=60)
-@given(case=cases(97, max_ranks=4, dtype="float32"))
-def test_any_case_equals_dense_attention(worlds: Worlds, case: Case) -> None:
-    assume(case.problem.ranks in SIZES)
-    truth = Truth.of(case.problem, case.mask)
-    told = {"tokens": case.problem.q, "kv_tokens": case.problem.kv, "mask": case.mask}
-    check(truth, worlds(case.problem.ranks).run(attend, truth, told | {"plan": case.name}), 5e-6)
+RANDOM: dict[str, st.SearchStrategy[Any]] = {
+    "case": st.sampled_from(tuple(TOLERANCES)).flatmap(
+        lambda dtype: cases(97, min_ranks=2, max_ranks=5, dtype=dtype)
+    ),
+    "options": st.fixed_dictionaries(
+        {"backend": st.sampled_from(("auto", "auto", "exact", "reference")), "auto": st.booleans()}
+    ),
+    "scale": st.sampled_from((0.37, 0.37, 1.0, 3.0, -0.5, 0.0)),
+}
+
+
+def check_random(worlds: Worlds, case: Case, options: dict[str, Any], scale: float) -> None:
+    """Compare with float64, within 4 times what the dtype costs one process with the same formulas."""
+    truth = Truth.of(case.problem, case.mask, scale=scale)
+    tokens = {"tokens": case.problem.q, "kv_tokens": case.problem.kv, "mask": case.mask}
+    plan = "auto" if options["auto"] else case.name
+    options = {"plan": plan, "backend": options["backend"], **tokens}
+    answers = worlds(case.problem.ranks).run(attend, truth, options)
+    assert {str(x.dtype) for out, grads in answers for x in (out, *grads)} == {f"torch.{case.problem.dtype}"}
+    outs, grads = zip(*answers, strict=True)
+    least, (output, gradient) = TOLERANCES[case.problem.dtype], truth.rounding_errors
+    assert truth.output_error(outs) <= max(least, 4 * output)
+    assert truth.gradient_error(grads) <= max(least * truth.size, 4 * gradient)
+
+
+@settings(max_examples=200)
+@given(**RANDOM)
+def test_random_attention_equals_dense_attention(
+    worlds: Worlds, case: Case, options: dict[str, Any], scale: float
+) -> None:
+    check_random(worlds, case, options, scale)
+
+
+@pytest.mark.soak
+@settings(max_examples=5000, derandomize=False, database=None, print_blob=True)
+@given(**RANDOM)
+def test_5000_random_attentions_equal_dense_attention(
+    worlds: Worlds, case: Case, options: dict[str, Any], scale: float
+) -> None:
+    check_random(worlds, case, options, scale)
 
 
 @pytest.mark.parametrize("size", SIZES)

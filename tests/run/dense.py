@@ -97,6 +97,29 @@ class Truth:
         slope = unshard(self.slopes, self.problem.q)
         return out.detach(), torch.autograd.grad(out, inputs, slope)
 
+    @cached_property
+    def rounding_errors(self) -> tuple[float, float]:
+        """Errors of output and gradients in one process with flash attention's formulas.
+
+        They are float32 inside, with delta made of the output. What ranks add to it is the order of sums, and
+        one rounding for each copy of a token.
+        """
+        dtype = getattr(torch, self.problem.dtype)
+        inside = torch.promote_types(dtype, torch.float32)
+        group = self.problem.heads // self.problem.kv_heads
+        q, *kv = (x.to(inside) for x in self.whole)
+        k, v = (x.repeat_interleave(group, 1) for x in kv)
+        allowed = torch.from_numpy(token_mask(self.mask))
+        lse = (q @ k.mT * self.scale).masked_fill(~allowed, -torch.inf).logsumexp(-1, keepdim=True)
+        p = (q @ k.mT * self.scale - lse).exp().masked_fill(~allowed, 0.0)
+        out = (p @ v).to(dtype)
+        slope = unshard(self.slopes, self.problem.q).to(inside)
+        ds = p * (slope @ v.mT - (slope * out).sum(-1, keepdim=True)) * self.scale
+        grads = [ds @ k, *(x.unflatten(1, (-1, group)).sum(2) for x in (ds.mT @ q, p.mT @ slope))]
+        expected, expected_grads = self.answer
+        pairs = zip(grads, expected_grads, strict=True)
+        return error(out, expected), max(error(x.to(dtype), y) for x, y in pairs)
+
     @property
     def size(self) -> float:
         """The largest gradient, or 1: what an error of single precision is measured by."""
