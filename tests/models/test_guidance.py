@@ -66,18 +66,30 @@ KINDS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+RUNS: dict[int, list[tuple[int, int]]] = {}
+"""Not in a Log: what a forward can reach must stay as it is between two calls."""
+
+
 class Log:
     """A model run on meshes, with the ranks and the batch of each run."""
 
     def __init__(self, model: Any) -> None:
-        self.model, self.runs = model, list[tuple[int, int]]()
+        self.model, self.mesh = model, None
+        RUNS[id(self)], model.mesh = [], None
+
+    @property
+    def runs(self) -> list[tuple[int, int]]:
+        return RUNS[id(self)]
 
     def __call__(self, mesh: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x = args[0] if args else kwargs["hidden_states"]
         comm = (mesh if isinstance(mesh, World) else world_of(mesh, 20.0)).comm
         self.runs.append((comm.size, len(x)))
         self.model.mesh = mesh
-        return type(self.model).forward(self.model, *args, **kwargs)
+        try:
+            return type(self.model).forward(self.model, *args, **kwargs)
+        finally:
+            self.model.mesh = None
 
 
 Call = Callable[..., Any]
@@ -95,6 +107,7 @@ def on_halves(
         half, pair = (World(ThreadComm(*end)) for end in ((halves[branch], place), (pairs[place], branch)))
         made = model().eval()
         guidance, log = Guidance(made, world, Halves(branch, half, pair)), Log(made)
+        log.mesh = world
         with torch.no_grad():
             return job(guidance, log, lambda *args, **kwargs: guidance(log, args, kwargs)), log.runs
 
@@ -338,6 +351,82 @@ def test_a_model_that_is_changed_for_the_second_call_is_not_guessed() -> None:
     for found, runs in on_halves(2, job, Doubles):
         is_close(found, expected)
         assert [size for size, _ in runs] == [2] * 6 + [1]
+
+
+class Perturbed(Toy):
+    """Reads settings of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.processor, self.flag = 1.0, SimpleNamespace(scale=1.0), {"on": False}
+        flag = self.flag
+        self.mix.register_forward_hook(lambda _m, _a, out: out * 2 if flag["on"] else out)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out, none = super().forward(*args, **kwargs)
+        return out * self.scale * self.processor.scale, none
+
+
+def hook(module: Any, on: bool) -> None:  # noqa: FBT001
+    """Puts one on, or takes it off."""
+    if on:
+        module.handle = module.mix.register_forward_hook(lambda _m, _a, out: out * 2)
+    else:
+        vars(module).pop("handle", SimpleNamespace(remove=lambda: None)).remove()
+
+
+def write(weight: Tensor, on: bool) -> None:  # noqa: FBT001
+    with torch.no_grad():
+        weight.mul_(2.0 if on else 0.5)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m, on: setattr(m, "scale", 1.0 + on),
+        lambda m, on: setattr(m.processor, "scale", 1.0 + on),
+        lambda m, on: setattr(m, "processor", SimpleNamespace(scale=1.0 + on)),
+        lambda m, on: m.flag.update(on=on),
+        hook,
+        lambda m, on: write(m.mix.weight, on),
+    ],
+    ids=["attribute", "attribute of a processor", "processor", "closure", "hook", "weight"],
+)
+@pytest.mark.parametrize("first", [1, 3])
+def test_what_is_set_between_the_two_calls_is_seen(change: Callable[[Any, bool], None], first: int) -> None:
+    """Own perturbed guidance: from some step on, the second call has another model."""
+
+    def job(_: Any, log: Log | None, model: Any) -> Tensor:
+        toy = log.model if log else model
+
+        def plan(step: int) -> list[dict[str, Any]]:
+            if step < first:
+                return guided(step)
+            one, other = guided(step)
+            return [
+                one | {"before": lambda _: change(toy, False) if step > first else None},  # noqa: FBT003
+                other | {"before": lambda _: change(toy, True)},  # noqa: FBT003
+            ]
+
+        return denoise(model, 6, plan)
+
+    expected = alone(job, Perturbed)
+    for found, _ in on_halves(2, job, Perturbed):
+        is_close(found, expected)
+
+
+def test_a_hook_that_one_rank_has_does_not_part_the_ranks() -> None:
+    """It writes down what it sees; the others must not compute the second call beside the first then."""
+
+    def job(_: Any, log: Log | None, model: Any) -> Tensor:
+        seen: list[Any] = []
+        if log and world_of(log.mesh, 20.0).comm.rank == 0:
+            log.model.mix.register_forward_hook(lambda _m, _a, out: seen.append(out))
+        return denoise(model, 6, guided)
+
+    for found, runs in on_halves(2, job):
+        is_close(found, alone(job))
+        assert runs == [(2, 1)] * 12
 
 
 def test_a_model_with_a_cache_of_diffusers_is_run_by_all() -> None:

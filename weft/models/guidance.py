@@ -31,6 +31,7 @@ from torch.utils._pytree import PyTree, TreeSpec, tree_flatten, tree_leaves, tre
 
 from weft.core.errors import InputError
 from weft.models.adapter import parameters
+from weft.models.settings import Settings
 from weft.run.groups import split
 from weft.run.switch import everyone
 from weft.run.world import world_of
@@ -48,8 +49,6 @@ WHOLE = frozenset(
 LISTS = frozenset({"img_shapes"})
 """Arguments that are lists with an item for each of the batch."""
 PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
-SETTINGS = ("forward", "processor", "_disable_adapters", "_active_adapter", "merged_adapters", "scaling")
-"""Attributes by which guiders, adapters and users change a model between two calls."""
 FAULTS = 3  # wrong guesses before guessing ends: each has cost as much as a call
 
 
@@ -83,10 +82,10 @@ _halves: WeakKeyDictionary[dist.ProcessGroup, Halves] = WeakKeyDictionary()
 class Guidance:
     """Runs the calls of one model on halves of the ranks where it can, else on all of them.
 
-    All ranks decide alike, without asking each other: a decision depends on which arguments are the same
-    objects or have the same values as earlier ones on this rank, and on the model's settings. All ranks
-    run the same program on the same numbers (see `randomness`), and every answer that was computed by
-    some of them is given to the others bit by bit.
+    All ranks decide alike: a decision depends on which arguments are the same objects or have the same
+    values as earlier ones on this rank, and on the model's `Settings`. All ranks run the same program on the
+    same numbers (see `randomness`), and every answer that was computed by some of them is given to the
+    others bit by bit. They ask each other once, whether the settings of all of them stay.
     """
 
     batched = True
@@ -94,6 +93,7 @@ class Guidance:
 
     def __init__(self, module: nn.Module, mesh: Any, halves: Halves | None) -> None:
         self.module, self.mesh, self.halves = module, mesh, halves
+        self._settings = Settings(module)
         self.forget()
 
     @staticmethod
@@ -124,7 +124,9 @@ class Guidance:
         if halves is None:
             return run(self.mesh, args, kwargs)
         training = torch.is_grad_enabled() or self.module.training  # dropout is that of the whole batch
-        settings = None if training or _may_be_cached((args, kwargs)) else _settings(self.module)
+        if training:
+            self._settings.forget()
+        settings = None if training or _may_be_cached((args, kwargs)) else self._settings.number()
         if settings is None:
             self.forget()
             return run(self.mesh, args, kwargs)
@@ -158,10 +160,15 @@ class Guidance:
 
     def _learn(self, last: _Call, call: _Call) -> None:
         """Two calls on the same latents that differ in something else are the two calls of a step."""
-        changed = last.differences(call)
+        changed = last.differences(call, settings=False)
         latents = _latents(self.module, *call.arguments)
         if changed and isinstance(latents, Tensor) and all(call.leaves[at] is not latents for at in changed):
-            self._pattern = last, call, changed
+            # Arguments are the same on all ranks; a hook that writes down what it sees may be on one only.
+            is_same = int(last.settings == call.settings)
+            if all(own for (own,) in world_of(self.mesh, 60.0).comm.gather_numbers([is_same])):
+                self._pattern = last, call, changed
+            else:
+                self._faults += 1
 
     def _guess(self, call: _Call) -> _Call | None:
         """What will be asked next, if this is the first call of a step."""
@@ -194,12 +201,12 @@ class Guidance:
 class _Call:
     """The arguments of a call, and what is needed to see later that they are still what they were."""
 
-    def __init__(self, leaves: list[Any], spec: TreeSpec, settings: list[Any]) -> None:
+    def __init__(self, leaves: list[Any], spec: TreeSpec, settings: int) -> None:
         self.leaves, self.spec, self.settings = leaves, spec, settings
         self._marks = [_mark(leaf) for leaf in leaves]
 
     @staticmethod
-    def of(args: Args, kwargs: Kwargs, settings: list[Any]) -> _Call:
+    def of(args: Args, kwargs: Kwargs, settings: int) -> _Call:
         # Whoever wrote the two calls may have named their arguments in another order.
         return _Call(*tree_flatten((args, dict(sorted(kwargs.items())))), settings)
 
@@ -207,9 +214,11 @@ class _Call:
     def arguments(self) -> tuple[Args, Kwargs]:
         return tree_unflatten(self.leaves, self.spec)
 
-    def differences(self, later: _Call, among: Iterable[int] | None = None) -> list[int] | None:
+    def differences(
+        self, later: _Call, among: Iterable[int] | None = None, *, settings: bool = True
+    ) -> list[int] | None:
         """The leaves, of some or all, in which a later call differs; None if it differs in more."""
-        if self.spec != later.spec or self.settings != later.settings:
+        if self.spec != later.spec or (settings and self.settings != later.settings):
             return None
         places = list(range(len(self.leaves)) if among is None else among)
         same = _read([_is_same(self.leaves[at], self._marks[at], later.leaves[at]) for at in places])
@@ -251,21 +260,6 @@ def _read(claims: list[bool | Tensor]) -> list[bool]:
 def _may_be_cached(arguments: Any) -> bool:
     """Whether a call has arguments of which nobody knows that they are but values."""
     return not all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in tree_leaves(arguments))
-
-
-def _settings(module: nn.Module) -> list[Any] | None:
-    """What the answer of a model depends on besides arguments and weights; None if on earlier calls."""
-    found: list[Any] = []
-    for part in module.modules():
-        own = vars(part)
-        registry = own.get("_diffusers_hook")
-        if registry is not None and any(hook._is_stateful for hook in registry.hooks.values()):
-            return None
-        for name in SETTINGS:
-            if name in own:
-                value = own[name]
-                found.append((part, value.copy() if isinstance(value, list | dict) else value))
-    return found
 
 
 def _latents(module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
