@@ -31,7 +31,7 @@ class Clock:
 
         Only then timesteps may rise in a run, as Mochi's do.
         """
-        self.steps, self._told, self.now = steps, told, (0, 0)
+        self.steps, self.is_told, self.now = steps, told, (0, 0)
         self._time: float | None = None
         self._last: tuple[Any, int | None] | None = None
         self._prompts: list[int] = []
@@ -70,7 +70,7 @@ class Clock:
             return step
         # Where each token has its own, those of an image that a video begins with are 0 in every step.
         found = float(time.max()) if isinstance(time, Tensor) else float(time or 0)
-        if self._time is not None and found > self._time and not self._told:
+        if self._time is not None and found > self._time and not self.is_told:
             step, self._prompts = 0, []
         elif self._time not in (None, found):
             step += 1

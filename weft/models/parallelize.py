@@ -20,7 +20,7 @@ from torch import nn
 
 from weft.core.backends import check_backend
 from weft.core.errors import InputError
-from weft.models.adapter import Adapter, put, unwrapped
+from weft.models.adapter import Adapter, parameters, put, unwrapped
 from weft.models.adapters import adapter_of, knows
 from weft.models.clock import Clock
 from weft.models.decode import spread
@@ -29,12 +29,13 @@ from weft.models.guidance import Guidance
 from weft.models.latte import Switching
 from weft.models.randomness import share_numbers
 from weft.models.region import Region
+from weft.models.same import Comparison
 from weft.models.sparsity import Sparsity, sparse_attention
 from weft.run import trace
 from weft.run.devices import check_devices
 from weft.run.world import World, axes_of, is_launched, world_of
 
-CHECKS = ("first", "none")
+CHECKS = ("always", "first", "none")
 
 
 def parallelize(  # noqa: PLR0913 - the one call users make; each option is a word of theirs
@@ -55,7 +56,9 @@ def parallelize(  # noqa: PLR0913 - the one call users make; each option is a wo
               (`weft.models.context`).
     cfg       auto, on, off: the two branches of guidance each on half of the ranks.
     mesh      a process group or DeviceMesh; all ranks by default.
-    check     first: in the first forward, sampled rows of each attention are computed again and compared.
+    check     first: in the first forward, sampled rows of each attention are computed again and compared;
+              always: and the values of the inputs are compared over the ranks in each forward, not in the
+              1st, 2nd, 4th, 8th, … alone.
     backend   the attention kernel, with and without masks: see `weft.run.kernels`. exact computes in float32,
               so that its result does not depend on the number of ranks.
     adapter   for a model that weft does not know: see `weft.models.adapter`.
@@ -86,7 +89,8 @@ def parallelize(  # noqa: PLR0913 - the one call users make; each option is a wo
                     "tells": world.comm.rank == 0,
                 }
                 region = _region(model, said, check=check, **how)
-                woven.weave(name, model, region, guidance)
+                inputs = Comparison(type(model).__name__, parameters(model), always=check == "always")
+                woven.weave(name, model, region, guidance, partial(inputs, world, model))
         if not isinstance(target, nn.Module) and woven.regions:
             woven.around(target, world)
     except BaseException:
@@ -114,14 +118,18 @@ class Woven:
         self._guidance: list[Guidance] = []
         self._undo: list[Callable[[], Any]] = []
 
-    def weave(self, name: str, model: nn.Module, region: Region | Switching, guidance: Guidance) -> None:
-        """Let a model's forward be that of its region, under guidance."""
+    def weave(
+        self, name: str, model: nn.Module, region: Region | Switching, guidance: Guidance, compared: Any
+    ) -> None:
+        """Let a model's forward be that of its region, under guidance, for inputs that were compared."""
         self.regions[name] = region
         self._guidance.append(guidance)
         self._undo.append(region.remove)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return guidance(region.run, args, kwargs)
+            # A pipeline that is called has compared its arguments, and its ranks draw the same numbers.
+            with compared(args, kwargs, values=not self.clock.is_told):
+                return guidance(region.run, args, kwargs)
 
         # Blocks are compiled; what goes on around them is not.
         forward._torchdynamo_disable = True  # type: ignore[attr-defined]
@@ -219,7 +227,7 @@ def _plan(plan: Any, mesh: Any) -> Any:
 
 def _region(model: nn.Module, adapter: Adapter, *, check: str, **how: Any) -> Region | Switching:
     if adapter.attention:
-        return Region(model, adapter, check=check == "first", **how)
+        return Region(model, adapter, check=check != "none", **how)
     if how["sparsity"] is not None:
         raise InputError(f"A {type(model).__name__} is split by switching dims, without masks.")
     return Switching(model)

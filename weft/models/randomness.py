@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from hashlib import blake2b
+from itertools import islice, zip_longest
 from typing import Any
 
 import torch
@@ -88,14 +90,21 @@ def dropout(x: Tensor, p: float, training: bool, *, dim: int, layout: Layout, ra
 
 
 def facts(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, str]:
-    """Arguments by name, as far as they can be compared; ranks may have devices of their own."""
-    named = {**{f"argument {at}": value for at, value in enumerate(args)}, **kwargs}
-    leaves = tree_flatten_with_path(named)[0]
-    found = {f"{path[0].key}{keystr(path[1:])}": _fact(leaf) for path, leaf in leaves}  # pyright: ignore
-    return {where: fact for where, fact in found.items() if "device" not in where}
+    """Arguments by name, as far as they can be compared."""
+    return {name: fact(leaf) for name, leaf in leaves_of(args, kwargs).items()}
 
 
-def _fact(leaf: Any) -> str:
+def leaves_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Iterable[str] = ()) -> dict[str, Any]:
+    """What arguments consist of, by name; ranks may have devices of their own, which are left out."""
+    ordered = zip_longest(islice(names, len(args)), args)
+    named = {name or f"argument {at}": value for at, (name, value) in enumerate(ordered)}
+    leaves = tree_flatten_with_path({**named, **kwargs})[0]
+    found = {f"{path[0].key}{keystr(path[1:])}": leaf for path, leaf in leaves}  # pyright: ignore
+    return {where: leaf for where, leaf in found.items() if "device" not in where}
+
+
+def fact(leaf: Any) -> str:
+    """Describe an argument by its values, if they can be read."""
     if isinstance(leaf, Tensor):
         data = leaf.detach().cpu().contiguous().flatten().view(torch.uint8)
         return f"{list(leaf.shape)} {_digest(data.numpy().tobytes())}"

@@ -15,19 +15,23 @@ again beside a random one, and must come out the same.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from math import prod
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from weft.core.errors import InputError
+from weft.models.adapter import parameters
 from weft.models.probe import Call, mixed_dim
+from weft.models.same import Comparison, is_recomputing
 from weft.models.sites import Declared, Groups, Mixes, Site, beside, check_apart, find_sites
 from weft.models.stream import Stream
 from weft.plan.stages import WHOLE, Route, State, place
 from weft.run.world import World, world_of
+
+CHECKS = ("always", "none")
 
 __all__ = ["Mixes", "Stages", "stages"]
 
@@ -40,6 +44,7 @@ def stages(
     shard: str = "",
     mesh: Any = None,
     exit: str = WHOLE,
+    check: str = "none",
 ) -> Stages:
     """Shard the tensor that runs through the stages of a model; the model gets hooks.
 
@@ -49,10 +54,14 @@ def stages(
     shard      those that may be sharded; by default all but the first and the last.
     mesh       a process group or DeviceMesh; one of several axes shards as many dims at once.
     exit       how the output is left: whole, or sharded by a dim (one for each axis).
+    check      always: the values of the inputs are compared over the ranks in each forward, not in the
+               1st, 2nd, 4th, 8th, … alone.
 
-    Every rank gives the model the same input. Gradients: see `weft.switch`; of a gathered output, the mean
-    over the ranks is the gradient, as with DDP.
+    Every rank gives the model the same input, which is compared (`weft.models.same`). Gradients: see
+    `weft.switch`; of a gathered output, the mean over the ranks is the gradient, as with DDP.
     """
+    if check not in CHECKS:
+        raise InputError(f"check={check!r} is none of {', '.join(CHECKS)}.")
     loops = [declared] if isinstance(declared, Mapping) else list(declared)
     names, leave = dims.split(), tuple(exit.split())
     cut = tuple(shard.split() or names[1:-1])
@@ -64,7 +73,9 @@ def stages(
         raise InputError(
             f"There are {len(sites)} stages with the dims {dims!r}.", hint="Declare one, name dims once."
         )
-    return Stages(model, sites, Stream(names, _worlds(mesh)), cut, leave)
+    found = Stages(model, sites, Stream(names, _worlds(mesh)), cut, leave)
+    found.compare(model, mesh, always=check == "always")
+    return found
 
 
 class Stages:
@@ -101,6 +112,22 @@ class Stages:
     def remove(self) -> None:
         for hook in self._hooks:
             hook.remove()
+
+    def compare(self, model: nn.Module, mesh: Any, *, always: bool) -> None:
+        """Compare the inputs of the model over all ranks that it is sharded over."""
+        name, order, under_way = type(model).__name__, parameters(model), ExitStack()
+        worlds = self._stream.worlds if isinstance(mesh, list | tuple) else (world_of(mesh, 60.0),)
+        comparisons = {world: Comparison(name, order, always=always) for world in worlds}
+
+        def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            under_way.pop_all()  # of a forward that has failed
+            for world, comparison in comparisons.items():
+                under_way.enter_context(comparison(world, model, args, kwargs))
+
+        self._hooks += [
+            model.register_forward_pre_hook(begin, with_kwargs=True),
+            model.register_forward_hook(lambda *_: under_way.close()),
+        ]
 
     def _begin(self) -> None:
         """What the model is given is whole."""
@@ -180,7 +207,7 @@ class Stages:
 
     def _count(self, at: int) -> None:
         """Stages run in the order in which they were declared."""
-        if _again():
+        if is_recomputing():
             return
         if at not in (0, self._next):
             wanted = self._sites[self._next].name if self._next < len(self._sites) else "nothing"
@@ -192,7 +219,7 @@ class Stages:
 
     def _test(self, name: str, module: nn.Module, call: Call, groups: Groups, mixes: tuple[str, ...]) -> None:
         """Raise if a module mixes a dim that is sharded and that it was not declared to mix."""
-        if _again():
+        if is_recomputing():
             return
         stream = self._stream
         over = zip(stream.layout, stream.worlds, strict=True)
@@ -217,11 +244,6 @@ def _call(site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     if call is None:
         raise InputError(f"Stage {site.name} is given no tensor.")
     return call
-
-
-def _again() -> bool:
-    """Whether a stage runs once more for its gradients, because a checkpoint kept nothing of it."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _worlds(mesh: Any) -> tuple[World, ...]:

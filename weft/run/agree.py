@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from weft.core.errors import AgreementError, CommError, WeftError
 from weft.run.comm import Comm
+from weft.run.exchange import start_gather
 
-# What a rank has come for. Every meeting begins with three numbers of each rank, so that ranks which
+# What a rank has come for. Every meeting begins with four numbers of each rank, so that ranks which
 # came for different things find out instead of waiting for, or misreading, each other.
-COUNT, AGREE = 0, 1
+COUNT, AGREE, INPUTS = 0, 1, 2
+PURPOSES = (
+    "count the tokens of an attention",
+    "agree on an attention or a switch",
+    "begin a model's forward",
+)
+
+Rows = list[list[int]]
+"""Numbers of all ranks, by rank."""
 
 
 def count_rows(comm: Comm, q_rows: int, kv_rows: int) -> tuple[tuple[int, int], ...]:
@@ -42,17 +52,28 @@ def gather_facts(comm: Comm, facts: dict[str, str]) -> list[dict[str, str]]:
 def check_same(everyone: list[dict[str, str]], names: tuple[str, ...], what: str) -> None:
     """Raise if ranks differ in one of the named facts."""
     found: list[str] = []
-    for name in names:
-        said = [str(theirs.get(name)) for theirs in everyone]
-        if len(set(said)) > 1:
-            usual = Counter(said).most_common(1)[0][0]
-            odd = [f"rank {rank} has {name} {one}" for rank, one in enumerate(said) if one != usual]
-            found.append(f"{', '.join(odd[:4])}, the others {usual}")
+    for name, (usual, odd) in differences(everyone, names).items():
+        have = [f"rank {rank} has {name} {one}" for rank, one in odd.items()]
+        found.append(f"{', '.join(have[:4])}, the others {usual}")
     if found:
         raise AgreementError(
             f"The ranks are about to run different {what}: {'; '.join(found)}.",
             hint="Give every rank the same call: same mask, plan, sizes, dtype and scale.",
         )
+
+
+def differences(
+    everyone: list[dict[str, str]], names: Iterable[str]
+) -> dict[str, tuple[str, dict[int, str]]]:
+    """Return the facts in which ranks differ: what most ranks have, and by rank what the others have."""
+    different: dict[str, tuple[str, dict[int, str]]] = {}
+    for name in names:
+        values = [str(theirs.get(name)) for theirs in everyone]
+        usual = Counter(values).most_common(1)[0][0]
+        odd = {rank: value for rank, value in enumerate(values) if value != usual}
+        if odd:
+            different[name] = usual, odd
+    return different
 
 
 def refuse(comm: Comm, error: WeftError) -> None:
@@ -69,13 +90,38 @@ def gather_text(comm: Comm, text: str) -> list[str]:
     return [bytes(row[:n]).decode() for row, n in zip(rows, lengths, strict=True)]
 
 
-def _meet(comm: Comm, purpose: int, first: int, second: int) -> list[list[int]]:
-    rows = comm.gather_numbers([purpose, first, second])
-    counting = [rank for rank, row in enumerate(rows) if row[0] == COUNT]
-    if 0 < len(counting) < comm.size:
-        others = sorted(set(range(comm.size)) - set(counting))
+def start_inputs(comm: Comm, *numbers: int) -> Callable[[], Rows]:
+    """Start to gather three numbers that stand for the inputs of a forward; calling the result waits.
+
+    Only hosts wait for each other here, never for a device.
+    """
+    group = getattr(comm, "group", None)
+    if group is None:
+        rows = _meet(comm, INPUTS, *numbers)
+        return lambda: rows
+    finish = start_gather([INPUTS, *numbers], group, getattr(comm, "timeout", 60.0))
+    return lambda: _checked(finish())
+
+
+def _meet(comm: Comm, purpose: int, *numbers: int) -> Rows:
+    row = [purpose, *numbers]
+    return _checked(comm.gather_numbers(row + [0] * (4 - len(row))))
+
+
+def _checked(rows: Rows) -> Rows:
+    """Raise if ranks have come for different things."""
+    purposes = [row[0] for row in rows]
+    if len(set(purposes)) == 1:
+        return rows
+    by_purpose = {each: [rank for rank, one in enumerate(purposes) if one == each] for each in {*purposes}}
+    if INPUTS in by_purpose:
+        doing = [f"ranks {ranks} {PURPOSES[each]}" for each, ranks in sorted(by_purpose.items())]
         raise AgreementError(
-            f"Ranks {counting} do not say how long the sequence is, ranks {others} do, or cannot take part.",
-            hint="Give every rank the same call: tokens=, a mask or a plan on all of them, or on none.",
+            f"The ranks are in different calls: {', '.join(doing)}.",
+            hint="Make the same calls on every rank, in the same order.",
         )
-    return rows
+    raise AgreementError(
+        f"Ranks {by_purpose[COUNT]} do not say how long the sequence is, ranks {by_purpose[AGREE]} do, or "
+        "cannot take part.",
+        hint="Give every rank the same call: tokens=, a mask or a plan on all of them, or on none.",
+    )

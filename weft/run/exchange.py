@@ -7,6 +7,8 @@ messages come from sockets without authentication: whoever can write to one woul
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from weft.core.errors import CommError, InputError
 from weft.core.files import parse_json
+from weft.run.groups import host_group
 
 MAX_BYTES = 64 << 20
 """Of one rank's value. Lengths come from other ranks: they are checked before memory is allocated."""
@@ -52,6 +55,25 @@ def all_gather_json(value: Any, *, group: dist.ProcessGroup | None = None) -> li
     return [_decode(*each, rank) for rank, each in enumerate(zip(buffers, sizes, strict=True))]
 
 
+def start_gather(
+    numbers: list[int], group: dist.ProcessGroup, timeout: float
+) -> Callable[[], list[list[int]]]:
+    """Start to gather equally many integers of all ranks by their hosts; calling the result waits for them.
+
+    Nothing is queued on a device, so no device is waited for.
+    """
+    group = host_group(group)
+    mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    rows = [torch.empty_like(mine) for _ in range(group.size())]
+    work: Any = _run(lambda: dist.all_gather(rows, mine, group=group, async_op=True))
+
+    def finish() -> list[list[int]]:
+        _run(lambda: work.wait(timedelta(seconds=min(timeout, 1e6))))
+        return [row.tolist() for row in rows]
+
+    return finish
+
+
 def host_device(group: dist.ProcessGroup) -> torch.device:
     """Return where small tensors of the host must lie: a group that has only NCCL cannot move host memory."""
     return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
@@ -86,9 +108,9 @@ def _decode(buffer: Tensor, size: int, rank: int) -> Any:
         raise CommError(str(error), hint="Look at that rank's own error first.") from None
 
 
-def _run(collective: Any) -> None:
+def _run(collective: Any) -> Any:
     try:
-        collective()
+        return collective()
     except RuntimeError as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CommError(

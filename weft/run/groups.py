@@ -13,7 +13,7 @@ import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,8 @@ _log = logging.getLogger("weft.run")
 
 _made: WeakValueDictionary[tuple[int, ...], dist.ProcessGroup] = WeakValueDictionary()
 """By their ranks in the world."""
+_beside: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+"""Groups of gloo, of ranks whose own group has nothing but NCCL."""
 
 
 def join_world(timeout: timedelta = PATIENCE, **meeting: Any) -> None:
@@ -72,6 +74,17 @@ def split(parent: dist.ProcessGroup, parts: Sequence[Sequence[int]]) -> dist.Pro
         )
         _made[members] = group
     return group
+
+
+def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return a group of the same ranks that moves host memory; all of them call it together."""
+    if dist.get_backend(group) != "nccl":
+        return group
+    if group not in _beside:
+        ranks = dist.get_process_group_ranks(group)
+        beside: Any = dist.new_group(ranks, backend="gloo", use_local_synchronization=True, sort_ranks=False)
+        _beside[group] = beside
+    return _beside[group]
 
 
 def note_priority(group: dist.ProcessGroup, device: torch.device) -> None:
