@@ -141,7 +141,6 @@ def test_without_gradients_the_output_has_the_same_bits(worlds: Worlds, plan: st
     assert worlds(3).run(without_gradients, Truth.of(problem(3, 23)), plan) == [(False, True)] * 3
 
 
-@pytest.mark.xfail(strict=True, reason="under torch.compile a process group is a stand-in that cannot gather")
 def test_torch_compile_takes_a_new_group(worlds: Worlds) -> None:
     truth = Truth.of(problem(2, 23))
     check(truth, worlds(2).run(compiled_with_a_group, truth), 5e-6)

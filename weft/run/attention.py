@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from operator import index
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._guards import TracingContext
 
 from weft.core.errors import AgreementError, InputError, WeftError
 from weft.core.layout import Layout, Runs
@@ -17,6 +15,7 @@ from weft.core.schedule import Schedule
 from weft.core.topology import Topology
 from weft.plan.choose import Plan
 from weft.plan.place import Planned
+from weft.run import opaque
 from weft.run.agree import agree, count_rows, refuse
 from weft.run.call import Call, Counts, check_mask, facts, schedule_for, work_of
 from weft.run.devices import check_devices
@@ -66,21 +65,14 @@ def attention(  # noqa: PLR0913 - the one call users make; each option is a word
     """
     options = (mask, plan, tokens, kv_tokens, prefix, suffix, backend, topology)
     if torch.compiler.is_compiling():
-        # Sizes and scale may be symbols: index() and hex() make them constants again.
-        shapes = [tuple(index(size) for size in x.shape) for x in (q, k, v)]
-        exact = float(scale).hex() if isinstance(scale, int | float) else scale
-        kinds = (q.dtype, k.dtype, v.dtype, q.device, k.device, v.device)
-        number = _constant_executor(*shapes, *kinds, *options, exact, mesh, timeout)
-        executor = None
-    else:
-        dtypes, devices = (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device)
-        executor = _executor(Call(q.shape, k.shape, v.shape, dtypes, devices, *options, scale), mesh, timeout)
-        number = executor.number
+        return _compiled((q, k, v), options, scale, mesh, timeout)
+    dtypes, devices = (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device)
+    executor = _executor(Call(q.shape, k.shape, v.shape, dtypes, devices, *options, scale), mesh, timeout)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     keep = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if executor is not None and not keep and is_plain(q, k, v):
+    if not keep and is_plain(q, k, v):
         return executor.forward(q, k, v, scale, keep=False)[0]
-    return attention_op(q, k, v, number, scale, keep)[0]
+    return attention_op(q, k, v, executor.number, scale, keep)[0]
 
 
 def _executor(call: Call, mesh: Any, timeout: float) -> Executor:
@@ -107,7 +99,7 @@ def _executor(call: Call, mesh: Any, timeout: float) -> Executor:
         raise
     if executor is None:
         executor = _new_executor(call, world, counts, axes)
-        if key is not None and TracingContext.try_get() is None:  # a compiled graph holds its number for ever
+        if key is not None:
             _make_room(world)
             world.compiled[key] = executor
     elif len(world.compiled) > EXECUTORS // 2:
@@ -163,21 +155,42 @@ def _new_executor(call: Call, world: World, counts: Counts | None, axes: str | N
     return executor
 
 
-def _constant_executor(*values: Any) -> int:
-    """Return the number of a call's executor to torch.compile, which runs this once, while it traces.
+def _compiled(
+    qkv: tuple[Tensor, Tensor, Tensor], options: tuple[Any, ...], scale: Any, mesh: Any, timeout: float
+) -> Tensor:
+    """Leave a call to the run of a graph; numbers may be symbols there, the other options are constants."""
+    names = ("tokens", "kv_tokens", "prefix", "suffix")
+    numbers = {name: x for name, x in zip(names, options[2:6], strict=True) if isinstance(x, int)}
+    rest = [None if isinstance(x, int) else x for x in options]
+    exact = float(scale).hex() if isinstance(scale, int | float) else None  # no symbol, unlike float()
+    callee = _constant_callee(*rest, " ".join(numbers), scale if exact is None else None, mesh, timeout)
+    scale = None if exact is None else float.fromhex(exact)
+    return opaque.call(callee, qkv, scale=scale, numbers=list(numbers.values()))
 
-    It may be given single plain values only; see `Call` for their order.
-    """
-    q, k, v, *kinds = values[:9]
-    *options, scale, mesh, timeout = values[9:]
-    if isinstance(scale, str):
-        scale = float.fromhex(scale)
-    call = Call._make((q, k, v, tuple(kinds[:3]), tuple(kinds[3:]), *options, scale))
-    return _executor(call, mesh, timeout).number
+
+_constants: list[opaque.Callee] = []
+"""A compiled graph has their numbers for ever."""
+
+
+def _constant_callee(*values: Any) -> int:
+    """Return what a compiled graph calls; torch.compile runs this while it traces, with plain values only."""
+    *options, names, other, mesh, timeout = values
+    mask, plan, tokens, kv_tokens, prefix, suffix, backend, topology = options
+    given = {"mask": mask, "plan": plan, "tokens": tokens, "kv_tokens": kv_tokens, "prefix": prefix}
+    given |= {"suffix": suffix, "backend": backend, "topology": topology, "timeout": timeout}
+    given["mesh"] = getattr(mesh, "real_obj", mesh)  # of a process group, torch.compile passes a stand-in
+
+    def call(q: Tensor, k: Tensor, v: Tensor, _: None, __: None, scale: Any, numbers: list[int]) -> Tensor:
+        sizes = dict(zip(names.split(), numbers, strict=True))
+        return attention(q, k, v, **given | sizes, scale=other if scale is None else scale)
+
+    callee = opaque.Callee(call)
+    _constants.append(callee)
+    return callee.number
 
 
 # What torch.compiler.assume_constant_result does; its import alone costs every rank two seconds.
-_constant_executor._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_constant_callee._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _make_room(world: World) -> None:
