@@ -130,15 +130,24 @@ def test_only_one_rank_saying_the_length_is_a_difference_too(worlds: Worlds, odd
     assert worlds(3).run(works) == [True] * 3
 
 
-@pytest.mark.parametrize("plan", ["ulysses", "ring"])
-def test_known_plans_that_differ_are_never_mixed(worlds: Worlds, plan: str) -> None:
-    # Plans are compared when they are new; later on, messages of two plans simply do not meet.
+KNOWN: dict[str, tuple[Sizes, Sizes, Sizes]] = {
+    "mask": ({"plan": "ring"}, {"mask": MASK}, {"mask": OTHER_MASK}),
+    "scale": ({"plan": "ulysses", "tokens": 15}, {"scale": 0.5}, {"scale": 0.25}),
+    "strategy": ({"tokens": 15}, {"plan": "ulysses"}, {"plan": "ring"}),
+}
+
+
+@pytest.mark.parametrize("difference", KNOWN)
+def test_known_calls_that_differ_are_named_at_once(worlds: Worlds, difference: str) -> None:
+    # Calls are compared when they are new; later on, messages of two calls do not meet.
     assert worlds(3).run(works) == [True] * 3  # new ranks first load what they need
-    common = {"plan": plan, "timeout": 5.0}
-    for mask in (MASK, OTHER_MASK):
-        worlds(3).run(call, common | {"mask": mask}, {})
-    found = failures(worlds(3), common | {"mask": MASK}, {"mask": OTHER_MASK})
+    common, usual, odd = KNOWN[difference]
+    common = common | {"timeout": 50.0 + len(difference)}  # longer than the test may take, and a new world
+    for each in (usual, odd):
+        worlds(3).run(call, common | each, {})
+    found = failures(worlds(3), common | usual, odd)
     assert [failure.kind for failure in found.values()] == ["CommError"] * 3
+    assert all(f"rank 1 has {difference} " in failure.message for failure in found.values())
 
 
 def test_a_new_plan_of_one_rank_stops_the_others_in_their_known_one(worlds: Worlds) -> None:
@@ -148,15 +157,7 @@ def test_a_new_plan_of_one_rank_stops_the_others_in_their_known_one(worlds: Worl
     found = failures(worlds(3), common, {"mask": OTHER_MASK})
     assert [failure.kind for failure in found.values()] == ["CommError"] * 3
     assert "waited for all 3 ranks to agree on a plan" in found[ODD].message
-
-
-def test_known_scales_that_differ_are_never_mixed(worlds: Worlds) -> None:
-    assert worlds(3).run(works) == [True] * 3  # new ranks first load what they need
-    common = {"plan": "ulysses", "tokens": 15, "timeout": 5.0}
-    for scale in (0.5, 0.25):
-        worlds(3).run(call, common | {"scale": scale}, {})
-    found = failures(worlds(3), common | {"scale": 0.5}, {"scale": 0.25})
-    assert [failure.kind for failure in found.values()] == ["CommError"] * 3
+    assert all("rank 1 has program not agreed on yet" in failure.message for failure in found.values())
 
 
 def test_an_option_of_no_known_type_stops_all_ranks(worlds: Worlds) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import time
+from ast import literal_eval
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from typing import Any
 
 from weft.core.errors import AgreementError, CommError, WeftError
 from weft.run.comm import Comm
+from weft.run.comm.group import SIGN_SECONDS, GroupComm, store_of
 from weft.run.exchange import start_gather
 
 # What a rank has come for. Every meeting begins with four numbers of each rank, so that ranks which
@@ -19,6 +23,8 @@ PURPOSES = (
     "agree on an attention or a switch",
     "begin a model's forward",
 )
+NEW = "not agreed on yet"
+SAME_CALL = "Give every rank the same call: same mask, plan, sizes, dtype and scale."
 
 Rows = list[list[int]]
 """Numbers of all ranks, by rank."""
@@ -35,7 +41,10 @@ def agree(comm: Comm, facts: dict[str, str], what: str = "attentions", note: str
     Return the notes of all ranks, by rank. They travel with the facts and may differ.
     """
     facts = facts | {"transport": comm.transport}
-    everyone = gather_facts(comm, facts | {"note": note})
+    try:
+        everyone = gather_facts(comm, facts | {"note": note})
+    except CommError as error:
+        raise name_difference(comm, str(facts), NEW, error) from error
     check_same(everyone, tuple(facts), what)
     return [theirs.get("note", "") for theirs in everyone]
 
@@ -51,15 +60,17 @@ def gather_facts(comm: Comm, facts: dict[str, str]) -> list[dict[str, str]]:
 
 def check_same(everyone: list[dict[str, str]], names: tuple[str, ...], what: str) -> None:
     """Raise if ranks differ in one of the named facts."""
+    if found := _described(everyone, names):
+        raise AgreementError(f"The ranks are about to run different {what}: {found}.", hint=SAME_CALL)
+
+
+def _described(everyone: list[dict[str, str]], names: Iterable[str]) -> str:
+    """Say who differs in what; empty if nobody does."""
     found: list[str] = []
     for name, (usual, odd) in differences(everyone, names).items():
         have = [f"rank {rank} has {name} {one}" for rank, one in odd.items()]
         found.append(f"{', '.join(have[:4])}, the others {usual}")
-    if found:
-        raise AgreementError(
-            f"The ranks are about to run different {what}: {'; '.join(found)}.",
-            hint="Give every rank the same call: same mask, plan, sizes, dtype and scale.",
-        )
+    return "; ".join(found)
 
 
 def differences(
@@ -74,6 +85,42 @@ def differences(
         if odd:
             different[name] = usual, odd
     return different
+
+
+def name_difference(comm: Comm, name: str, program: str, error: CommError) -> CommError:
+    """Return the error of a wait, with who runs what if that differs: ranks that fail tell it by the store.
+
+    name   the text of the facts that were agreed on, or are to be: then `program` is NEW.
+    """
+    base: Any = getattr(comm, "base", comm)
+    if not isinstance(base, GroupComm):
+        return error
+    with suppress(ValueError, SyntaxError):  # ranks of tests may have names of their own
+        own: dict[str, str] = literal_eval(name[: name.rfind("}") + 1]) | {"program": program}
+        everyone = _say(base, base.calls + (program == NEW), own)
+        names = [name for name in own if name != "transport"]
+        if found := _described([theirs or own for theirs in everyone], names):
+            return CommError(f"The ranks run different calls: {found}. {error.message}", hint=SAME_CALL)
+    return error
+
+
+def _say(comm: GroupComm, call: int, facts: dict[str, str]) -> list[dict[str, str] | None]:
+    """Return what each rank says that it runs as its n-th call, as far as they say so in time."""
+    everyone: list[dict[str, str] | None] = [None] * comm.size
+    deadline = time.monotonic() + SIGN_SECONDS
+    try:
+        store = store_of(comm.group)
+        keys = [f"weft runs {comm.group.group_name} {comm.timeout} {rank}" for rank in range(comm.size)]
+        store.set(keys[comm.rank], json.dumps([call, facts]))
+        while None in everyone and time.monotonic() < deadline:
+            for rank, key in enumerate(keys):
+                if everyone[rank] is None and store.check([key]):
+                    number, theirs = json.loads(store.get(key))
+                    everyone[rank] = theirs if number == call else None  # else it is of an earlier failure
+            time.sleep(0.02)
+    except Exception:  # the store may be lost with the rank that served it
+        return everyone
+    return everyone
 
 
 def refuse(comm: Comm, error: WeftError) -> None:

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from weft.core.codec import digest
-from weft.core.errors import InputError
+from weft.core.errors import CommError, InputError
 from weft.core.mask import BlockMask
 from weft.core.schedule import Schedule
 from weft.program.lower import lower
 from weft.program.slots import Slot
 from weft.program.steps import Program, Target
 from weft.run import streams, trace
+from weft.run.agree import name_difference
 from weft.run.arena import Arena
 from weft.run.bind import Bound, Frame
 from weft.run.comm import Comm, Lender
@@ -36,7 +37,7 @@ class Runner:
 
     def __init__(self, schedule: Schedule, comm: Comm, arena: Arena, name: str) -> None:
         """`name` is what all ranks agreed to run: messages of calls with different names never meet."""
-        self.schedule, self.comm, self.arena = schedule, comm, arena
+        self.schedule, self.comm, self.arena, self.name = schedule, comm, arena, name
         # Forward messages have even tags, so that the two directions of one plan never meet.
         self._tag = 2 * int(digest(name or schedule.digest)[:6], 16)
         self._bound: dict[tuple[str, Lender | None, int], Bound] = {}
@@ -68,8 +69,11 @@ class Runner:
         return frozenset()
 
     def run_program(self, kind: str, frame: Frame, inputs: dict[str, Planes]) -> Bound:
-        bound = self.begin(kind, frame, inputs)
-        trace.run(bound, frame)
+        try:
+            bound = self.begin(kind, frame, inputs)
+            trace.run(bound, frame)
+        except CommError as error:
+            raise name_difference(self.comm, self.name, kind, error) from error
         return bound
 
     def begin(self, kind: str, frame: Frame, inputs: dict[str, Planes]) -> Bound:

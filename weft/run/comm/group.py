@@ -35,13 +35,14 @@ class GroupComm:
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
         self.transport, self.group, self.timeout = "group", group, timeout
         self.rank, self.size = group.rank(), group.size()
-        self.bytes_sent = 0
+        self.bytes_sent = self.calls = 0
         self._warm: set[torch.device] = set()
         self._watcher: Watcher | None = None
 
     def begin(self, device: torch.device) -> None:
         """Messages may lie anywhere."""
         del device
+        self.calls += 1
         self._check()
 
     def warm_up(self, device: torch.device) -> None:

@@ -189,6 +189,8 @@ class OneSidedComm:
             found = self._boxes[peer, words.tag]
             found.arrived += 1
             found.words[found.arrived] = words
+            if found.arrived > found.expected:  # it comes in order, so what is waited for never will
+                raise self.late(Late(peer, "it runs another call"), label, time.monotonic() - began)
         words = box.words.pop(number)
         if not box.words and box.arrived == box.expected:
             del self._boxes[peer, tag]
@@ -198,10 +200,8 @@ class OneSidedComm:
         """The error of a late peer. Streams that wait for it too are let go on, or no host could end."""
         assert self.window is not None
         self.window.release()
-        return CommError(
-            f"Rank {self.rank} waited {seconds:.1f} s for {label} {way} rank {late.peer}: {late}.",
-            hint="That rank is lost, stuck or late; look at its own error first.",
-        )
+        what = f"Rank {self.rank} waited {seconds:.1f} s for {label} {way} rank {late.peer}: {late}."
+        return CommError(what, hint="That rank is lost, stuck or late; look at its own error first.")
 
 
 @dataclass

@@ -102,7 +102,7 @@ class ShmWindow(Window):
                 self._take_mail()  # what it said just before
                 if ready():
                     return
-                self._give_up()
+                self.release()
                 raise Late(peer, reason)
             self._c.weft_sleep(self._bell, seen, int(min(left, LOOK) * 1e9))
 
@@ -139,7 +139,7 @@ class ShmWindow(Window):
         look.register(process, select.POLLIN)
         return "its process has ended" if look.poll(0) else ""
 
-    def _give_up(self) -> None:
+    def release(self) -> None:
         """Who waits for this rank need not wait until its own time is over too."""
         self._c.weft_set(self._line(self.rank, GIVEN_UP), 1)
         for peer in self.near:
