@@ -170,12 +170,12 @@ def test_what_cannot_be_spread_is_left_alone_and_says_why() -> None:
             handle = spread(vae, world)
             assert why in handle.reason
             handle.remove()
-            assert "decode" not in vars(vae)
+            assert "_weft_site" not in vars(vae)
         vae = CASES["kl"].build()
         first, second = spread(vae, world), spread(vae, world)
         assert "already" in second.reason
         second.remove()
-        assert "decode" in vars(vae)
+        assert "_weft_site" in vars(vae)
         first.remove()
         assert "decode" not in vars(vae)
 

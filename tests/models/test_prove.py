@@ -50,7 +50,7 @@ def test_a_method_that_fails_leaves_no_tokens_behind() -> None:
         region = Region(model, replace(TOY, grid=lambda *_: (1, 1, N)), sparsity=Fails())
         with pytest.raises(RuntimeError, match="oops"):
             region.run(world, (normal(1, N, 4),), {})
-        site: Any = vars(model.attn)["_weft_site"]
+        site: Any = vars(model.attn)["_weft_site"].inner
         assert site.hidden is None
 
     on_ranks(1, job)

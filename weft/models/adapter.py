@@ -120,9 +120,17 @@ CONTROL = {"controlnet_block_samples": VIDEO, "controlnet_single_block_samples":
 END = {"proj_out": VIDEO}
 
 
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+"""What torch.compile and checkpoint_wrapper were given: these parts of names count for nothing."""
+LAYER = "base_layer"
+"""What an adapter of peft's has taken the place of."""
+
+
 def unwrapped(model: Any) -> Any:
-    """The module that torch.compile was given."""
-    return getattr(model, "_orig_mod", model)
+    """The module that torch.compile or checkpoint_wrapper was given."""
+    children = vars(model).get("_modules") or {} if isinstance(model, nn.Module) else {}
+    inner = next((children[name] for name in WRAPPERS if name in children), None)
+    return model if inner is None else unwrapped(inner)
 
 
 def put(owner: Any, name: str, value: Any) -> Callable[[], Any]:
@@ -139,11 +147,26 @@ def parameters(module: Any) -> list[str]:
 
 
 def modules(model: nn.Module) -> dict[str, nn.Module]:
-    """By name, compiled ones by their own: the outer one is what is called."""
+    """By name: wrapped ones by the name of what wraps them, layers with an adapter of peft's as one."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        found.setdefault(".".join(part for part in name.split(".") if part != "_orig_mod"), module)
+        parts = name.split(".")
+        plain = ".".join(part for part in parts if part not in (*WRAPPERS, LAYER))
+        if plain not in found or parts[-1] != LAYER:
+            found[plain] = module
     return found
+
+
+def module_at(model: nn.Module, name: str) -> nn.Module | None:
+    """The module that now has a name of `modules`."""
+    for part in name.split("."):
+        children = model._modules
+        if part not in children and LAYER in children:
+            children = unwrapped(children[LAYER])._modules
+        if children.get(part) is None:
+            return None
+        model = unwrapped(children[part])
+    return model
 
 
 def matching(model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:

@@ -7,7 +7,6 @@ The module's own code runs as it is, on this rank's tokens; where it calls
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial, update_wrapper
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +18,11 @@ from torch.overrides import TorchFunctionMode
 from weft.core.errors import InputError
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
-from weft.models.adapter import put
 from weft.models.padding import Padding, padding_of
 from weft.models.shards import Counts
 from weft.run.attention import attention
 
 if TYPE_CHECKING:
-    from weft.models.dropout import Dropped
     from weft.models.region import Region
 
 QKV = tuple[Tensor, Tensor, Tensor]
@@ -161,36 +158,6 @@ class Site:
             whole = torch.zeros_like(q.index_select(0, samples)).scatter(2, at, part)
             out = out.index_add(0, samples, whole)
         return out
-
-
-def put_around(module: nn.Module, site: Site | Region | Dropped) -> Callable[[], Any]:
-    """Let a site run a module's forward, or a region if it needs nobody else; what is returned takes it off.
-
-    A class of its own, not a function of its own: blocks that are alike stay alike for torch.compile.
-    """
-    plain = type(module)
-    if "forward" in vars(module):  # hooks of other libraries: theirs stays inside
-        inner = module.forward
-        return put(module, "forward", lambda *args, **kwargs: site.around(inner, args, kwargs))
-    vars(module)["_weft_site"] = site
-    module.__class__ = _sited(plain)
-
-    def remove() -> None:
-        module.__class__ = plain
-        del module._weft_site
-
-    return remove
-
-
-@lru_cache
-def _sited(plain: type[nn.Module]) -> type[nn.Module]:
-    own = plain.forward  # not looked up below: Diffusers has torch.compile not look into some classes
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._weft_site.around(partial(own, self), args, kwargs)
-
-    body = {"forward": update_wrapper(forward, own), "__module__": plain.__module__}
-    return type(plain.__name__, (plain,), body)
 
 
 class _Catch(TorchFunctionMode):

@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import chain, islice, zip_longest
 from math import prod
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ from torch import Tensor, nn
 from weft.core.codec import digest
 from weft.core.errors import CommError
 from weft.core.problem import ITEM_BYTES
+from weft.models.wrap import SITE, Around, Method, unwrap_module, wrap_module
 from weft.plan.heads import Groups, refined
 from weft.run.agree import agree
 from weft.run.world import World
@@ -59,7 +61,7 @@ def spread(vae: Any, world: World) -> Spread:
     is left alone, and `reason` says why.
     """
     if not (reason := _obstacle(vae, world)):
-        vae.decode = _Decode(vae, world)
+        wrap_module(vae, _Decode(vae, world))
     return Spread(vae, reason)
 
 
@@ -71,7 +73,7 @@ class Spread:
 
     def remove(self) -> None:
         if not self.reason:
-            vars(self._vae).pop("decode", None)
+            unwrap_module(self._vae)
 
 
 def _obstacle(vae: Any, world: World) -> str:
@@ -80,7 +82,7 @@ def _obstacle(vae: Any, world: World) -> str:
         return "There is one rank."
     if name not in KNOWN:
         return f"It is not known how the tiles of {name} depend on each other."
-    if "decode" in vars(vae):
+    if "decode" in vars(vae) or SITE in vars(vae):
         return "Its decode has been replaced already."
     noise = vae.config.get("decoder_inject_noise", False)
     if any(noise) if isinstance(noise, list | tuple) else noise:
@@ -119,23 +121,25 @@ class _StandIn(nn.Module):
         return self.answer(Call(args, kwargs))
 
 
-class _Decode:
+class _Decode(Around):
     """`vae.decode`, shared by the ranks."""
 
+    method, opaque = "decode", True
+
     def __init__(self, vae: Any, world: World) -> None:
-        self.vae, self.comm, self.decode = vae, world.comm, vae.decode
+        self.vae, self.comm = vae, world.comm
         self.pairs = type(vae).__name__ in PAIRS
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def around(self, forward: Method, args: Any, kwargs: Any) -> Any:
         given = chain(args, kwargs.values(), self.vae.parameters())
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in given):
-            return self.decode(*args, **kwargs)
-        tiles = self._survey(args, kwargs)
+            return forward(*args, **kwargs)
+        tiles = self._survey(partial(forward, *args, **kwargs))
         if len(tiles) < 2:
-            return self.decode(*args, **kwargs)
+            return forward(*args, **kwargs)
         results = deque(chain(*self._results(tiles)))
         with self._instead(lambda _: results.popleft()):
-            return self.decode(*args, **kwargs)
+            return forward(*args, **kwargs)
 
     @contextmanager
     def _instead(self, answer: Callable[[Call], Tensor]) -> Iterator[None]:
@@ -147,7 +151,7 @@ class _Decode:
         finally:
             self.vae.decoder = decoder
 
-    def _survey(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tile]:
+    def _survey(self, decode: Callable[[], Any]) -> list[Tile]:
         """The tiles that a decode makes; none of them is computed."""
         tiles: list[Tile] = []
         channels = self.vae.config.get("out_channels", 1)
@@ -161,7 +165,7 @@ class _Decode:
             return call.tile.new_zeros(call.tile.shape[0], channels, *[1] * (call.tile.dim() - 2))
 
         with self._instead(answer):
-            self.decode(*args, **kwargs)
+            decode()
         return tiles
 
     def _results(self, tiles: list[Tile]) -> list[list[Tensor]]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from weft.core.errors import InputError
 from weft.models.adapter import put
 from weft.models.stages import Mixes, Stages, stages
+from weft.models.wrap import SITE
 from weft.run.world import World, world_of
 
 BLOCKS = {
@@ -93,17 +94,17 @@ class Switching:
     """A Latte whose forward runs on whichever ranks it is given."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model, self._forward = model, model.forward
+        self.model, self.forward = model, model.forward
         self._latte: Latte | None = None
 
     def run(self, mesh: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         world = world_of(mesh, 60.0)
         if self._latte is None or self._latte._world is not world:
             self.remove()
-            self._latte = Latte(self._model, world)
-        undo = put(self._model, "forward", self._forward)
+            self._latte = Latte(self.model, world)
+        undo = put(self.model, SITE, None)
         try:
-            return self._model(*args, **kwargs)  # not its forward alone: the stages have hooks
+            return self.model(*args, **kwargs)  # not its forward alone: the stages have hooks
         finally:
             undo()
 
@@ -111,6 +112,8 @@ class Switching:
         if self._latte is not None:
             self._latte.remove()
         self._latte = None
+
+    before_copy = remove
 
 
 def _rows(side: Tensor | None, B: int, rows: int) -> Any:

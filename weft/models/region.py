@@ -1,40 +1,45 @@
 """Region: the part of a transformer that runs on this rank's tokens, from where they are cut to the gather.
 
-Hooks cut and gather, each attention module becomes a `Site`. What an adapter does not declare is found out:
-attention modules that it does not name, and attention computed outside of the named ones, are refused.
+Modules are wrapped by name: those that cut and gather, attention modules (`Site`) and dropouts. What an
+adapter does not declare is found out: attention modules that it does not name, and attention computed
+outside of the named ones, are refused.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from functools import partial
-from itertools import zip_longest
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from math import prod
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from weft.core.errors import InputError
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.masks.grid import TokenGrid
-from weft.models.adapter import Adapter, Cut, Cuts, matching, modules, parameters, put
-from weft.models.attend import Site, put_around
+from weft.models.adapter import Adapter, matching, module_at, modules, parameters
+from weft.models.attend import Site
 from weft.models.clock import Clock
 from weft.models.context import AttentionContext, SparseAttention
-from weft.models.dropout import Dropped
+from weft.models.dropout import Dropped, whole_counts
 from weft.models.guard import Guard, check_processor, refuse_undeclared
+from weft.models.hook import ModuleHook
 from weft.models.padding import mask_inputs
 from weft.models.prove import Proof
 from weft.models.randomness import share_numbers
 from weft.models.shards import Shards
 from weft.models.sparsity import problem_of
+from weft.models.wrap import SITE, is_wrapped, unwrap_module, wrap_module
 from weft.plan.place import Place
 from weft.run.gpus import topology_for
 from weft.run.world import World
+
+BACKEND = "_weft_attention_backend"
+"""Where a processor keeps the backend that it was set to."""
 
 
 class Region:
@@ -73,11 +78,15 @@ class Region:
         self.tells = tells
         """Whether this is the one rank that prints."""
         self.runs = self.run_now = 0
-        self._enter = _cut_inputs(self, "the model", model, self.adapter.inputs.get("", {}))
-        self.drops = False
+        self.active = 0
+        """Above 0 while the model runs, or gradients are computed: else modules are called alone."""
         self.quiet = 0
         """Above 0 inside attention modules, where attention is expected."""
-        self._undo: list[Callable[[], Any]] = []
+        self.drops = False
+        self.whole: frozenset[int] = frozenset()
+        """How many tokens there may be of what is not cut, such as a text."""
+        self.wrapped: dict[str, tuple[nn.Module, ModuleHook]] = {}
+        """By name, for as long as a module of that name is there."""
         try:
             self._install()
         except BaseException:
@@ -92,20 +101,27 @@ class Region:
                 "decide by its own tokens what to compute.",
                 hint="Call disable_cache() on it.",
             )
+        if self._is_changed():
+            self._install()
+        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
         self.shards = Shards(mesh)
         self.runs = self.run_now = self.runs + 1
-        self.mask_inputs = mask_inputs({**dict(zip(self._names, args, strict=False)), **kwargs})
+        self.mask_inputs = mask_inputs(given)
         world = self.shards.world  # asked for here: blocks that are compiled cannot find it
         self.worlds[world] = None
-        if self.drops and self.model.training:
+        if self.model.training and self.drops:
             share_numbers(world)
+            self.whole = whole_counts(given)
         if self.sparsity is not None:
-            self._begin({**dict(zip(self._names, args, strict=False)), **kwargs})
-        args, kwargs = self._enter(self.model, args, kwargs)
+            self._begin(given)
         # What was found right is looked at less and less often.
         looked_at = self.model.training or not self.runs & (self.runs - 1)
-        with self._remembered(), Guard(self) if looked_at else nullcontext():
-            out = self.forward(*args, **kwargs)
+        self.active += 1
+        try:
+            with Guard(self) if looked_at else nullcontext():
+                out = self._enter.around(self.forward, args, kwargs)
+        finally:
+            self.active -= 1
         if self.proof is not None:
             if self.tells:
                 sys.stderr.write(f"weft: {self.proof}\n")
@@ -122,32 +138,23 @@ class Region:
         self.extent = self.adapter.grid(self.model, given)
         self.clock.tick(given)
 
-    @contextmanager
-    def _remembered(self) -> Iterator[None]:
-        """Blocks that are computed again for their gradients see the streams of this forward."""
-        model, own = self.model, (self.shards, self.extent, self.run_now, self.mask_inputs)
-        checkpoint: Any = vars(model).get("_gradient_checkpointing_func")
+    def remember(self, out: Any) -> None:
+        """Blocks that are computed again for the gradients of an output see the streams of this forward.
 
-        def again(block: Any, *args: Any) -> Any:
-            before = self.shards, self.extent, self.run_now, self.mask_inputs
+        Whatever checkpoints them: its gradient comes first, and those of later forwards before it.
+        """
+        own = self.shards, self.extent, self.run_now, self.mask_inputs
+
+        def recall(_: Tensor) -> None:
             self.shards, self.extent, self.run_now, self.mask_inputs = own
-            try:
-                return block(*args)
-            finally:
-                self.shards, self.extent, self.run_now, self.mask_inputs = before
+            self.active += 1
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
-        if checkpoint is None:
-            yield
-            return
-        undo = put(
-            model,
-            "_gradient_checkpointing_func",
-            lambda block, *args: checkpoint(partial(again, block), *args),
-        )
-        try:
-            yield
-        finally:
-            undo()
+        if isinstance(out, Tensor) and out.requires_grad:
+            out.register_hook(recall)
+
+    def _end(self) -> None:
+        self.active -= 1
 
     @property
     def watched(self) -> bool:
@@ -188,57 +195,71 @@ class Region:
         )
 
     def remove(self) -> None:
-        while self._undo:
-            self._undo.pop()()
+        """Take it off, and only it: what others have put on since stays."""
+        for module, _ in self.wrapped.values():
+            unwrap_module(module)
+            if hasattr(processor := getattr(module, "processor", None), BACKEND):
+                processor._attention_backend = vars(processor).pop(BACKEND)  # type: ignore[union-attr]
+        self.wrapped = {}
+
+    def before_copy(self) -> None:
+        """Nothing that is on a module keeps it from being copied."""
+
+    def _is_changed(self) -> bool:
+        """Whether a wrapped module has made way for another, as for one with LoRA, or a dropout is new."""
+        for name, (module, hook) in self.wrapped.items():
+            if module_at(self.model, name) is not module or not is_wrapped(module, hook):
+                return True
+        return self.model.training and any(
+            isinstance(module, nn.Dropout) and module.p and SITE not in vars(module)
+            for module in self.model.modules()
+        )
 
     def _install(self) -> None:
+        """Wrap the modules that the adapter names, and dropouts, as they are now."""
+        model, adapter = self.model, self.adapter
+        hooks: dict[str, ModuleHook] = {"": ModuleHook(self, "the model")}
+        for pattern, cuts in adapter.inputs.items():
+            for name, module in matching(model, pattern):
+                hook = hooks.setdefault(name, ModuleHook(self, pattern))
+                hook.order, hook.inputs = parameters(module), {**hook.inputs, **cuts}
+        for pattern, out in adapter.outputs.items():
+            for name, _ in matching(model, pattern):
+                hooks.setdefault(name, ModuleHook(self, pattern)).output = out
+        for pattern, cut in adapter.gather.items():
+            for name, _ in matching(model, pattern):
+                hooks.setdefault(name, ModuleHook(self, pattern)).gather = cut
+        self._install_inner(hooks)
+        by_name = modules(model)
+        self.remove()
+        self._enter = hooks.pop("")
+        for name, hook in hooks.items():
+            self.wrapped[name] = by_name[name], hook
+            wrap_module(by_name[name], hook)
+            if isinstance(hook.inner, Site):
+                _use_native(by_name[name])
+
+    def _install_inner(self, hooks: dict[str, ModuleHook]) -> None:
+        """Attention and dropout: what runs otherwise than in one process."""
         model, adapter = self.model, self.adapter
         sites = [
             (name, module, streams)
             for pattern, streams in adapter.attention.items()
             for name, module in matching(model, pattern)
         ]
-        self.layers = len(sites)
-        self.orders = {tuple(streams.rstrip("?").split()) for _, _, streams in sites}
-        local = [found for pattern in adapter.local for found in matching(model, pattern)]
-        refuse_undeclared(model, [name for name, *_ in sites] + [name for name, _ in local])
+        local = [name for pattern in adapter.local for name, _ in matching(model, pattern)]
+        refuse_undeclared(model, [name for name, *_ in sites] + local)
+        inner: dict[str, Any] = dict.fromkeys(local, self)
         for layer, (name, module, streams) in enumerate(sites):
             check_processor(name, module)
-            self._use_native(module)
-            self._undo.append(put_around(module, Site(self, name, module, streams, layer)))
-        for _, module in local:
-            self._undo.append(put_around(module, self))
+            inner[name] = Site(self, name, module, streams, layer)
         for name, module in modules(model).items():
             if isinstance(module, nn.Dropout) and module.p:
-                self.drops = True
-                self._undo.append(put_around(module, Dropped(self, name, module)))
-        self._install_hooks()
-
-    def _install_hooks(self) -> None:
-        """What is cut and put together again."""
-        model, adapter = self.model, self.adapter
-        for pattern, cuts in adapter.inputs.items():
-            # One function for all modules of a class: else torch.compile would compile each of them.
-            known: dict[type, Any] = {}
-            for _, module in matching(model, pattern) if pattern else ():
-                cut = known.setdefault(type(module), _cut_inputs(self, pattern, module, cuts))
-                self._hook(module.register_forward_pre_hook(cut, with_kwargs=True))
-        for pattern, out in adapter.outputs.items():
-            for name, module in matching(model, pattern):
-                self._hook(module.register_forward_hook(_cut_output(self, name, out)))
-        for pattern, cut in adapter.gather.items():
-            for name, module in matching(model, pattern):
-                self._hook(module.register_forward_hook(_gather_output(self, name, cut)))
-
-    def _hook(self, handle: Any) -> None:
-        self._undo.append(handle.remove)
-
-    def _use_native(self, module: Any) -> None:
-        """Diffusers' dispatcher may be set to kernels of which nobody sees the call."""
-        processor: Any = getattr(module, "processor", None)
-        if getattr(processor, "_attention_backend", None) is not None:
-            self._undo.append(partial(setattr, processor, "_attention_backend", processor._attention_backend))
-            processor._attention_backend = "native"
+                inner[name] = Dropped(self, name, module)
+        for name, role in inner.items():
+            hooks.setdefault(name, ModuleHook(self, name)).inner = role
+        self.layers, self.drops = len(sites), any(isinstance(role, Dropped) for role in inner.values())
+        self.orders = {tuple(streams.rstrip("?").split()) for _, _, streams in sites}
 
     def around(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a module that may compute attention."""
@@ -249,20 +270,9 @@ class Region:
             self.quiet -= 1
 
 
-def _cut_inputs(region: Region, name: str, module: nn.Module, cuts: Mapping[str, Cuts]) -> Any:
-    order = parameters(module)
-
-    def cut(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given = [*zip_longest(order[: len(args)], args, fillvalue=""), *kwargs.items()]
-        own = [region.shards.cut(value, cuts.get(each), f"{each} of {name}") for each, value in given]
-        return tuple(own[: len(args)]), dict(zip(kwargs, own[len(args) :], strict=True))
-
-    return cut
-
-
-def _cut_output(region: Region, name: str, cuts: Cuts) -> Any:
-    return lambda _module, _args, out: region.shards.cut(out, cuts, f"The output of {name}")
-
-
-def _gather_output(region: Region, name: str, cut: Cut) -> Any:
-    return lambda _module, _args, out: region.shards.gather(out, cut, f"The output of {name}")
+def _use_native(module: Any) -> None:
+    """Diffusers' dispatcher may be set to kernels of which nobody sees the call."""
+    processor: Any = getattr(module, "processor", None)
+    if getattr(processor, "_attention_backend", None) is not None:
+        setattr(processor, BACKEND, processor._attention_backend)
+        processor._attention_backend = "native"
