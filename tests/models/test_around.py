@@ -1,0 +1,52 @@
+"""The table of `around`: what people do to a parallelized model is right on 2 and 3 ranks, or it raises."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("diffusers")
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+pytest.importorskip("peft")
+
+from tests.models import around_copies, around_graphs, around_hooks, around_pipes, around_wrappers  # noqa: E402
+from tests.models.around import ROWS, check  # noqa: E402
+from tests.worlds import world  # noqa: E402
+from weft.run.rank import PRELOAD  # noqa: E402
+
+TABLE = (around_copies, around_graphs, around_hooks, around_pipes, around_wrappers)
+PRELOAD += [each.__name__ for each in TABLE if each.__name__ not in PRELOAD]  # it takes ranks seconds
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+PENDING = (
+    "accelerate_before_and_removed",
+    "checkpoint_wrapper_before",
+    "from_pipe",
+    "from_pipe_and_restore",
+    "another_transformer",
+    "jvp",
+    "jvp_of_the_weights",
+)
+"""Rows that do not hold yet."""
+
+
+def _marks(name: str) -> list[Any]:
+    return [pytest.mark.xfail(strict=True, run="jvp" not in name)] if name in PENDING else []
+
+
+NORMAL = [pytest.param(name, size, marks=_marks(name)) for name in ROWS for size in ROWS[name].ranks]
+
+
+@pytest.mark.parametrize(("name", "size"), NORMAL)
+def test_row(name: str, size: int) -> None:
+    check(name, ROWS[name].on(size), world(size))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("name", "size"), NORMAL)
+def test_row_on_every_model(name: str, size: int) -> None:
+    for model in ROWS[name].models:
+        check(name, model, world(size))
