@@ -79,7 +79,7 @@ class Comparison:
         if self.always or (values and not runs & (runs - 1)):
             self._digests[self._forwards] = Digests(tensors)
         finish = self._start(world, facts)
-        is_waited_for = device.type == "cpu" or runs == 1  # in a cold forward the hosts agree anyway
+        is_waited_for = is_host(device) or runs == 1  # in a cold forward the hosts agree anyway
         if is_waited_for:
             finish()
         yield
@@ -168,6 +168,11 @@ def digest(x: Tensor) -> Tensor:
         mixed ^= mixed >> 29
         total += mixed.sum()
     return total
+
+
+def is_host(device: torch.device) -> bool:
+    """Whether work on a device is done when its call returns."""
+    return device.type == "cpu"
 
 
 def is_recomputing() -> bool:

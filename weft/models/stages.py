@@ -119,7 +119,9 @@ class Stages:
         worlds = self._stream.worlds if isinstance(mesh, list | tuple) else (world_of(mesh, 60.0),)
         comparisons = {world: Comparison(name, order, always=always) for world in worlds}
 
-        def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+            if kwargs is None:
+                return  # another hook of this forward has taken this one off
             under_way.pop_all()  # of a forward that has failed
             for world, comparison in comparisons.items():
                 under_way.enter_context(comparison(world, model, args, kwargs))
