@@ -12,6 +12,7 @@ from torch import Tensor
 
 import weft
 from tests.run.dense import Truth, dense, error
+from weft.core.errors import DerivativeError
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem
@@ -150,7 +151,7 @@ def test_one_tensor_may_be_query_key_and_value() -> None:
 def test_what_is_changed_in_place_before_the_backward_is_noticed(spoiled: str) -> None:
     q, k, v = (torch.randn(1, 2, 7, 3) for _ in range(3))
     out = weft.attention(q.requires_grad_(), k, v)
-    with pytest.raises(RuntimeError, match="inplace"):
+    with pytest.raises(DerivativeError, match="changed in place"):
         {"input": k, "output": out}[spoiled].mul_(2)
         out.sum().backward()
 

@@ -33,6 +33,10 @@ class AgreementError(WeftError):
     """Ranks that are about to run different things."""
 
 
+class DerivativeError(WeftError, NotImplementedError):
+    """A derivative, or a transform of torch's, that weft does not compute."""
+
+
 class CommError(WeftError, RuntimeError):
     """A peer that is lost, stuck or late; names the operation and the peer waited for."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,16 +19,20 @@ from weft.plan.place import Planned
 from weft.run import opaque
 from weft.run.agree import agree, count_rows, refuse
 from weft.run.call import Call, Counts, check_mask, facts, schedule_for, work_of
+from weft.run.derivatives import Derived, widened
 from weft.run.devices import check_devices
 from weft.run.execute import Executor
 from weft.run.kernels import choose as choose_kernel
 from weft.run.kernels import tuning
 from weft.run.kernels.parity import judge
 from weft.run.op import attention_op, forget, is_plain, register
+from weft.run.transforms import check_tensors, check_traced, check_transforms, is_transformed
 from weft.run.world import World, axes_of, world_of
 
 Tokens = int | Layout | tuple[int, tuple[Runs, ...]] | None
 EXECUTORS = 1024  # of each world: some 20 steps of a 50-layer model whose masks all differ
+SIZES = ("tokens", "kv_tokens", "prefix", "suffix")
+OPTIONS = ("mask", "plan", *SIZES, "backend", "topology", "scale", "mesh", "timeout")
 MASKS = 8  # of each executor for any mask: those of the branches of guidance, and of the step before
 
 
@@ -66,11 +71,19 @@ def attention(  # noqa: PLR0913 - the one call users make; each option is a word
     options = (mask, plan, tokens, kv_tokens, prefix, suffix, backend, topology)
     if torch.compiler.is_compiling():
         return _compiled((q, k, v), options, scale, mesh, timeout)
+    plain, transformed = is_plain(q, k, v), is_transformed()
+    if not plain or transformed:
+        check_tensors(q, k, v)
+        check_transforms("weft.attention")
     dtypes, devices = (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device)
-    executor = _executor(Call(q.shape, k.shape, v.shape, dtypes, devices, *options, scale), mesh, timeout)
+    call = Call(q.shape, k.shape, v.shape, dtypes, devices, *options, scale)
+    executor = _executor(call, mesh, timeout)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    if transformed:
+        wide = partial(_wide_executor, call, executor.schedule, scale, mesh, timeout)
+        return Derived(executor, scale, torch.is_grad_enabled(), mesh, wide)(q, k, v)
     keep = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if not keep and is_plain(q, k, v):
+    if plain and not keep:
         return executor.forward(q, k, v, scale, keep=False)[0]
     return attention_op(q, k, v, executor.number, scale, keep)[0]
 
@@ -107,6 +120,14 @@ def _executor(call: Call, mesh: Any, timeout: float) -> Executor:
     if not call.serves_any_mask:
         return executor
     return _for_mask(executor, mask, is_agreed=isinstance(call.plan, Planned))
+
+
+def _wide_executor(call: Call, schedule: Schedule, scale: float, mesh: Any, timeout: float) -> Executor:
+    """Return the executor of a call's tangent, which has twice its head dim."""
+    q, k = ((*shape[:3], 2 * shape[3]) for shape in (call.q, call.k))
+    mask = call.mask if call.serves_any_mask else None
+    options = (mask, widened(schedule), None, None, 0, 0, call.backend, None, scale)
+    return _executor(Call(q, k, k, call.dtypes, call.devices, *options), mesh, timeout)
 
 
 def _for_mask(executor: Executor, mask: BlockMask | None, *, is_agreed: bool) -> Executor:
@@ -159,34 +180,37 @@ def _compiled(
     qkv: tuple[Tensor, Tensor, Tensor], options: tuple[Any, ...], scale: Any, mesh: Any, timeout: float
 ) -> Tensor:
     """Leave a call to the run of a graph; numbers may be symbols there, the other options are constants."""
-    names = ("tokens", "kv_tokens", "prefix", "suffix")
-    numbers = {name: x for name, x in zip(names, options[2:6], strict=True) if isinstance(x, int)}
-    rest = [None if isinstance(x, int) else x for x in options]
+    given = dict(zip(OPTIONS, (*options, scale, mesh, timeout), strict=True))
+    numbers = {name: given[name] for name in SIZES if isinstance(given[name], int)}
     exact = float(scale).hex() if isinstance(scale, int | float) else None  # no symbol, unlike float()
-    callee = _constant_callee(*rest, " ".join(numbers), scale if exact is None else None, mesh, timeout)
+    rest = [None if name in numbers or (name == "scale" and exact) else x for name, x in given.items()]
+    number = _constant_callee(" ".join(numbers), *rest)
     scale = None if exact is None else float.fromhex(exact)
-    return opaque.call(callee, qkv, scale=scale, numbers=list(numbers.values()))
+    return opaque.call(number, qkv, scale=scale, numbers=list(numbers.values()))
 
 
-_constants: list[opaque.Callee] = []
+class _Constant:
+    """A call of a compiled graph, but for its tensors and numbers."""
+
+    def __init__(self, names: str, options: dict[str, Any]) -> None:
+        self.names, self.options = names.split(), options
+
+    def called(self, q: Tensor, k: Tensor, v: Tensor, _: Any, __: Any, scale: Any, numbers: Any) -> Tensor:
+        options = self.options | dict(zip(self.names, numbers, strict=True))
+        return attention(q, k, v, **options if scale is None else options | {"scale": scale})
+
+
+_constants: list[_Constant] = []
 """A compiled graph has their numbers for ever."""
 
 
-def _constant_callee(*values: Any) -> int:
-    """Return what a compiled graph calls; torch.compile runs this while it traces, with plain values only."""
-    *options, names, other, mesh, timeout = values
-    mask, plan, tokens, kv_tokens, prefix, suffix, backend, topology = options
-    given = {"mask": mask, "plan": plan, "tokens": tokens, "kv_tokens": kv_tokens, "prefix": prefix}
-    given |= {"suffix": suffix, "backend": backend, "topology": topology, "timeout": timeout}
-    given["mesh"] = getattr(mesh, "real_obj", mesh)  # of a process group, torch.compile passes a stand-in
-
-    def call(q: Tensor, k: Tensor, v: Tensor, _: None, __: None, scale: Any, numbers: list[int]) -> Tensor:
-        sizes = dict(zip(names.split(), numbers, strict=True))
-        return attention(q, k, v, **given | sizes, scale=other if scale is None else scale)
-
-    callee = opaque.Callee(call)
-    _constants.append(callee)
-    return callee.number
+def _constant_callee(names: str, *values: Any) -> int:
+    """Number what a compiled graph calls; torch.compile runs this while it traces, with plain values only."""
+    options = dict(zip(OPTIONS, values, strict=True))
+    mesh = options["mesh"]
+    options["mesh"] = getattr(mesh, "real_obj", mesh)  # of a process group, torch.compile has a stand-in
+    _constants.append(_Constant(names, options))
+    return opaque.number_of(_constants[-1])
 
 
 # What torch.compiler.assume_constant_result does; its import alone costs every rank two seconds.

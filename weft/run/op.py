@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from weft.run.execute import Executor
+from weft.run.transforms import gradient, is_transformed, maps_refused, no_second_derivative, saved_tensors
 
 # A torch operation takes numbers and tensors only, so executors are passed by number.
 _executors: dict[int, Executor] = {}
@@ -83,14 +84,19 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    q, k, v, *saved = ctx.saved_tensors
+    q, k, v, *saved = saved_tensors(ctx)
     grad = grads[0] if grads[0] is not None else torch.zeros_like(q)
+    if is_transformed():
+        out = () if ctx.kept.reads_output else (None,)
+        return *gradient(ctx.kept, ctx.scale, grad, q, k, v, *out, *saved), None, None, None
     gone = ctx.executor not in _executors
     _executors[ctx.executor] = ctx.kept
-    dq, dk, dv = backward_op(grad, q, k, v, saved, ctx.executor, ctx.scale)
+    with maps_refused("The gradient of weft.attention"):
+        dq, dk, dv = backward_op(grad, q, k, v, saved, ctx.executor, ctx.scale)
     if gone:
         del _executors[ctx.executor]
     return dq, dk, dv, None, None, None
 
 
 attention_op.register_autograd(_backward, setup_context=_setup_context)
+backward_op.register_autograd(no_second_derivative)

@@ -30,6 +30,7 @@ from weft.core.schedule import Schedule
 from weft.run import trace
 from weft.run.agree import agree, refuse
 from weft.run.redistribute import Flight, Redistribution
+from weft.run.transforms import is_transformed, unmapped
 from weft.run.world import World, world_of
 from weft.schedule.switch import switch as switch_schedule
 
@@ -62,8 +63,9 @@ def switch(
     redistribution = request.redistribution(source, target)
     if not async_op:
         return _Move.apply(x, redistribution, None)
-    # What is traced is run as a whole, when it is waited for.
-    return Pending(x, redistribution, redistribution.start(x.detach()) if trace.active is None else None)
+    # What is traced or transformed is run as a whole, when it is waited for.
+    waits = trace.active is not None or is_transformed()
+    return Pending(x, redistribution, None if waits else redistribution.start(x.detach()))
 
 
 def gather(x: Tensor, source: str, *, dims: Dims, mesh: Any = None, stage: str = "") -> Tensor:
@@ -121,13 +123,22 @@ class _Move(torch.autograd.Function):
     """A redistribution, whose gradient is its adjoint, whose gradient is the redistribution."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, redistribution: Redistribution, flight: Flight | None) -> Tensor:
-        ctx.redistribution = redistribution
+    def forward(x: Tensor, redistribution: Redistribution, flight: Flight | None) -> Tensor:
         return redistribution.run(x) if flight is None else redistribution.finish(flight)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG004 - torch's own
+        ctx.redistribution = inputs[1]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore
         return _Move.apply(grad, ctx.redistribution.adjoint, None), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Any:  # pyright: ignore
+        return _Move.apply(tangent, ctx.redistribution, None)
+
+    vmap = unmapped("A switch of the sharded dim")
 
 
 class _Request:

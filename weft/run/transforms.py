@@ -1,0 +1,140 @@
+"""Transforms that kernels cannot see (forward-mode AD, `torch.func`, export): detect and refuse them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack, peek_interpreter_stack
+from torch.autograd import forward_ad
+
+from weft.core.errors import DerivativeError, InputError
+
+if TYPE_CHECKING:
+    from weft.run.execute import Executor
+
+FIRST_ONLY = (
+    "backward, torch.func.grad, vjp and jvp serve. For second derivatives run the model in one process, "
+    "without weft, under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)."
+)
+
+
+def is_transformed() -> bool:
+    """Whether forward-mode AD or a transform of `torch.func` is active: kernels see neither of them."""
+    return forward_ad._current_level >= 0 or peek_interpreter_stack() is not None
+
+
+def check_transforms(name: str) -> None:
+    """Refuse what would differentiate twice, and what maps: all ranks refuse alike."""
+    kinds = [each.key() for each in get_interpreter_stack() or ()]
+    if any(kind not in (TransformType.Grad, TransformType.Jvp) for kind in kinds):
+        raise _vmap_error(name)
+    if kinds.count(TransformType.Jvp) > 1 or TransformType.Jvp in kinds[:-1]:
+        raise DerivativeError(
+            f"{name} has no second derivative, which nested torch.func.jvp asks for.", hint=FIRST_ONLY
+        )
+
+
+@contextmanager
+def maps_refused(name: str) -> Iterator[None]:
+    """Say what torch's error means for `is_grads_batched`, whose maps have no stack to look at."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "Batching rule" in str(error):
+            raise _vmap_error(name) from error
+        raise
+
+
+def check_tensors(*tensors: Tensor) -> None:
+    """Refuse tensors whose shape is that of the whole: a rank computes with its shard."""
+    module = sys.modules.get("torch.distributed.tensor")  # there if anybody has a DTensor
+    if module is not None and any(isinstance(x, module.DTensor) for x in tensors):
+        raise InputError("q, k or v is a DTensor.", hint="Give this rank's shard: x.to_local().")
+
+
+def check_traced(name: str) -> None:
+    """Refuse what a graph of torch.compile or torch.export would lose; called while it is traced."""
+    if torch.compiler.is_exporting():
+        raise DerivativeError(
+            f"{name} cannot be exported: the program would lose its ranks.",
+            hint="Use torch.compile, or export the model before it is parallelized.",
+        )
+    check_transforms(name)
+    if is_transformed():
+        raise DerivativeError(
+            f"{name} in a graph of torch.compile has no forward-mode or torch.func derivative.",
+            hint="Call torch.func.jvp or torch.func.grad on the function that is not compiled.",
+        )
+
+
+def no_second_derivative(*_: Any) -> Any:
+    raise DerivativeError(
+        "weft.attention has no second derivative, which the gradient of its gradient asks for.",
+        hint=FIRST_ONLY,
+    )
+
+
+def refused(what: str, hint: str = FIRST_ONLY) -> Any:
+    """Return a static method of an autograd function that raises."""
+
+    def refuse(*_: Any) -> Any:
+        raise DerivativeError(what, hint=hint)
+
+    return staticmethod(refuse)
+
+
+def unmapped(name: str) -> Any:
+    """Return the `vmap` of an autograd function that has none."""
+
+    def refuse(*_: Any) -> Any:
+        raise _vmap_error(name)
+
+    return staticmethod(refuse)
+
+
+def _vmap_error(name: str) -> DerivativeError:
+    return DerivativeError(
+        f"{name} cannot be mapped by torch.vmap (jacrev, jacfwd and is_grads_batched use it).",
+        hint="Put the mapped dim into the batch, or loop over it.",
+    )
+
+
+def saved_tensors(ctx: Any) -> tuple[Any, ...]:
+    """What a forward saved, if nothing has been written into it."""
+    try:
+        return ctx.saved_tensors
+    except RuntimeError as error:
+        if "inplace" not in str(error):
+            raise
+        raise DerivativeError(
+            "q, k, v or the output of weft.attention was changed in place, and its backward reads it.",
+            hint="Write out = out + x in place of out += x, or change a clone.",
+        ) from error
+
+
+def gradient(executor: Executor, scale: float, grad: Tensor, *saved: Any) -> tuple[Tensor, ...]:
+    """(dq, dk, dv), from q, k, v, the output and what its forward kept; it has no derivative of its own."""
+    return _Gradient.apply(executor, scale, grad, *saved)  # pyright: ignore[reportReturnType]
+
+
+class _Gradient(torch.autograd.Function):
+    @staticmethod
+    def forward(executor: Executor, scale: float, grad: Tensor, *saved: Any) -> tuple[Tensor, ...]:
+        q, k, v, out, *rest = saved
+        return executor.backward(grad, (q, k, v), out if executor.reads_output else None, rest, scale)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    backward = staticmethod(no_second_derivative)
+    jvp = refused(
+        "weft.attention has no second derivative, which the tangent of its gradient asks for.",
+        f"Call backward outside of forward_ad.dual_level(). {FIRST_ONLY}",
+    )
+    vmap = unmapped("The gradient of weft.attention")
