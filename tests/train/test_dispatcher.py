@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +12,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.models.toys import on_ranks
 from weft.core.errors import InputError
-from weft.run.world import World
-from weft.train.costs import Costs
+from weft.run.world import SoloComm, World
+from weft.train import costs
+from weft.train.costs import CPU, Costs
 from weft.train.dispatcher import BAND, GRID, Dispatcher
 from weft.train.recipe import SparsePart
 
@@ -251,3 +256,41 @@ def test_ranks_measure_together_and_find_the_same_and_leave_no_trace() -> None:
     asked = replace(part, cost_tokens=1024)
     assert Costs.measure(131, 5, 8, part=asked).tokens == 1024
     assert Costs.measure(131, 5, 8, part=replace(part, method="window")).select == 0
+
+
+def test_the_masks_that_planning_is_measured_with_take_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not 20 bytes for each tile of each head: 12 GB with 5 heads of 65,536 tokens in blocks of 4 × 8."""
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            sizes = [x.numel() * x.element_size() for x in tree_leaves(out) if isinstance(x, Tensor)]
+            largest = max(largest, *sizes, 0)
+            return out
+
+    heads, tokens = 3, 4096
+    part = SparsePart(cube=(1, 2, 2), block_k=8)
+    tiles = heads * (tokens // 4) * (tokens // 8)
+    monkeypatch.setattr(costs, "at_a_time", lambda _: tiles // 64)
+    with Watch():
+        assert sum(len(piece) for piece in costs._tiles(heads * tokens // 4, tokens // 8, 8)) == 3072
+    costs._planning(64, heads, CPU, part, World(SoloComm()))  # imports what it needs
+    tracemalloc.start()
+    try:
+        costs._planning(tokens, heads, CPU, part, World(SoloComm()))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert largest <= tiles // 2
+    assert peak < 2 * tiles + (2 << 20), "bits, and what attention makes of them"
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(7, 5), (100, 3), (700, 130), (33, 1), (64, 8)])
+def test_tiles_in_pieces_are_those_of_one_draw(rows: int, cols: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "at_a_time", lambda _: 16)
+    drawn = torch.randn(rows, cols, generator=torch.Generator().manual_seed(4))
+    pieces = [*costs._tiles(rows, cols, 2, 4)]
+    assert len(pieces) > 1 or rows < 48
+    assert torch.equal(torch.cat(pieces), drawn.argsort(-1) < 2)

@@ -56,6 +56,8 @@ class Adapter:
                       but "video".
     local             attention modules whose keys are whole on each rank, such as text: left alone.
     grid              the (frames, rows, columns) of the video tokens, from the model and its arguments.
+    whole             arguments of the model that need not be cut; others than those, if given, are refused.
+                      None: all that are not cut.
     """
 
     model: str
@@ -67,6 +69,7 @@ class Adapter:
     local: tuple[str, ...] = ()
     grid: Callable[[Any, Mapping[str, Any]], tuple[int, int, int]] | None = None
     note: str = ""
+    whole: frozenset[str] | None = None
 
     @property
     def kind(self) -> str:

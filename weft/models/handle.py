@@ -23,6 +23,7 @@ from weft.models.latte import Switching
 from weft.models.randomness import share_numbers
 from weft.models.region import Region
 from weft.models.sparsity import Sparsity, sparse_attention
+from weft.models.unsupported import check_plan
 from weft.models.wrap import Around, Method, unwrap_module, wrap_module
 from weft.run import trace
 from weft.run.world import World, axes_of, world_of
@@ -75,6 +76,8 @@ class ParallelHandle:
         plan = given.plan
         if sparsity is not None and plan == "auto":
             plan = axes_of(given.mesh) or plan  # the axes of a mesh may name a plan
+        if adapter.attention:
+            check_plan(plan, comm.size, guidance, asked=given.cfg)
         how: dict[str, Any] = {
             "name": name,
             "plan": plan,

@@ -28,11 +28,13 @@ from weft.models.context import AttentionContext, SparseAttention
 from weft.models.dropout import Dropped, whole_counts
 from weft.models.guard import Guard, check_processor, refuse_undeclared
 from weft.models.hook import ModuleHook
+from weft.models.mixing import refuse_mixing
 from weft.models.padding import mask_inputs
 from weft.models.prove import Proof
 from weft.models.randomness import share_numbers
 from weft.models.shards import Shards
 from weft.models.sparsity import problem_of
+from weft.models.unsupported import refuse_arguments, refuse_caches
 from weft.models.wrap import SITE, is_wrapped, unwrap_module, wrap_module
 from weft.plan.place import Place
 from weft.run.gpus import topology_for
@@ -71,6 +73,8 @@ class Region:
         """Streams as attentions have them."""
         self._names = parameters(model)
         self.shards = Shards()
+        self._probed: set[tuple[Any, ...]] = set()
+        """Kinds of calls that are known to mix no tokens."""
         self.mask_inputs: tuple[Any, ...] = ()
         """What attention masks of this forward are made of."""
         self.forward: Callable[..., Any] = model.forward
@@ -95,15 +99,11 @@ class Region:
 
     def run(self, mesh: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's output, whole on every rank of a mesh, each of which computes its tokens of it."""
-        if getattr(self.model, "is_cache_enabled", False):
-            raise InputError(
-                f"A cache of Diffusers' is enabled on this {type(self.model).__name__}: each rank would "
-                "decide by its own tokens what to compute.",
-                hint="Call disable_cache() on it.",
-            )
         if self._is_changed():
             self._install()
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        refuse_caches(self.model, self._parts)
+        refuse_arguments(self.adapter, self.model, given)
         self.shards = Shards(mesh)
         self.runs = self.run_now = self.runs + 1
         self.mask_inputs = mask_inputs(given)
@@ -114,6 +114,10 @@ class Region:
             self.whole = whole_counts(given)
         if self.sparsity is not None:
             self._begin(given)
+        kind = self.model.training, *(name for name, value in given.items() if value is not None)
+        if world.comm.size > 1 and kind not in self._probed:
+            refuse_mixing(self, args, kwargs)
+            self._probed.add(kind)
         # What was found right is looked at less and less often.
         looked_at = self.model.training or not self.runs & (self.runs - 1)
         self.active += 1
@@ -232,7 +236,7 @@ class Region:
         self._install_inner(hooks)
         by_name = modules(model)
         self.remove()
-        self._enter = hooks.pop("")
+        self._enter, self._parts = hooks.pop(""), [*by_name.values()]
         for name, hook in hooks.items():
             self.wrapped[name] = by_name[name], hook
             wrap_module(by_name[name], hook)

@@ -16,11 +16,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import fsum, inf, isfinite, prod
 from statistics import median
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -28,12 +30,14 @@ from torch import Tensor
 from weft.core.errors import InputError
 from weft.core.layout import Layout
 from weft.core.mask import AnyMask, BlockMask
-from weft.core.schedule import Schedule
+from weft.core.topology import Topology
 from weft.models.sparsity import problem_of
-from weft.plan.choose import build
+from weft.plan.balanced import Balancer
+from weft.plan.place import Planned, planned
+from weft.plan.strategies import parse
 from weft.run.attention import attention
 from weft.run.kernels.attend import attend
-from weft.run.kernels.proxies import pool
+from weft.run.kernels.proxies import at_a_time, pool
 from weft.run.kernels.select import top_k
 from weft.run.kernels.tiles import Blocks
 from weft.run.world import SoloComm, World, world_of
@@ -46,6 +50,8 @@ if TYPE_CHECKING:
 LENGTH, ROUNDS = 1536, 5
 MUCH, LITTLE = 2, 8  # of the keys a half, an eighth
 PICO = 1e12
+DRAWS = 16
+"""Normal numbers that torch draws together: pieces of so many are those of one draw."""
 CPU = torch.device("cpu")
 
 
@@ -138,7 +144,9 @@ def _kernels(
     how: Any = {"scale": dim**-0.5, "block_q": block_q, "block_k": block_k, "backend": backend}
     rows, cols = -(-length // block_q), -(-length // block_k)
     much, little = max(2, round(cols / MUCH)), max(1, round(cols / LITTLE))
-    some, fewer = (Blocks.of(_tiles(1, rows, cols, count).to(device)) for count in (much, little))
+    some, fewer = (
+        Blocks.of(torch.cat([*_tiles(rows, cols, count)])[None].to(device)) for count in (much, little)
+    )
 
     def back(out: Tensor) -> None:
         torch.autograd.grad(out.sum(), (q, k, v))
@@ -155,9 +163,12 @@ def _kernels(
     return min(own, theirs) * longer**2, head * longer, share * longer**2
 
 
-def _tiles(heads: int, rows: int, cols: int, count: int, seed: int = 0) -> Tensor:
-    """[heads, rows, cols] of booleans, `count` in every row."""
-    return _draw(heads, rows, cols, seed=seed).argsort(-1) < count
+def _tiles(rows: int, cols: int, count: int, seed: int = 0) -> Iterator[Tensor]:
+    """[rows, cols] of booleans, `count` in every row; some rows at a time, in all those of one draw."""
+    numbers = torch.Generator().manual_seed(seed)
+    some = DRAWS * max(1, at_a_time(CPU) // (DRAWS * cols))
+    for first, end in pairwise([*range(0, max(1, rows - some), some), rows]):
+        yield torch.randn(end - first, cols, generator=numbers).argsort(-1) < count
 
 
 def _draw(*shape: int, seed: int = 0) -> Tensor:
@@ -193,22 +204,28 @@ def _planning(tokens: int, heads: int, device: torch.device, part: SparsePart, w
     """Of a mask that is new, which every step of every block has: a first call takes longer than a second."""
     block_q, block_k = blocks_of(part)
     rank, ranks = world.comm.rank, world.comm.size
-    plan = "ulysses+balanced" if heads >= ranks else "ring+balanced"
-
+    strategy = parse("ulysses+balanced" if heads >= ranks else "ring+balanced", ranks)
     layout = Layout.even(tokens, ranks)
     rows, cols = -(-tokens // block_q), -(-tokens // block_k)
     q = torch.zeros(1, heads, layout.rows(rank), 8, device=device)
-    schedule: Schedule | None = None
+    plan: Planned | None = None
     least = inf
     for seed in range(3):  # the first pays for what the others share
-        tiles = _tiles(heads, rows, cols, max(1, cols // 64), seed).numpy()
-        began = time.thread_time()
-        mask = BlockMask.from_tiles(tiles, q_len=tokens, kv_len=tokens, block_q=block_q, block_k=block_k)
-        if schedule is None:
-            schedule = build(plan, problem_of(layout, q, q), AnyMask.like(mask))
+        bits, packing = [], 0.0
+        for tiles in _tiles(heads * rows, cols, max(1, cols // 64), seed):
+            began = time.thread_time()
+            bits.append(np.packbits(tiles.numpy(), axis=1))
+            packing += time.thread_time() - began
+        began = time.thread_time() - packing
+        packed = np.concatenate(bits).reshape(heads, rows, -1)
+        mask = BlockMask(tokens, tokens, block_q, block_k, tuple(range(heads)), packed)
+        if plan is None:
+            problem, topology = problem_of(layout, q, q), Topology.local(ranks)
+            balancer = Balancer(problem, AnyMask.like(mask), topology)
+            plan = planned(strategy, balancer.assign(strategy).assignment, "", problem, mask, topology)
         took: list[float] = []
         for _ in range(2):
-            attention(q, q, q, mask=mask, plan=schedule, mesh=world)
+            attention(q, q, q, mask=mask, plan=plan, mesh=world)
             took.append(time.thread_time() - began)
             began += took[0]
         least = min(least, took[0] - took[1])

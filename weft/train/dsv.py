@@ -99,6 +99,7 @@ class DSV:
 
     def mask(self, ctx: AttentionContext, q: Tensor, k: Tensor) -> BlockMask | None:
         """None is dense. A forward is learned from, profiled and selected for once."""
+        self._check_sizes(ctx, q)
         if ctx.grid not in self._cubes:
             self._cubes[ctx.grid] = Cubes(ctx.grid, self.part.cube, self.part.block_k)
         if self._plans:
@@ -117,6 +118,19 @@ class DSV:
                 ctx.layout.size, ctx.heads, q.shape[3], q.dtype, q.device, ctx.backend
             )  # fmt: skip
         return mask
+
+    def _check_sizes(self, ctx: AttentionContext, q: Tensor) -> None:
+        """Refuse a model of other sizes than the predictors were made for."""
+        heads, depth = self.dispatcher.heads, len(self.dispatcher.blocks)
+        width = self.width if not self.predictors and not self.part.coarse else ctx.heads * q.shape[3]
+        if self.part.source == "hidden" and self.predictors and ctx.hidden is not None:
+            width = ctx.hidden.shape[-1]
+        if (heads, self.width, depth) != (ctx.heads, width, ctx.layers):
+            raise InputError(
+                f"This DSV is for heads={heads}, width={self.width}, depth={depth}; {ctx.name} has "
+                f"{ctx.heads} heads of {q.shape[3]} and is one of {ctx.layers} attention modules.",
+                hint=f"Make it DSV(…, heads={ctx.heads}, width={width}, depth={ctx.layers}).",
+            )
 
     def tokens(self, ctx: AttentionContext) -> Layout:
         return self._cubes[ctx.grid].layout(ctx.layout)

@@ -6,6 +6,7 @@ that splits what weft splits, its adapter only says the rest.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from weft.core.errors import InputError
@@ -13,10 +14,25 @@ from weft.core.modules import modules
 from weft.models import dit
 from weft.models.adapter import Adapter, unwrapped
 
+_NAMES = (
+    "added_cond_kwargs additional_t_cond attention_kwargs attention_mask cap_feats condition_mask "
+    "control_hidden_states control_hidden_states_scale control_latents controlnet_blocks_repeat crop_coords "
+    "cross_attention_kwargs encoder_attention_mask encoder_attention_mask_2 encoder_hidden_states "
+    "encoder_hidden_states_2 encoder_hidden_states_image encoder_hidden_states_mask encoder_hidden_states_t5 "
+    "f_patch_size fps guidance height hidden_states image_embeds image_rotary_emb img_shapes inpaint_latents "
+    "joint_attention_kwargs num_frames ofs original_size padding_mask patch_size pooled_projections "
+    "return_dict rope_interpolation_scale skip_layers t target_size timestep timestep_cond timestep_r "
+    "video_coords width x"
+)
+WHOLE = frozenset(_NAMES.split())
+"""Arguments of models in Diffusers that are no tokens, or become tokens that are cut."""
+
 
 def found() -> dict[str, Adapter]:
     """By the name of the class."""
-    known = [adapter for module in modules(__name__).values() for adapter in module.ADAPTERS]
+    known = [
+        replace(adapter, whole=WHOLE) for module in modules(__name__).values() for adapter in module.ADAPTERS
+    ]
     return {adapter.model: adapter for adapter in (*known, dit.ADAPTER)}
 
 
