@@ -21,6 +21,7 @@ from weft.core.mask import BlockMask
 from weft.models.padding import Padding, padding_of
 from weft.models.shards import Counts
 from weft.run.attention import attention
+from weft.run.opaque import call, handle_of
 
 if TYPE_CHECKING:
     from weft.models.region import Region
@@ -41,6 +42,7 @@ class Site:
         self.ragged = streams.endswith("?")
         self.streams = tuple(streams.rstrip("?").split())
         self.video = [stream for stream in self.streams if stream == "video"]
+        self.handle = handle_of(self)
 
     def around(self, forward: Forward, args: Any, kwargs: Any) -> Any:
         catch = _Catch(self)
@@ -70,34 +72,50 @@ class Site:
         scale: float | None = None,
         enable_gqa: bool = False,  # noqa: ARG002, FBT001, FBT002 - heads tell
     ) -> Tensor:
-        """What scaled_dot_product_attention would give this rank's queries, had it everybody's keys."""
+        """What scaled_dot_product_attention would give this rank's queries, had it everybody's keys.
+
+        For torch.compile this is one operation, so that nothing of a step is part of a graph.
+        """
         if dropout_p or is_causal:
             what = f"dropout_p={dropout_p}" if dropout_p else "is_causal=True"
             raise InputError(f"{self.name} asks for attention with {what}, which weft cannot split.")
+        if (answer := self.region.shards.answer) is not None:
+            return answer(self, query, key, value, scale)
         if not query.dtype == key.dtype == value.dtype and torch.is_autocast_enabled(query.device.type):
             lower = torch.get_autocast_dtype(query.device.type)
             query, key, value = query.to(lower), key.to(lower), value.to(lower)
-        shards, rows = self.region.shards, query.shape[2]
+        qkv = query, key, value
+        if torch.compiler.is_compiling() and not hasattr(self.region.sparsity, "finish"):
+            return call(self.handle, qkv, mask=attn_mask, hidden=self.hidden, scale=scale)
+        return self._attend(qkv, attn_mask, scale)
+
+    def called(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, hidden: Any, scale: Any, _: Any) -> Tensor:
+        """Answer an attention of a compiled module."""
+        self.hidden = hidden
+        try:
+            return self._attend((q, k, v), mask, scale)
+        finally:
+            self.hidden = None
+
+    def _attend(self, qkv: QKV, mask: Tensor | None, scale: float | None) -> Tensor:
+        shards, rows, keys = self.region.shards, qkv[0].shape[2], qkv[1].shape[2]
         most = shards.rows(self.streams)
-        if key.shape[2] != rows or rows > most or (rows < most and not self.ragged):
+        if keys != rows or rows > most or (rows < most and not self.ragged):
             raise InputError(
-                f"{self.name} attends from {rows} to {key.shape[2]} tokens; this rank has {most} of "
+                f"{self.name} attends from {rows} to {keys} tokens; this rank has {most} of "
                 f"{' and '.join(self.streams)}.",
                 hint="If its keys are whole on every rank, its adapter must list it under local.",
             )
-        if self.ragged or attn_mask is not None or self.region.watched:
-            return self._with_care((query, key, value), attn_mask, scale)
-        return self._attention((query, key, value), scale, shards.runs(self.streams), self.region.plan)
-
-    def _with_care(self, qkv: QKV, mask: Tensor | None, scale: float | None) -> Tensor:
-        """What depends on more than shapes."""
         if self.ragged:
-            count = qkv[0].shape[2] - self.region.shards.rows(self.video)
-            return self._call(qkv, scale, self._left(count))
-        return self._call(qkv, scale) if mask is None else self._padded(qkv, mask, scale)
+            return self._call(qkv, scale, self._left(rows - shards.rows(self.video)))
+        if mask is not None:
+            return self._padded(qkv, mask, scale)
+        if self.region.watched:
+            return self._call(qkv, scale)
+        return self._attention(qkv, scale, shards.runs(self.streams), self.region.plan)
 
-    # Numbers that are different each time are no constants: torch.compile leaves this to Python.
-    _with_care._torchdynamo_disable = True  # type: ignore[attr-defined]
+    # What has gradients of its own inside, as a gate of DSV's, torch.compile leaves to Python.
+    _attend._torchdynamo_disable = True  # type: ignore[attr-defined]
 
     def _left(self, count: int) -> Counts:
         """How many text tokens each rank has left in a module that drops padding: they must be the first.

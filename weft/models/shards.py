@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from weft.core.errors import InputError
 from weft.core.indices import split_evenly
 from weft.core.layout import Runs
 from weft.models.adapter import Cut, Cuts
+from weft.run.opaque import callee_of, handle_of
 from weft.run.switch import gather
 from weft.run.world import World, world_of
 
@@ -25,9 +28,13 @@ class Shards:
     Models slice by the number of text tokens they have, and few can do without any.
     """
 
+    answer: Callable[..., Tensor] | None = None
+    """What answers attention instead, while a model is probed."""
+
     def __init__(self, mesh: Any = None) -> None:
         self.mesh = mesh
         self.sizes: dict[str, int] = {}
+        self.handle = handle_of(self)
 
     @cached_property
     def world(self) -> World:
@@ -61,18 +68,29 @@ class Shards:
         if not isinstance(cuts, Cut):
             raise InputError(f"{what} is a {type(value).__name__}, where its adapter expects a tuple.")
         if cuts.dim is None:
-            start, stop = self.spans(cuts.stream)[self.world.comm.rank]
-            return min(max(value - start, 0), stop - start)
+            return self.first(cuts.stream, value)
         if cuts.ndim not in (0, value.dim()):
             return value
+        if torch.compiler.is_compiling():
+            comm, dim = self.world.comm, cuts.dim % value.dim()
+            return _cut(self.handle, value, cuts.stream, dim, comm.rank, comm.size)
         size = value.shape[cuts.dim]
         if self.sizes.setdefault(cuts.stream, size) != size:
             raise InputError(
                 f"{what} has {size} tokens of {cuts.stream}, of which there were {self.sizes[cuts.stream]}.",
                 hint="All tensors that are cut by one stream must have all of its tokens.",
             )
-        start, stop = self.spans(cuts.stream)[self.world.comm.rank]
-        return value.narrow(cuts.dim, start, stop - start).contiguous()
+        return self.part(value, cuts.stream, cuts.dim)
+
+    def part(self, x: Tensor, stream: str, dim: int) -> Tensor:
+        """This rank's tokens of a whole tensor."""
+        start, stop = self.spans(stream)[self.world.comm.rank]
+        return x.narrow(dim, start, stop - start).contiguous()
+
+    def first(self, stream: str, count: int) -> int:
+        """How many of the first tokens of a stream this rank has."""
+        start, stop = self.spans(stream)[self.world.comm.rank]
+        return min(max(count - start, 0), stop - start)
 
     def gather(self, x: Tensor, cut: Cut, what: str) -> Tensor:
         """The whole of what each rank has its part of."""
@@ -111,3 +129,43 @@ def _parts(counts: Counts, *, whole: bool) -> list[tuple[int, int]]:
         (0 if whole else end - count, count if whole else end)
         for end, count in zip(ends, counts, strict=True)
     ]
+
+
+@torch.library.custom_op("weft::cut", mutates_args=())
+def _cut(handle: Tensor, x: Tensor, stream: str, dim: int, rank: int, ranks: int) -> Tensor:
+    """Shards.cut for torch.compile: sizes are looked up when a graph runs."""
+    del rank, ranks
+    own = callee_of(handle).cut(x, Cut(stream, dim), "An argument of a compiled module")
+    return own.clone() if own.untyped_storage()._cdata == x.untyped_storage()._cdata else own
+
+
+@_cut.register_fake
+def _(handle: Tensor, x: Tensor, stream: str, dim: int, rank: int, ranks: int) -> Tensor:
+    del handle, stream
+    start, stop = _span(x.shape[dim], rank, ranks)
+    return x.new_empty([stop - start if at == dim else size for at, size in enumerate(x.shape)])
+
+
+def _span(size: int, rank: int, ranks: int) -> tuple[int, int]:
+    """What `Shards.spans` gives a rank, of a size that may be a symbol."""
+    if size < ranks:
+        return 0, size
+    first: Any = torch.sym_min  # of ints and symbols, whatever its annotation says
+    start, stop = (at * (size // ranks) + first(at, size % ranks) for at in (rank, rank + 1))
+    return start, stop
+
+
+def _keep_size(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    del output
+    _, x, _, ctx.dim, *ctx.place = inputs
+    ctx.size, ctx.dims = x.shape[ctx.dim], x.dim()
+
+
+def _uncut(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    """Put the gradient of a shard among zeros."""
+    start, stop = _span(ctx.size, *ctx.place)
+    whole = F.pad(grad, [0, 0] * (ctx.dims - 1 - ctx.dim) + [start, ctx.size - stop])
+    return None, whole, None, None, None, None
+
+
+_cut.register_autograd(_uncut, setup_context=_keep_size)

@@ -180,7 +180,7 @@ def _compiled(
     qkv: tuple[Tensor, Tensor, Tensor], options: tuple[Any, ...], scale: Any, mesh: Any, timeout: float
 ) -> Tensor:
     """Leave a call to the run of a graph; numbers may be symbols there, the other options are constants."""
-    given = dict(zip(OPTIONS, (*options, scale, mesh, timeout), strict=True))
+    given: dict[str, Any] = dict(zip(OPTIONS, (*options, scale, mesh, timeout), strict=True))
     numbers = {name: given[name] for name in SIZES if isinstance(given[name], int)}
     exact = float(scale).hex() if isinstance(scale, int | float) else None  # no symbol, unlike float()
     rest = [None if name in numbers or (name == "scale" and exact) else x for name, x in given.items()]
@@ -206,7 +206,8 @@ _constants: list[_Constant] = []
 
 def _constant_callee(names: str, *values: Any) -> int:
     """Number what a compiled graph calls; torch.compile runs this while it traces, with plain values only."""
-    options = dict(zip(OPTIONS, values, strict=True))
+    check_traced("weft.attention")
+    options: dict[str, Any] = dict(zip(OPTIONS, values, strict=True))
     mesh = options["mesh"]
     options["mesh"] = getattr(mesh, "real_obj", mesh)  # of a process group, torch.compile has a stand-in
     _constants.append(_Constant(names, options))

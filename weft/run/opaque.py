@@ -1,4 +1,4 @@
-"""Callee: an attention in Python as one torch operation, which torch.compile puts into a graph as it is.
+"""`call`: an attention in Python as one torch operation, which torch.compile puts into a graph as it is.
 
 The graph has the number of the callee, in a tensor, and calls it with the tensors of each run. So whatever an
 attention depends on besides (plans, layouts, masks, steps) is looked up when it runs: one graph serves all
@@ -7,10 +7,9 @@ modules that are alike, and all sequence lengths.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from copy import deepcopy
+from collections.abc import Sequence
 from itertools import count
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -22,21 +21,41 @@ from weft.core.errors import InputError
 from weft.run.op import TAGS
 
 _numbers = count()
-_callees: WeakValueDictionary[int, Callee] = WeakValueDictionary()
+_callees: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _saved: WeakValueDictionary[int, Saved] = WeakValueDictionary()
 
 
-class Callee:
-    """function(q, k, v, mask, hidden, scale, numbers) → a tensor like q; q, k, v alone get gradients."""
+class Callee(Protocol):
+    """What a graph calls. Only q, k, v get gradients."""
 
-    def __init__(self, function: Callable[..., Tensor]) -> None:
-        self.number, self.function = next(_numbers), function
-        self.handle = torch.tensor(self.number, device="cpu")
-        """For graphs of which one serves many callees: a number would be a constant of each."""
-        _callees[self.number] = self
+    def called(  # noqa: PLR0913 - what an operation takes
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        hidden: Tensor | None,
+        scale: float | None,
+        numbers: list[int],
+    ) -> Tensor:
+        """Return a tensor like q."""
+        ...
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callee:
-        return Callee(deepcopy(self.function, memo))
+
+def number_of(callee: Any) -> int:
+    """Number an object, which somebody else has to hold."""
+    number = next(_numbers)
+    _callees[number] = callee
+    return number
+
+
+def handle_of(callee: Any) -> Tensor:
+    """A number for graphs of which one serves many objects: an int would be a constant of each."""
+    return torch.tensor(number_of(callee), device="cpu")
+
+
+def callee_of(handle: Tensor) -> Any:
+    return _callees[int(handle)]
 
 
 def call(
@@ -90,7 +109,7 @@ def call_op(  # noqa: PLR0913 - an operation takes numbers and tensors only
     keep: bool,  # noqa: FBT001
 ) -> tuple[Tensor, Tensor]:
     """(output, what stands for all that the backward needs)."""
-    function = _callees[number if handle is None else int(handle)].function
+    function = _callees[number if handle is None else int(handle)].called
     with torch._C.DisableTorchFunction():  # modes have seen the call already
         if not keep:
             out = function(q, k, v, mask, hidden, scale, numbers)
