@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from functools import wraps
 from importlib import import_module
 from inspect import signature
+from itertools import chain
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -24,7 +26,7 @@ from weft.models.randomness import share_numbers
 from weft.models.region import Region
 from weft.models.sparsity import Sparsity, sparse_attention
 from weft.models.unsupported import check_plan
-from weft.models.wrap import Around, Method, unwrap_module, wrap_module
+from weft.models.wrap import Around, Method, derived, unwrap_module, wrap_module
 from weft.run import trace
 from weft.run.world import World, axes_of, world_of
 
@@ -157,20 +159,29 @@ class ModelHook(Around):
     opaque = True  # blocks are compiled; what goes on around them is not
 
     def __init__(
-        self, handle: ParallelHandle, name: str, region: Region | Switching, guidance: Guidance
+        self,
+        handle: ParallelHandle,
+        name: str,
+        region: Region | Switching | None = None,
+        guidance: Guidance | None = None,
     ) -> None:
         self.handle, self.name, self.region, self.guidance = handle, name, region, guidance
 
     def around(self, forward: Method, args: Any, kwargs: Any) -> Any:
+        if self.region is None or self.guidance is None:  # a copy that `after_copy` was not called for
+            return forward(*args, **kwargs)
         self.region.forward = forward
         return self.guidance(self.region.run, args, kwargs)
 
     def before_copy(self) -> None:
-        self.region.before_copy()
+        if self.region is not None:
+            self.region.before_copy()
 
-    def after_copy(self, new: Any, memo: dict[int, Any]) -> None:
-        handle = memo.get(id(self.handle)) or self.handle.__deepcopy__(memo)
-        handle.apply(self.name, new)
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelHook:
+        return ModelHook(deepcopy(self.handle, memo), self.name)
+
+    def after_copy(self, new: Any) -> None:
+        self.handle.apply(self.name, new)
 
 
 class PipelineHook(Around):
@@ -181,9 +192,9 @@ class PipelineHook(Around):
     def around(self, forward: Method, args: Any, kwargs: Any) -> Any:
         pipe, call = forward.args[0], forward.func  # type: ignore[attr-defined]
         parts = [unwrapped(part) for part in pipe.components.values() if isinstance(part, nn.Module)]
-        found = {id(handle): handle for part in parts if (handle := vars(part).get(HANDLE)) is not None}
-        handles: list[ParallelHandle] = list(found.values())
-        if not handles:  # they were restored, or replaced
+        found = [vars(part).get(HANDLE) for part in (pipe, *parts)]
+        handles: list[ParallelHandle] = list({id(handle): handle for handle in found if handle}.values())
+        if not handles:  # its parts were restored
             return forward(*args, **kwargs)
         share_numbers(handles[0].world, (args, kwargs))
         for handle in handles:
@@ -194,7 +205,10 @@ class PipelineHook(Around):
             for handle in handles:
                 handle.end()
 
-    def after_copy(self, new: Any, memo: dict[int, Any]) -> None:  # noqa: ARG002 - the protocol's
+    def __deepcopy__(self, memo: dict[int, Any]) -> PipelineHook:
+        return PipelineHook()
+
+    def after_copy(self, new: Any) -> None:
         handle = vars(new).pop(HANDLE)
         handle.share(new)
         if isinstance(vae := getattr(new, "vae", None), nn.Module):
@@ -242,3 +256,10 @@ def _follow_pipelines() -> None:
 
     __setattr__._weft = True  # type: ignore[attr-defined]
     pipelines.__setattr__ = __setattr__
+    types: Any = pipelines._get_signature_types.__func__
+
+    def _get_signature_types(cls: type) -> dict[str, tuple[type, ...]]:
+        """With the classes that parallelized parts have: from_pipe wants exactly these."""
+        return {name: (*kinds, *chain(*map(derived, kinds))) for name, kinds in types(cls).items()}
+
+    pipelines._get_signature_types = classmethod(_get_signature_types)

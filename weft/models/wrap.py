@@ -7,11 +7,11 @@ can be copied, and what others have put on before or after stays. docs/intercept
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import cache, partial, update_wrapper
 from inspect import signature
-from typing import Any
+from types import MethodType
+from typing import Any, NamedTuple
 
 from weft.core.errors import InputError
 
@@ -32,11 +32,11 @@ class Around:
     def before_copy(self) -> None:
         """Take off what cannot be copied."""
 
-    def after_copy(self, new: Any, memo: dict[int, Any]) -> None:
-        """Put on a deep copy, which is plain, what the original has."""
+    def __deepcopy__(self, memo: dict[int, Any]) -> Around | None:
+        """Return what puts itself on the copy, which is plain; nothing if another does, or nobody."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Return nothing: what is copied by other ways than `_deepcopy` is plain."""
+    def after_copy(self, new: Any) -> None:
+        """Put on a deep copy what the original has."""
 
 
 def wrap_module(owner: Any, site: Around) -> None:
@@ -48,6 +48,7 @@ def wrap_module(owner: Any, site: Around) -> None:
     own[SITE] = site
     if not hasattr(type(owner), "_weft_plain"):
         owner.__class__ = _derived(type(owner), method, site.opaque)
+    _change_kept(owner, getattr(type(owner)._weft_plain, method), getattr(type(owner), method))
     inner = own.get(method)
     if inner is not None and not _reaches_site(inner):  # hooks of other libraries: theirs stays inside
         own[method] = _like(partial(_run, owner, inner), inner)
@@ -55,13 +56,24 @@ def wrap_module(owner: Any, site: Around) -> None:
 
 def unwrap_module(owner: Any) -> None:
     """Take off what `wrap_module` put on; what others hold of it runs what was there before."""
-    own, kind = vars(owner), vars(type(owner))
+    own = vars(owner)
     site = own.pop(SITE, None)
-    inner = None if site is None else own.get(site.method)
+    if site is None:
+        return
+    inner = own.get(site.method)
     if isinstance(inner, partial) and inner.func is _run:
-        own[site.method] = inner.args[1]  # type: ignore[union-attr]
-    if "_weft_plain" in kind:  # else somebody has derived from the derived class, as FSDP2 does
-        owner.__class__ = kind["_weft_plain"]
+        own[site.method] = inner.args[1]
+    plain = type(owner)._weft_plain
+    _change_kept(owner, getattr(type(owner), site.method), getattr(plain, site.method))
+    if "_weft_plain" in vars(type(owner)):  # else somebody has derived from it, as FSDP2 does
+        owner.__class__ = plain
+
+
+def _change_kept(owner: Any, old: Method, new: Method) -> None:
+    """Change the method that others have noted in the object, to call it or to put it back."""
+    for key, value in vars(owner).items():
+        if getattr(value, "__self__", None) is owner and getattr(value, "__func__", None) is old:
+            vars(owner)[key] = MethodType(new, owner)
 
 
 def is_wrapped(owner: Any, site: Around) -> bool:
@@ -74,8 +86,19 @@ def is_wrapped(owner: Any, site: Around) -> bool:
 
 
 def _run(owner: Any, inner: Method, *args: Any, **kwargs: Any) -> Any:
-    site = getattr(owner, SITE, None)
-    return inner(*args, **kwargs) if site is None else site.around(inner, args, kwargs)
+    site = vars(owner).get(SITE)
+    if site is None:
+        return inner(*args, **kwargs)
+    return site.around(partial(_run_inner, owner, inner), args, kwargs)
+
+
+def _run_inner(owner: Any, inner: Method, *args: Any, **kwargs: Any) -> Any:
+    """Run what is inside, which may call the derived class's method: once is enough."""
+    site = vars(owner).pop(SITE)
+    try:
+        return inner(*args, **kwargs)
+    finally:
+        vars(owner)[SITE] = site
 
 
 def _reaches_site(method: Any) -> bool:
@@ -102,10 +125,15 @@ def _derived(plain: type, name: str, opaque: bool) -> type:  # noqa: FBT001 - a 
     if opaque:
         method._torchdynamo_disable = True  # type: ignore[attr-defined]
     body = {name: method, "_weft_plain": plain, "__module__": plain.__module__, "__doc__": plain.__doc__}
-    body |= {"__copy__": _copy, "__reduce_ex__": _refuse_pickle}
-    if not hasattr(plain, "__deepcopy__"):  # FSDP2 refuses it
-        body["__deepcopy__"] = _deepcopy
+    # Not __deepcopy__: torch's checkpoint_wrapper would take it for its own.
+    body |= {"__copy__": _copy, "__reduce_ex__": _reduce, "__setstate__": _set_state}
     return type(plain.__name__, (plain,), body)
+
+
+def derived(plain: Any) -> list[type]:
+    """The classes that modules of a class have while they are wrapped."""
+    kinds = plain.__subclasses__() if isinstance(plain, type) else []
+    return [kind for kind in kinds if "_weft_plain" in vars(kind)]
 
 
 def _like(method: Method, own: Method) -> Method:
@@ -116,27 +144,42 @@ def _like(method: Method, own: Method) -> Method:
     return method
 
 
-def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
-    kind = vars(type(self)).get("_weft_plain", type(self))
-    site = getattr(self, SITE, None)
-    if site is not None:
-        site.before_copy()
-    new = memo[id(self)] = kind.__new__(kind)
-    state = {key: value for key, value in vars(self).items() if key not in (SITE, "_compiled_call_impl")}
-    vars(new).update(copy.deepcopy(state, memo))
-    if site is not None:
-        site.after_copy(new, memo)
-    return new
-
-
 def _copy(self: Any) -> Any:
     new = type(self).__new__(type(self))
     vars(new).update(vars(self))
     return new
 
 
-def _refuse_pickle(self: Any, _: Any) -> Any:
-    raise InputError(
-        f"This {type(self).__name__} is parallelized: a file cannot hold its connections to other ranks.",
-        hint="Save its state_dict(), call save_pretrained, or weft.restore it first.",
-    )
+def _reduce(self: Any, _: Any) -> Any:
+    """Take apart for copy.deepcopy, which puts together by `_set_state`; pickle stops at `_Kind`."""
+    if (site := vars(self).get(SITE)) is not None:
+        site.before_copy()
+    state = {key: value for key, value in vars(self).items() if key != "_compiled_call_impl"}
+    return _new, (_Kind(type(self)),), state
+
+
+def _set_state(self: Any, state: dict[str, Any]) -> None:
+    site = state.pop(SITE, None)
+    vars(self).update(state)
+    self.__class__ = vars(type(self)).get("_weft_plain", type(self))
+    if site is not None:
+        site.after_copy(self)
+
+
+class _Kind(NamedTuple):
+    """The class of a copy, and only of a copy."""
+
+    kind: type
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Kind:
+        return self
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        raise InputError(
+            f"This {self.kind.__name__} is parallelized: a file cannot hold its connections to other ranks.",
+            hint="Save its state_dict(), call save_pretrained, or weft.restore it first.",
+        )
+
+
+def _new(kind: _Kind) -> Any:
+    return kind.kind.__new__(kind.kind)
