@@ -114,7 +114,7 @@ SAME = (torch.arange(N) < 5).expand(N, -1)
 @pytest.mark.parametrize(
     ("words", "how"),
     [
-        ("out.0 computes an attention on this rank's tokens only", {"change": hide_attention}),
+        ("out.0 .Hidden. computes a token from other tokens", {"change": hide_attention}),
         ("more is an attention .Attention. that the adapter does not declare", {"change": add_attention}),
         (
             "attn has a OwnProcessor, which computes attention by itself",

@@ -22,6 +22,7 @@ from weft.models.padding import Padding, padding_of
 from weft.models.shards import Counts
 from weft.run.attention import attention
 from weft.run.opaque import call, handle_of
+from weft.run.transforms import untransformed
 
 if TYPE_CHECKING:
     from weft.models.region import Region
@@ -139,7 +140,8 @@ class Site:
             return self._attention(qkv, scale, layout, region.plan)
         sparse: Any = region.sparsity
         ctx = region.context(self, q, scale, layout)
-        mask = sparse.mask(ctx, q, k)
+        with untransformed(q, k) as values:
+            mask = sparse.mask(ctx, *values)
         if mask is None:
             out = self._attention(qkv, scale, layout, region.plan)
         else:

@@ -1,7 +1,6 @@
-"""Guard: what an adapter does not declare is refused, before it is computed on a part of the tokens.
-
-Attention, whose keys are elsewhere; random numbers, of which one process would draw others.
-"""
+"""Guard: what an adapter does not declare is refused: modules that look like an attention, processors of
+which weft does not see the attention, random numbers of which one process would draw others.
+"""  # noqa: D205
 
 from __future__ import annotations
 
@@ -9,8 +8,6 @@ import inspect
 import sys
 from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -22,12 +19,11 @@ from weft.models.randomness import DROPOUT, RANDOM
 if TYPE_CHECKING:
     from weft.models.region import Region
 
-ATTENTION = frozenset({F.scaled_dot_product_attention, F.softmax, torch.softmax, Tensor.softmax})
 SEEN = frozenset({"scaled_dot_product_attention", "dispatch_attention_fn"})
 
 
 class Guard(TorchFunctionMode):
-    """Refuses attention outside of the modules that were declared to have it."""
+    """Refuses random numbers for this rank's tokens."""
 
     def __init__(self, region: Region) -> None:
         super().__init__()
@@ -39,26 +35,11 @@ class Guard(TorchFunctionMode):
         return passed_on(func, args, kwargs or {})
 
     def _check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if func in ATTENTION and self._is_sharded(args, kwargs):
-            raise InputError(
-                f"{_running(self.region.model)} computes an attention on this rank's tokens only.",
-                hint="Declare it in the adapter: under attention, or under local if its keys are whole.",
-            )
         if func in RANDOM or (func in DROPOUT and _drops(*args, **kwargs)):
             raise InputError(
                 f"{_running(self.region.model)} draws random numbers for this rank's tokens only.",
                 hint="Only nn.Dropout draws what one process would; use it, or draw before tokens are cut.",
             )
-
-    def _is_sharded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether its keys may be tokens that were cut: there are as many of them."""
-        shards = self.region.shards
-        if shards.ranks == 1:
-            return False
-        values = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        keys = values[1].shape[-2] if len(values) > 1 else values[0].shape[-1]
-        own = {shards.rows([stream]) for stream in shards.sizes} | {shards.rows(list(shards.sizes))}
-        return keys in own
 
 
 def _drops(_: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:  # noqa: FBT001, FBT002, ARG001

@@ -19,6 +19,7 @@ from torch._C import DispatchKey
 
 from weft.core.errors import InputError
 from weft.run.op import TAGS
+from weft.run.transforms import check_traced
 
 _numbers = count()
 _callees: WeakValueDictionary[int, Any] = WeakValueDictionary()
@@ -68,6 +69,7 @@ def call(
     numbers: Sequence[int] = (),
 ) -> Tensor:
     """Call a callee, by its handle or number."""
+    check_traced("Attention")
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in qkv)
     handle, number = (None, callee) if isinstance(callee, int) else (callee, -1)
     return call_op(handle, number, *qkv, mask, hidden, scale, [*numbers], keep)[0]
