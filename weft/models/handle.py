@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from functools import wraps
+from functools import partial, wraps
 from importlib import import_module
 from inspect import signature
 from itertools import chain
@@ -15,7 +15,7 @@ from weakref import WeakSet
 from torch import nn
 
 from weft.core.errors import InputError
-from weft.models.adapter import Adapter, unwrapped
+from weft.models.adapter import Adapter, parameters, unwrapped
 from weft.models.adapters import adapter_of
 from weft.models.clock import Clock
 from weft.models.decode import spread
@@ -24,6 +24,7 @@ from weft.models.guidance import Guidance
 from weft.models.latte import Switching
 from weft.models.randomness import share_numbers
 from weft.models.region import Region
+from weft.models.same import Comparison
 from weft.models.sparsity import Sparsity, sparse_attention
 from weft.models.unsupported import check_plan
 from weft.models.wrap import Around, Method, derived, unwrap_module, wrap_module
@@ -90,10 +91,25 @@ class ParallelHandle:
         }
         self.regions[name] = region = _region(model, adapter, check=given.check, **how)
         self._guidance.append(guidance)
-        wrap_module(model, ModelHook(self, name, region, guidance))
+        inputs = Comparison(type(model).__name__, parameters(model), always=given.check == "always")
+        wrap_module(model, ModelHook(self, name, partial(self._run, region, guidance, inputs)))
         self.mark(model)
         if "diffusers" in type(model).__module__:
             _follow_pipelines()
+
+    def _run(  # noqa: PLR0913 - what makes up a forward
+        self,
+        region: Region | Switching,
+        guidance: Guidance,
+        inputs: Comparison,
+        forward: Method,
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        region.forward = forward
+        # A pipeline that is called has compared its arguments, and its ranks draw the same numbers.
+        with inputs(self.world, region.model, args, kwargs, values=not self.clock.is_told):
+            return guidance(region.run, args, kwargs)
 
     def mark(self, target: Any) -> None:
         """Nobody else may split it."""
@@ -158,24 +174,17 @@ class ModelHook(Around):
 
     opaque = True  # blocks are compiled; what goes on around them is not
 
-    def __init__(
-        self,
-        handle: ParallelHandle,
-        name: str,
-        region: Region | Switching | None = None,
-        guidance: Guidance | None = None,
-    ) -> None:
-        self.handle, self.name, self.region, self.guidance = handle, name, region, guidance
+    def __init__(self, handle: ParallelHandle, name: str, run: Callable[..., Any] | None = None) -> None:
+        self.handle, self.name, self.run = handle, name, run
 
     def around(self, forward: Method, args: Any, kwargs: Any) -> Any:
-        if self.region is None or self.guidance is None:  # a copy that `after_copy` was not called for
+        if self.run is None:  # a copy that `after_copy` was not called for is plain
             return forward(*args, **kwargs)
-        self.region.forward = forward
-        return self.guidance(self.region.run, args, kwargs)
+        return self.run(forward, args, kwargs)
 
     def before_copy(self) -> None:
-        if self.region is not None:
-            self.region.before_copy()
+        if self.name in self.handle.regions:
+            self.handle.regions[self.name].before_copy()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelHook:
         return ModelHook(deepcopy(self.handle, memo), self.name)
@@ -221,7 +230,7 @@ def handle_of(target: Any) -> ParallelHandle | None:
 
 def _region(model: nn.Module, adapter: Adapter, *, check: str, **how: Any) -> Region | Switching:
     if adapter.attention:
-        return Region(model, adapter, check=check == "first", **how)
+        return Region(model, adapter, check=check != "none", **how)
     if how["sparsity"] is not None:
         raise InputError(f"A {type(model).__name__} is split by switching dims, without masks.")
     return Switching(model)

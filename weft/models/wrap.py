@@ -145,7 +145,7 @@ def _like(method: Method, own: Method) -> Method:
 
 
 def _copy(self: Any) -> Any:
-    new = type(self).__new__(type(self))
+    new = object.__new__(type(self))
     vars(new).update(vars(self))
     return new
 
@@ -182,4 +182,4 @@ class _Kind(NamedTuple):
 
 
 def _new(kind: _Kind) -> Any:
-    return kind.kind.__new__(kind.kind)
+    return object.__new__(kind.kind)
