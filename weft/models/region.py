@@ -38,6 +38,7 @@ from weft.models.unsupported import refuse_arguments, refuse_caches
 from weft.models.wrap import SITE, is_wrapped, unwrap_module, wrap_module
 from weft.plan.place import Place
 from weft.run.gpus import topology_for
+from weft.run.transforms import refuse_export
 from weft.run.world import World
 
 BACKEND = "_weft_attention_backend"
@@ -99,6 +100,7 @@ class Region:
 
     def run(self, mesh: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's output, whole on every rank of a mesh, each of which computes its tokens of it."""
+        refuse_export(f"A parallelized {type(self.model).__name__}")
         if self._is_changed():
             self._install()
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}

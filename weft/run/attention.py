@@ -26,7 +26,7 @@ from weft.run.kernels import choose as choose_kernel
 from weft.run.kernels import tuning
 from weft.run.kernels.parity import judge
 from weft.run.op import attention_op, forget, is_plain, register
-from weft.run.transforms import check_tensors, check_traced, check_transforms, is_transformed
+from weft.run.transforms import check_tensors, check_transforms, is_transformed
 from weft.run.world import World, axes_of, world_of
 
 Tokens = int | Layout | tuple[int, tuple[Runs, ...]] | None
@@ -206,7 +206,6 @@ _constants: list[_Constant] = []
 
 def _constant_callee(names: str, *values: Any) -> int:
     """Number what a compiled graph calls; torch.compile runs this while it traces, with plain values only."""
-    check_traced("weft.attention")
     options: dict[str, Any] = dict(zip(OPTIONS, values, strict=True))
     mesh = options["mesh"]
     options["mesh"] = getattr(mesh, "real_obj", mesh)  # of a process group, torch.compile has a stand-in

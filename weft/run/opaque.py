@@ -111,6 +111,7 @@ def call_op(  # noqa: PLR0913 - an operation takes numbers and tensors only
     keep: bool,  # noqa: FBT001
 ) -> tuple[Tensor, Tensor]:
     """(output, what stands for all that the backward needs)."""
+    check_traced("Attention")  # a graph may be older than a level of forward-mode AD
     function = _callees[number if handle is None else int(handle)].called
     with torch._C.DisableTorchFunction():  # modes have seen the call already
         if not keep:

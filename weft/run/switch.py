@@ -30,7 +30,7 @@ from weft.core.schedule import Schedule
 from weft.run import trace
 from weft.run.agree import agree, refuse
 from weft.run.redistribute import Flight, Redistribution
-from weft.run.transforms import is_transformed, unmapped
+from weft.run.transforms import is_transformed, refuse_export, unmapped
 from weft.run.world import World, world_of
 from weft.schedule.switch import switch as switch_schedule
 
@@ -184,6 +184,7 @@ class _Request:
 
     def redistribution(self, source: str, target: str | None) -> Redistribution:
         """What does it, made at the first call of its kind and agreed on by all ranks."""
+        refuse_export(self.stage)
         known = _redistributions.setdefault(self.world, {})
         x = self.x
         key = (source, target, tuple(self.dims.items()), x.shape, x.dtype, x.device)

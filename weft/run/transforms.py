@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType, get_interpreter_stack, peek_interpreter_stack
+from torch._C._functorch import (
+    TransformType,
+    get_interpreter_stack,
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+    peek_interpreter_stack,
+)
 from torch.autograd import forward_ad
 
 from weft.core.errors import DerivativeError, InputError
@@ -57,19 +63,43 @@ def check_tensors(*tensors: Tensor) -> None:
         raise InputError("q, k or v is a DTensor.", hint="Give this rank's shard: x.to_local().")
 
 
-def check_traced(name: str) -> None:
-    """Refuse what a graph of torch.compile or torch.export would lose; called while it is traced."""
+def refuse_export(name: str) -> None:
     if torch.compiler.is_exporting():
         raise DerivativeError(
-            f"{name} cannot be exported: the program would lose its ranks.",
-            hint="Use torch.compile, or export the model before it is parallelized.",
+            f"{name} cannot be exported: the program would have no ranks to talk to.",
+            hint="Export the model without weft, or use torch.compile.",
         )
+
+
+def check_traced(name: str) -> None:
+    """Refuse what a graph would lose; torch.compile runs this while it traces, and guards the transforms."""
+    refuse_export(name)
     check_transforms(name)
     if is_transformed():
         raise DerivativeError(
-            f"{name} in a graph of torch.compile has no forward-mode or torch.func derivative.",
-            hint="Call torch.func.jvp or torch.func.grad on the function that is not compiled.",
+            f"{name} in a graph of torch.compile has no tangent, and no derivative by torch.func.",
+            hint="Call torch.func.jvp or torch.func.grad on the model that is not compiled.",
         )
+
+
+check_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@contextmanager
+def untransformed(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Run outside of `torch.func`, on the values of tensors: for what reads them and has no derivative."""
+    if peek_interpreter_stack() is None:
+        yield tensors
+        return
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    values = []
+    for x in tensors:
+        while is_functorch_wrapped_tensor(x):
+            x = get_unwrapped(x)
+        values.append(x)
+    with temporarily_clear_interpreter_stack():
+        yield tuple(x.detach() for x in values)
 
 
 def no_second_derivative(*_: Any) -> Any:
@@ -132,7 +162,7 @@ class _Gradient(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         pass
 
-    backward = staticmethod(no_second_derivative)
+    backward: Any = staticmethod(no_second_derivative)
     jvp = refused(
         "weft.attention has no second derivative, which the tangent of its gradient asks for.",
         f"Call backward outside of forward_ad.dual_level(). {FIRST_ONLY}",
