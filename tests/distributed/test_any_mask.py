@@ -77,6 +77,8 @@ def test_masks_that_change_share_one_executor_and_are_exact(name: str) -> None:
 
 def of_rank(rank: int, wrong: str) -> None:
     truth = Truth.of(problem(), mask(0))
+    for seed in (0, 1) if wrong == "known" else ():
+        weft.attention(*truth.inputs(rank), mask=mask(seed), plan=schedule("ring"), scale=0.1)
     given: BlockMask | None = mask(rank // 3)  # the last rank's differs
     if wrong == "grid":
         given = BlockMask.dense(HEADS, TOKENS, block=BLOCK // 2)
@@ -87,7 +89,12 @@ def of_rank(rank: int, wrong: str) -> None:
 
 @pytest.mark.parametrize(
     ("wrong", "says"),
-    [("rank", "rank 3 has mask"), ("grid", "in blocks of 8 × 8"), ("missing", "mask is None")],
+    [
+        ("rank", "rank 3 has mask"),
+        ("known", "rank 3 has mask"),
+        ("grid", "in blocks of 8 × 8"),
+        ("missing", "mask is None"),
+    ],
 )
 def test_a_mask_that_differs_or_does_not_fit_raises_on_every_rank(wrong: str, says: str) -> None:
     with pytest.raises(RankFailure) as failed:

@@ -73,7 +73,7 @@ class Comparison:
             yield
             return
         facts = {name: _shape(leaf) if name in tensors else fact(leaf) for name, leaf in leaves.items()}
-        facts |= _state(model, device)
+        facts |= _state(model, device) | {"scale, mask or plan before": f"{world.arena.history:x}"}
         runs = self._count(str([facts[name] for name in tensors]))
         self._forwards += 1
         if self.always or (values and not runs & (runs - 1)):

@@ -17,11 +17,12 @@ from weft.run.exchange import start_gather
 
 # What a rank has come for. Every meeting begins with four numbers of each rank, so that ranks which
 # came for different things find out instead of waiting for, or misreading, each other.
-COUNT, AGREE, INPUTS = 0, 1, 2
+COUNT, AGREE, INPUTS, RUN = 0, 1, 2, 3
 PURPOSES = (
     "count the tokens of an attention",
     "agree on an attention or a switch",
     "begin a model's forward",
+    "run what they have agreed on before",
 )
 NEW = "not agreed on yet"
 SAME_CALL = "Give every rank the same call: same mask, plan, sizes, dtype and scale."
@@ -95,13 +96,26 @@ def name_difference(comm: Comm, name: str, program: str, error: CommError) -> Co
     base: Any = getattr(comm, "base", comm)
     if not isinstance(base, GroupComm):
         return error
-    with suppress(ValueError, SyntaxError):  # ranks of tests may have names of their own
-        own: dict[str, str] = literal_eval(name[: name.rfind("}") + 1]) | {"program": program}
-        everyone = _say(base, base.calls + (program == NEW), own)
-        names = [name for name in own if name != "transport"]
-        if found := _described([theirs or own for theirs in everyone], names):
-            return CommError(f"The ranks run different calls: {found}. {error.message}", hint=SAME_CALL)
+    own = _facts(name, program)
+    everyone = [theirs or own for theirs in _say(base, base.calls + (program == NEW), own)]
+    if found := _described(everyone, [name for name in own if name != "transport"]):
+        return CommError(f"The ranks run different calls: {found}. {error.message}", hint=SAME_CALL)
     return error
+
+
+def check_call(comm: Comm, tag: int, name: str, program: str) -> None:
+    """Raise if the ranks are about to run different calls, which `tag` stands for."""
+    if len({row[1] for row in _meet(comm, RUN, tag)}) > 1:
+        facts = _facts(name, program)
+        check_same(gather_facts(comm, facts), tuple(facts), "calls")
+
+
+def _facts(name: str, program: str) -> dict[str, str]:
+    """The facts that the name of a call is the text of, and which of its programs is run."""
+    facts: dict[str, str] = {"call": name}
+    with suppress(ValueError, SyntaxError):  # a name that is none
+        facts = literal_eval(name[: name.rfind("}") + 1])
+    return facts | {"program": program}
 
 
 def _say(comm: GroupComm, call: int, facts: dict[str, str]) -> list[dict[str, str] | None]:
@@ -161,7 +175,7 @@ def _checked(rows: Rows) -> Rows:
     if len(set(purposes)) == 1:
         return rows
     by_purpose = {each: [rank for rank, one in enumerate(purposes) if one == each] for each in {*purposes}}
-    if INPUTS in by_purpose:
+    if {INPUTS, RUN} & {*by_purpose}:
         doing = [f"ranks {ranks} {PURPOSES[each]}" for each, ranks in sorted(by_purpose.items())]
         raise AgreementError(
             f"The ranks are in different calls: {', '.join(doing)}.",

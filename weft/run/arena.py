@@ -37,10 +37,15 @@ class Arena:
     """One flat block for each device and stream, as large as the largest program that is bound to it."""
 
     def __init__(self) -> None:
+        self.history = 0
+        """A number that stands for all calls that were noted, in their order."""
         self._blocks: dict[tuple[torch.device, int], Tensor] = {}
         self._tenants: dict[tuple[torch.device, int], WeakSet[Tenant]] = {}
         self.retired: WeakKeyDictionary[Tenant, Tensor] = WeakKeyDictionary()
         """Tenants of blocks that were left to graphs. Only a capture may still run them."""
+
+    def note(self, tag: int) -> None:
+        self.history = (self.history * 1_000_003 + tag) % (1 << 61)
 
     def block(self, device: torch.device, stream: int, tenant: Tenant) -> Tensor:
         """Return the block of a stream, large enough for a tenant, which views it until it is unbound."""

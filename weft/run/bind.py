@@ -30,13 +30,15 @@ Flats = dict[Slot, Tensor]
 class Frame:
     """One run of a program: tensors by slot, exchanges under way, and who does the work."""
 
-    __slots__ = ("comm", "device", "flats", "kernel", "lender", "scale", "slots", "tiles", "transits")
+    __slots__ = ("comm", "device", "flats", "kernel", "lender", "scale", "slots", "tag", "tiles", "transits")
 
     def __init__(
         self, comm: Comm, kernel: Kernel, scale: float, device: torch.device, tiles: TileSet
     ) -> None:
         self.comm, self.kernel, self.scale, self.device, self.tiles = comm, kernel, scale, device, tiles
         self.lender: Lender | None = None
+        self.tag = 0
+        """What the mask of a call adds to the tag of a program that serves any."""
         self.slots: Slots = {}
         self.flats: Flats = {}
         self.transits: dict[int, Transit] = {}
@@ -168,7 +170,7 @@ class Bound:
         if all(flat is not None for _, flat in (*sends, *receives)):
 
             def post(frame: Frame) -> None:
-                frame.transits[op] = frame.comm.post(sends, receives, label, tag)  # type: ignore[arg-type]
+                frame.transits[op] = frame.comm.post(sends, receives, label, tag + frame.tag)  # type: ignore[arg-type]
 
             def post_all(frame: Frame) -> None:
                 frame.transits[op] = frame.comm.all_to_all(sends, receives, label)  # type: ignore[arg-type]
@@ -182,7 +184,7 @@ class Bound:
             if collective:
                 frame.transits[op] = frame.comm.all_to_all(going, coming, label)
             else:
-                frame.transits[op] = frame.comm.post(going, coming, label, tag)
+                frame.transits[op] = frame.comm.post(going, coming, label, tag + frame.tag)
 
         return post_where_it_lies
 

@@ -16,7 +16,7 @@ from weft.program.lower import lower
 from weft.program.slots import Slot
 from weft.program.steps import Program, Target
 from weft.run import streams, trace
-from weft.run.agree import name_difference
+from weft.run.agree import check_call, name_difference
 from weft.run.arena import Arena
 from weft.run.bind import Bound, Frame
 from weft.run.comm import Comm, Lender
@@ -86,7 +86,16 @@ class Runner:
             bound = self._binding(kind, lender, stream, frame)
         named = bound.program.slots
         bound.begin(frame, {named[name]: planes for name, planes in inputs.items() if name in named})
+        if lender is None:
+            self._compare(kind, bound.tag + frame.tag, frame.device)
         return bound
+
+    def _compare(self, kind: str, tag: int, device: torch.device) -> None:
+        """Compare a call that is known: messages of collectives and of NCCL have no tags to tell it by."""
+        if device.type == "cpu" and self.comm.collective(device):
+            check_call(self.comm, tag, self.name, kind)
+        elif device.type == "cuda":
+            self.arena.note(tag)
 
     def _binding(self, kind: str, lender: Lender | None, stream: int, frame: Frame) -> Bound:
         key = kind, lender, stream
@@ -142,7 +151,7 @@ class Executor(Runner):
     ) -> None:
         """Executors that share an arena must run one after another, or on streams of their own."""
         super().__init__(schedule, comm, arena or Arena(), name)
-        self.kernel, self._keep = kernel, keep
+        self.kernel, self._keep, self._mask_tag = kernel, keep, 0
         self.tiles = TileSet(schedule.attention[1])
         self.number = -1
         """What torch operations call it by, once it is registered."""
@@ -154,6 +163,8 @@ class Executor(Runner):
         """This executor for one of the masks that its schedule serves; programs and memory are shared."""
         other = copy(self)
         other.tiles = TileSet(mask, self.tiles.places)
+        other.name = self.name.replace(self.schedule.attention[1].digest, mask.digest)
+        other._mask_tag = 2 * int(digest(mask.digest)[:6], 16)
         return other
 
     @property
@@ -176,13 +187,18 @@ class Executor(Runner):
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, *, keep: bool
     ) -> tuple[Tensor, list[Tensor]]:
         """The output, and with `keep` what `backward` needs besides q, k, v and the output itself."""
-        frame = Frame(self.comm, self.kernel, scale, q.device, self.tiles)
+        frame = self._frame(scale, q.device)
         bound = self.run_program(SAVING if keep else FORWARD, frame, {"home q": (q,), "home kv": (k, v)})
         slots, program = frame.slots, bound.program
         (out,) = slots[program.slots["home o"]]
         if not keep:
             return out, []
         return out, [_joined(slots[slot]) for _, slot in sorted(program.saved.items())]
+
+    def _frame(self, scale: float, device: torch.device) -> Frame:
+        frame = Frame(self.comm, self.kernel, scale, device, self.tiles)
+        frame.tag = self._mask_tag
+        return frame
 
     @cached_property
     def reads_output(self) -> bool:
@@ -213,7 +229,7 @@ class Executor(Runner):
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(dq, dk, dv) of this rank's shards; `out` may be None unless `reads_output`."""
-        frame = Frame(self.comm, self.kernel, scale, grad.device, self.tiles)
+        frame = self._frame(scale, grad.device)
         q, k, v = inputs
         given: dict[str, Planes] = {"home q": (q,), "home kv": (k, v), "home do": (grad,)}
         if out is not None:
