@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import weft
 from tests.models.toys import check, normal, on_ranks, seeded
 from weft.core.errors import InputError
 from weft.models import latte
@@ -115,3 +117,14 @@ def test_what_it_cannot_do_raises(given: dict[str, Any], said: str) -> None:
 
     with pytest.raises(InputError, match=said):
         on_ranks(2, job, timeout=5.0)
+
+
+def test_a_copy_has_its_own_weights() -> None:
+    def job(world: World | None) -> tuple[Tensor, list[Tensor]]:
+        made = model(3) if world is None else weft.parallelize(model(3), mesh=world)
+        made(**video(2, 3))
+        copied = copy.deepcopy(made)
+        made.requires_grad_(False).zero_grad()
+        return step(copied, video(2, 3))
+
+    check(job(None), on_ranks(2, job), 1e-10)
