@@ -100,8 +100,10 @@ class Few(Shards):
         """Each token attends to itself alone."""
         owner = self.trace.running or site.name
         self.trace.note(owner, "scale", torch.tensor(scale or 0.0))
-        if q.shape[2] == self.rows(site.streams):  # else the module leaves out some of them
+        if q.shape[2] == self.rows(site.streams):
             self.trace.note(owner, "attention", (q, k, v))
+        elif not site.ragged:
+            raise InputError(f"{site.name} attends from {q.shape[2]} tokens.")  # the forward says more
         return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
 
     def compared(self) -> list[Rows]:

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from weft.core.errors import InputError
 from weft.models.adapter import modules, named
@@ -32,6 +32,32 @@ class Mixes:
 
 
 Declared = Mapping[str, str | Mixes]
+
+
+class Call(NamedTuple):
+    """The arguments of a module, and which of them is the tensor that runs through the stages."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    at: int | str
+
+    @staticmethod
+    def find(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+        """With the first argument that is a tensor."""
+        for at, value in (*enumerate(args), *kwargs.items()):
+            if isinstance(value, Tensor):
+                return Call(args, kwargs, at)
+        return None
+
+    @property
+    def x(self) -> Tensor:
+        return self.kwargs[self.at] if isinstance(self.at, str) else self.args[self.at]
+
+    def given(self, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with another tensor in its place."""
+        if isinstance(self.at, str):
+            return self.args, {**self.kwargs, self.at: x}
+        return (*self.args[: self.at], x, *self.args[self.at + 1 :]), self.kwargs
 
 
 class Site(NamedTuple):

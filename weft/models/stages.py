@@ -8,8 +8,7 @@
 
 Before each stage the tensor is switched as `plan.stages.place` found cheapest; the first stage gets its part
 of the whole tensor, the last one's output is gathered. All that lies between stages must be pointwise.
-What is declared is tested: when a module has run 1, 2, 4, 8, … times, one row of the sharded dim is run
-again beside a random one, and must come out the same.
+What is declared is tested, before the 1st, 2nd, 4th, 8th, … forward: `weft.models.rehearsal`.
 """
 
 from __future__ import annotations
@@ -24,9 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from weft.core.errors import InputError
 from weft.models.adapter import parameters
-from weft.models.probe import Call, mixed_dim
+from weft.models.draws import Draws
+from weft.models.rehearsal import refuse_mixing
 from weft.models.same import Comparison, is_recomputing
-from weft.models.sites import Declared, Groups, Mixes, Site, beside, check_apart, find_sites
+from weft.models.sites import Call, Declared, Mixes, Site, beside, check_apart, find_sites
 from weft.models.stream import Stream
 from weft.plan.stages import WHOLE, Route, State, place
 from weft.run.world import World, world_of
@@ -88,12 +88,20 @@ class Stages:
         """Of the whole tensor, to be told where the first stage has several dims in one."""
         self.route: Route | None = None
         """What was decided for the last input."""
+        self._model = model
         self._sites, self._stream, self._shard, self._leave = sites, stream, shard, leave
         self._known: dict[tuple[int, ...], Route] = {}
         self._next = 0
-        self._runs: dict[str, int] = {}
+        self._runs = 0
         self._probing = False
+        self._draws, self._drawing = Draws(stream, lambda: self._probing), ExitStack()
+        between = list(beside(model, sites))
         self._hooks = [
+            hook
+            for module in (*(site.module for site in sites), *dict(between).values())
+            for hook in self._draws.hooks(module)
+        ]
+        self._hooks += [
             hook
             for at, site in enumerate(sites)
             for hook in (
@@ -102,11 +110,9 @@ class Stages:
             )
         ]
         self._hooks += [
-            model.register_forward_pre_hook(lambda *_: self._begin()),
-            *(
-                module.register_forward_hook(self._beside(name), with_kwargs=True)
-                for name, module in beside(model, sites)
-            ),
+            model.register_forward_pre_hook(lambda *_: self._begin(model)),
+            model.register_forward_hook(lambda *_: self._drawing.close(), always_call=True),
+            model.register_forward_pre_hook(self.rehearse, with_kwargs=True),
         ]
 
     def remove(self) -> None:
@@ -131,9 +137,10 @@ class Stages:
             model.register_forward_hook(lambda *_: under_way.close()),
         ]
 
-    def _begin(self) -> None:
+    def _begin(self, model: nn.Module) -> None:
         """What the model is given is whole."""
         self._stream.layout = self._stream.whole
+        self._drawing = self._draws.begin(model)
 
     def _before(self, at: int) -> Any:
         site = self._sites[at]
@@ -144,13 +151,13 @@ class Stages:
             call = _call(site, args, kwargs)
             self._count(at)
             if at == 0:
-                self._stream.measure(site, call.x, self.sizes)
-                self.route = self._place(call.x.element_size())
+                self.route = self._measured(site, call.x)
             assert self.route is not None
             self._stream.layout = self.route.layouts[at - 1] if at else self._stream.whole
             x = self._stream.move(
                 self._stream.apart(site, call.x), self.route.moves[at], f"Stage {site.name}"
             )
+            self._draws.groups = site.groups
             return call.given(self._stream.together(site, x))
 
         return hook
@@ -158,10 +165,11 @@ class Stages:
     def _after(self, at: int) -> Any:
         site = self._sites[at]
 
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
             if self._probing:
                 return None
             assert self.route is not None
+            self._draws.groups = tuple((dim,) for dim in self._stream.dims)
             call = _call(site, args, kwargs)
             y = out[0] if isinstance(out, tuple) else out
             if not isinstance(y, Tensor) or y.shape != call.x.shape:
@@ -170,8 +178,6 @@ class Stages:
                     f"Stage {site.name} turns a tensor of shape {list(call.x.shape)} into {found}.",
                     hint="The first output of a stage must have the shape of its first input.",
                 )
-            if not site.stage.inside:
-                self._test(site.name, module, call, site.groups, site.stage.mixes)
             if at < len(self._sites) - 1:
                 return None
             y = self._stream.move(
@@ -182,17 +188,24 @@ class Stages:
 
         return hook
 
-    def _beside(self, name: str) -> Any:
-        """Modules between stages get what is sharded, and must not mix it."""
-        alone: Groups = tuple((dim,) for dim in self._stream.dims)
+    def rehearse(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
+        """Find out, before some forwards, whether what is declared is right."""
+        if kwargs is None or is_recomputing():
+            return
+        self._runs += 1
+        if self._runs & (self._runs - 1):
+            return
+        self._probing = True
+        try:
+            refuse_mixing(self, args, kwargs)
+        finally:
+            self._probing = False
+            self._stream.layout = self._stream.whole
 
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
-            call = None if self._probing else Call.find(args, kwargs)
-            sizes = self._stream.local(self._stream.layout)
-            if call is not None and list(call.x.shape) == list(sizes.values()):
-                self._test(name, module, call, alone, ())
-
-        return hook
+    def _measured(self, site: Site, x: Tensor) -> Route:
+        """The way of a whole tensor through the stages."""
+        self._stream.measure(site, x, self.sizes)
+        return self._place(x.element_size())
 
     def _place(self, item_bytes: int) -> Route:
         sizes = self._stream.sizes
@@ -219,27 +232,6 @@ class Stages:
             )
         self._next = at + 1
 
-    def _test(self, name: str, module: nn.Module, call: Call, groups: Groups, mixes: tuple[str, ...]) -> None:
-        """Raise if a module mixes a dim that is sharded and that it was not declared to mix."""
-        if is_recomputing():
-            return
-        stream = self._stream
-        over = zip(stream.layout, stream.worlds, strict=True)
-        dims = [dim for dim, world in over if world.comm.size > 1 and dim not in (WHOLE, *mixes)]
-        runs = self._runs[name] = self._runs.get(name, 0) + bool(dims)
-        if not dims or runs & (runs - 1):
-            return
-        self._probing = True
-        try:
-            mixed = mixed_dim(module, call, dims, groups, stream.local(stream.layout))
-        finally:
-            self._probing = False
-        if mixed is not None:
-            raise InputError(
-                f"Stage {name} mixes {mixed}, which is sharded while it runs.",
-                hint=f'Declare that it does: {{"{name}": "{" ".join((*mixes, mixed))}"}}.',
-            )
-
 
 def _call(site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     call = Call.find(args, kwargs)
@@ -251,6 +243,7 @@ def _call(site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
 def _worlds(mesh: Any) -> tuple[World, ...]:
     """One for each axis."""
     if isinstance(mesh, DeviceMesh) and mesh.ndim > 1:
+        world_of(mesh, 60.0)  # raises if it has no names
         mesh = [mesh[name] for name in mesh.mesh_dim_names or ()]
     axes = mesh if isinstance(mesh, list | tuple) else [mesh]
     return tuple(world_of(axis, 60.0) for axis in axes)
