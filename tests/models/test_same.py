@@ -21,7 +21,7 @@ from tests.models.zoo import ZOO  # noqa: E402
 from tests.run.hot_path import fake_cuda  # noqa: E402
 from weft.core.errors import AgreementError  # noqa: E402
 from weft.models import same  # noqa: E402
-from weft.models.same import Digests, digest  # noqa: E402
+from weft.models.same import Comparison, Digests, digest  # noqa: E402
 from weft.run.world import World, world_of  # noqa: E402
 
 Change = Callable[[dict[str, Any]], None]
@@ -211,14 +211,24 @@ def test_digests_of_a_device_are_compared_when_they_have_arrived(monkeypatch: py
     monkeypatch.setattr(same, "is_host", lambda _: False)
     monkeypatch.setattr(same.streams, "record", lambda _: Event())
 
-    def job(world: World) -> list[str]:
-        return calls("wan", {1: noisy, 5: scaled}, 5, world)
+    def job(world: World) -> list[tuple[bool, str]]:
+        comparison, found = Comparison("a model", ["x", "scale"]), []
+        for at in range(1, 6):
+            x = torch.ones(3) * (2 if at == world.comm.rank == 1 else 1)
+            is_run, message = False, ""
+            try:
+                with comparison(world, nn.Identity(), (x,), {"scale": at == 5 and world.comm.rank}):
+                    is_run = True
+            except AgreementError as error:
+                message = str(error)
+            found.append((is_run, message))
+        return found
 
     for found in on_ranks(2, job):
-        assert found[:2] == ["", ""]
-        assert "gave WanTransformer3DModel different inputs 2 forwards ago: hidden_states differs" in found[2]
-        assert found[3] == ""
-        assert "different inputs: attention_kwargs['scale'] differs on ranks [1]" in found[4]
+        assert [is_run for is_run, _ in found] == [True] * 5
+        assert [bool(message) for _, message in found] == [False, False, True, False, True]
+        assert "gave a model different inputs 2 forwards ago: x differs on ranks [1] (values" in found[2][1]
+        assert "different inputs: scale differs on ranks [1] (1; the others 0)" in found[4][1]
 
 
 def test_a_digest_reads_nothing_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

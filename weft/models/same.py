@@ -49,7 +49,7 @@ class Comparison:
         self.name, self.order, self.always = name, order, always
         self._forwards = 0
         self._runs: dict[str, int] = {}
-        """Forwards that were compared, by the shapes of their tensors."""
+        """Forwards that were compared, by the names of arguments and the shapes of tensors."""
         self._digests: dict[int, Digests] = {}
         """Of values that are not compared yet, by the number of their forward."""
         self._received: dict[int, dict[int, int]] = {}
@@ -74,7 +74,7 @@ class Comparison:
             return
         facts = {name: _shape(leaf) if name in tensors else fact(leaf) for name, leaf in leaves.items()}
         facts |= _state(model, device) | {"scale, mask or plan before": f"{world.arena.history:x}"}
-        runs = self._count(str([facts[name] for name in tensors]))
+        runs = self._count(str([(name, facts[name] if name in tensors else "") for name in leaves]))
         self._forwards += 1
         if self.always or (values and not runs & (runs - 1)):
             self._digests[self._forwards] = Digests(tensors)
