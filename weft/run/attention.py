@@ -33,6 +33,7 @@ Tokens = int | Layout | tuple[int, tuple[Runs, ...]] | None
 EXECUTORS = 1024  # of each world: some 20 steps of a 50-layer model whose masks all differ
 SIZES = ("tokens", "kv_tokens", "prefix", "suffix")
 OPTIONS = ("mask", "plan", *SIZES, "backend", "topology", "scale", "mesh", "timeout")
+RUNS = 64  # of a layout that a compiled graph takes as numbers
 MASKS = 8  # of each executor for any mask: those of the branches of guidance, and of the step before
 
 
@@ -179,25 +180,46 @@ def _new_executor(call: Call, world: World, counts: Counts | None, axes: str | N
 def _compiled(
     qkv: tuple[Tensor, Tensor, Tensor], options: tuple[Any, ...], scale: Any, mesh: Any, timeout: float
 ) -> Tensor:
-    """Leave a call to the run of a graph; numbers may be symbols there, the other options are constants."""
+    """Leave a call to the run of a graph; sizes may be symbols there, the other options are constants."""
     given: dict[str, Any] = dict(zip(OPTIONS, (*options, scale, mesh, timeout), strict=True))
-    numbers = {name: given[name] for name in SIZES if isinstance(given[name], int)}
-    exact = float(scale).hex() if isinstance(scale, int | float) else None  # no symbol, unlike float()
-    rest = [None if name in numbers or (name == "scale" and exact) else x for name, x in given.items()]
-    number = _constant_callee(" ".join(numbers), *rest)
-    scale = None if exact is None else float.fromhex(exact)
-    return opaque.call(number, qkv, scale=scale, numbers=list(numbers.values()))
+    names, numbers = "", []
+    for name in SIZES:
+        if (sizes := _sizes(given[name])) is not None:
+            names, given[name] = f"{names} {name}{sizes[0]}", None
+            numbers += sizes[1]
+    for name in ("scale", "timeout"):  # in hex they are no symbols, unlike by float()
+        if isinstance(given[name], int | float):
+            given[name] = float(given[name]).hex()
+    return opaque.call(_constant_callee(names, *given.values()), qkv, numbers=numbers)
+
+
+def _sizes(tokens: Any) -> tuple[str, list[int]] | None:
+    """Return an option as numbers, with the runs of each rank if it is a layout that has few."""
+    if isinstance(tokens, int):
+        return "", [tokens]
+    if isinstance(tokens, Layout):
+        tokens = None if tokens.padding else (tokens.size, tokens.shards)
+    if not isinstance(tokens, tuple) or sum(len(shard) for shard in tokens[1]) > RUNS:
+        return None
+    runs = [size for shard in tokens[1] for run in shard for size in run]
+    return ":" + ",".join(str(len(shard)) for shard in tokens[1]), [tokens[0], *runs]
 
 
 class _Constant:
-    """A call of a compiled graph, but for its tensors and numbers."""
+    """A call of a compiled graph, but for its tensors and sizes."""
 
     def __init__(self, names: str, options: dict[str, Any]) -> None:
         self.names, self.options = names.split(), options
 
-    def called(self, q: Tensor, k: Tensor, v: Tensor, _: Any, __: Any, scale: Any, numbers: Any) -> Tensor:
-        options = self.options | dict(zip(self.names, numbers, strict=True))
-        return attention(q, k, v, **options if scale is None else options | {"scale": scale})
+    def called(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+        numbers, options = iter(rest[-1]), dict(self.options)
+        for each in self.names:
+            name, _, runs = each.partition(":")
+            options[name] = next(numbers)
+            if runs:
+                shards = [[(next(numbers), next(numbers)) for _ in range(int(n))] for n in runs.split(",")]
+                options[name] = options[name], tuple(map(tuple, shards))
+        return attention(q, k, v, **options)
 
 
 _constants: list[_Constant] = []
@@ -208,6 +230,9 @@ def _constant_callee(names: str, *values: Any) -> int:
     """Number what a compiled graph calls; torch.compile runs this while it traces, with plain values only."""
     options: dict[str, Any] = dict(zip(OPTIONS, values, strict=True))
     mesh = options["mesh"]
+    for name in ("scale", "timeout"):
+        if isinstance(options[name], str):
+            options[name] = float.fromhex(options[name])
     options["mesh"] = getattr(mesh, "real_obj", mesh)  # of a process group, torch.compile has a stand-in
     _constants.append(_Constant(names, options))
     return opaque.number_of(_constants[-1])
