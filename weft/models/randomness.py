@@ -106,7 +106,7 @@ def leaves_of(args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Iterable[
 def fact(leaf: Any) -> str:
     """Describe an argument by its values, if they can be read."""
     if isinstance(leaf, Tensor):
-        data = leaf.detach().cpu().contiguous().flatten().view(torch.uint8)
+        data = leaf.detach().cpu().clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)
         return f"{list(leaf.shape)} {_digest(data.numpy().tobytes())}"
     if hasattr(leaf, "tobytes"):  # arrays and images
         return _digest(leaf.tobytes())

@@ -156,7 +156,9 @@ class Digests:
 
 def digest(x: Tensor) -> Tensor:
     """Return an int64, on the device of x, that depends on each bit of x and on its place."""
-    data = x.detach().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
+    # One number that was expanded is contiguous, whatever its stride, and cannot be viewed; a copy can.
+    plain = x.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    data = plain.flatten().view(torch.uint8)
     words = F.pad(data, (0, -data.numel() % WORD)).view(torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     for start in range(0, len(words), CHUNK_WORDS):
