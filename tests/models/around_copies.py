@@ -162,6 +162,7 @@ def save_pretrained(run: Run) -> None:
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(directory)
         again = type(run.model()).from_pretrained(directory, torch_dtype=run.dtype)
+    again.to(run.dtype)  # Diffusers keeps some of it in float32
     run.out("loaded", again)
     run.step("split", run.split(again))
 

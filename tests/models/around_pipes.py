@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.models.around import Run, row
-from tests.models.around_hooks import lora
+from tests.models.around_lora import lora
 from tests.models.checkpoints import TINY, arguments, diffusers
 
 PIPES = ("wan", "flux", "sd3", "cogvideox")
