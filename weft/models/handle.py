@@ -18,7 +18,7 @@ from weft.core.errors import InputError
 from weft.models.adapter import Adapter, parameters, unwrapped
 from weft.models.adapters import adapter_of
 from weft.models.clock import Clock
-from weft.models.decode import spread
+from weft.models.decode import Spread, spread
 from weft.models.explain import explained
 from weft.models.guidance import Guidance
 from weft.models.latte import Switching
@@ -29,6 +29,7 @@ from weft.models.sparsity import Sparsity, sparse_attention
 from weft.models.unsupported import check_plan
 from weft.models.wrap import Around, Method, derived, unwrap_module, wrap_module
 from weft.run import trace
+from weft.run.transforms import check_call
 from weft.run.world import World, axes_of, world_of
 
 HANDLE = "_weft"
@@ -56,6 +57,7 @@ class ParallelHandle:
         self._guidance: list[Guidance] = []
         self._marked: list[Any] = []
         self._pipes: WeakSet[Any] = WeakSet()
+        self._spreads: list[Spread] = []
 
     @property
     def world(self) -> World:
@@ -106,6 +108,7 @@ class ParallelHandle:
         args: Any,
         kwargs: Any,
     ) -> Any:
+        check_call(f"A parallelized {type(region.model).__name__}")
         region.forward = forward
         # A pipeline that is called has compared its arguments, and its ranks draw the same numbers.
         with inputs(self.world, region.model, args, kwargs, values=not self.clock.is_told):
@@ -116,12 +119,14 @@ class ParallelHandle:
         vars(target)[HANDLE] = self
         self._marked.append(target)
 
-    def share(self, pipe: Any) -> None:
-        """Let a pipeline that has a parallelized part draw rank 0's random numbers."""
+    def share(self, pipe: Any, *, decodes: bool = False) -> None:
+        """Let a pipeline with a parallelized part draw rank 0's random numbers, and decode on all ranks."""
         if HANDLE not in vars(pipe):
             wrap_module(pipe, PipelineHook())
             vars(pipe)[HANDLE] = self
             self._pipes.add(pipe)
+        if decodes and isinstance(vae := getattr(pipe, "vae", None), nn.Module):
+            self._spreads.append(spread(vae, self.world))
 
     def worlds(self) -> Iterator[tuple[World, str]]:
         """Every world that a model has run on, and the name that planners know the model by."""
@@ -160,10 +165,10 @@ class ParallelHandle:
         for region in self.regions.values():
             region.remove()
             unwrap_module(region.model)
+        for each in self._spreads:
+            each.remove()
         for pipe in list(self._pipes):
             unwrap_module(pipe)
-            if isinstance(vae := getattr(pipe, "vae", None), nn.Module):
-                unwrap_module(vae)
         for each in (*self._marked, *self._pipes):
             vars(each).pop(HANDLE, None)
         self.__init__(self.options)
@@ -218,10 +223,7 @@ class PipelineHook(Around):
         return PipelineHook()
 
     def after_copy(self, new: Any) -> None:
-        handle = vars(new).pop(HANDLE)
-        handle.share(new)
-        if isinstance(vae := getattr(new, "vae", None), nn.Module):
-            spread(vae, handle.world)
+        vars(new).pop(HANDLE).share(new, decodes=True)
 
 
 def handle_of(target: Any) -> ParallelHandle | None:

@@ -38,7 +38,6 @@ from weft.models.unsupported import refuse_arguments, refuse_caches
 from weft.models.wrap import SITE, is_wrapped, unwrap_module, wrap_module
 from weft.plan.place import Place
 from weft.run.gpus import topology_for
-from weft.run.transforms import refuse_export
 from weft.run.world import World
 
 BACKEND = "_weft_attention_backend"
@@ -83,8 +82,8 @@ class Region:
         self.tells = tells
         """Whether this is the one rank that prints."""
         self.runs = self.run_now = 0
-        self.active = 0
-        """Above 0 while the model runs, or gradients are computed: else modules are called alone."""
+        self.active = False
+        """Whether the model runs, or its gradients are computed: else modules are called alone."""
         self.quiet = 0
         """Above 0 inside attention modules, where attention is expected."""
         self.drops = False
@@ -100,7 +99,6 @@ class Region:
 
     def run(self, mesh: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's output, whole on every rank of a mesh, each of which computes its tokens of it."""
-        refuse_export(f"A parallelized {type(self.model).__name__}")
         if self._is_changed():
             self._install()
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
@@ -122,12 +120,12 @@ class Region:
             self._probed.add(kind)
         # What was found right is looked at less and less often.
         looked_at = self.model.training or not self.runs & (self.runs - 1)
-        self.active += 1
+        before, self.active = self.active, True
         try:
             with Guard(self) if looked_at else nullcontext():
                 out = self._enter.around(self.forward, args, kwargs)
         finally:
-            self.active -= 1
+            self.active = before
         if self.proof is not None:
             if self.tells:
                 sys.stderr.write(f"weft: {self.proof}\n")
@@ -153,14 +151,14 @@ class Region:
 
         def recall(_: Tensor) -> None:
             self.shards, self.extent, self.run_now, self.mask_inputs = own
-            self.active += 1
+            self.active = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
         if isinstance(out, Tensor) and out.requires_grad:
             out.register_hook(recall)
 
     def _end(self) -> None:
-        self.active -= 1
+        self.active = False
 
     @property
     def watched(self) -> bool:

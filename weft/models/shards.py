@@ -16,6 +16,7 @@ from weft.core.layout import Runs
 from weft.models.adapter import Cut, Cuts
 from weft.run.opaque import callee_of, handle_of
 from weft.run.switch import gather
+from weft.run.transforms import check_traced
 from weft.run.world import World, world_of
 
 Counts = tuple[int, ...]
@@ -135,6 +136,7 @@ def _parts(counts: Counts, *, whole: bool) -> list[tuple[int, int]]:
 def _cut(handle: Tensor, x: Tensor, stream: str, dim: int, rank: int, ranks: int) -> Tensor:
     """Shards.cut for torch.compile: sizes are looked up when a graph runs."""
     del rank, ranks
+    check_traced("A parallelized model")
     own = callee_of(handle).cut(x, Cut(stream, dim), "An argument of a compiled module")
     return own.clone() if own.untyped_storage()._cdata == x.untyped_storage()._cdata else own
 

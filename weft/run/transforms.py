@@ -71,10 +71,15 @@ def refuse_export(name: str) -> None:
         )
 
 
-def check_traced(name: str) -> None:
-    """Refuse what a graph would lose; torch.compile runs this while it traces, and guards the transforms."""
+def check_call(name: str) -> None:
+    """Refuse what no part of a model could do, before anything of it runs."""
     refuse_export(name)
     check_transforms(name)
+
+
+def check_traced(name: str) -> None:
+    """Refuse what a graph would lose; torch.compile runs this while it traces, and guards the transforms."""
+    check_call(name)
     if is_transformed():
         raise DerivativeError(
             f"{name} in a graph of torch.compile has no tangent, and no derivative by torch.func.",

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from weft.core.errors import InputError
 from weft.run.kernels import Kernel, Sums, choose, guarded
 from weft.run.kernels.parity import judge
 from weft.run.kernels.rules import Work
 from weft.run.kernels.tiles import Blocks, Tiles
+from weft.run.transforms import refused
 
 
 @lru_cache(64)
@@ -68,7 +70,10 @@ class _Attend(torch.autograd.Function):
         ctx.mark_non_differentiable(lse)
         return out, lse
 
+    jvp = refused("attend has no tangent.", "weft.attention has, on one rank too.")
+
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:
         q, k, v, out, lse = ctx.saved_tensors
         tiles, scale, kernel = ctx.given
