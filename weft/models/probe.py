@@ -65,8 +65,8 @@ def find_mixing(model: nn.Module, comms: Sequence[Any], probes: Sequence[Probe])
             return None
         if outcome == FINE:
             return None
-    # What weft refuses, it refuses in the forward itself, with more to say.
-    if all(comm.rank == 0 for comm in comms) and not isinstance(failure, InputError):
+    # What weft refuses, it refuses in the forward itself, with more to say. All ranks warn: it may raise.
+    if not isinstance(failure, InputError):
         what = type(model).__name__
         warnings.warn(f"{what} could not be probed for modules that mix tokens: {failure}", stacklevel=3)
     return None
@@ -204,8 +204,8 @@ def noise_like(row: Tensor, seed: int = 0) -> Tensor:
 def _error(first: Tensor, second: Tensor, rows: Sequence[Rows]) -> Tensor | None:
     """The largest difference, of the largest value; None if it is not known where rows are."""
     pairs = [pair for each in rows for pair in each.pairs(first, second)]
-    if not pairs and first.shape == second.shape:
-        pairs = [(first, second)]  # it has no rows: it must not depend on any
+    if first.shape == second.shape:
+        pairs.append((first, second))  # it may have no rows: then it must not depend on any
     if not pairs:
         return None
     return torch.stack([_difference(a.float(), b.float()) for a, b in pairs]).amin()
