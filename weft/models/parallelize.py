@@ -18,7 +18,6 @@ from weft.core.backends import check_backend
 from weft.core.errors import InputError
 from weft.models.adapter import Adapter, unwrapped
 from weft.models.adapters import knows
-from weft.models.decode import spread
 from weft.models.handle import Options, ParallelHandle, handle_of
 from weft.run.devices import check_devices
 from weft.run.world import World, is_launched, world_of
@@ -67,9 +66,7 @@ def parallelize(  # noqa: PLR0913 - the one call users make; each option is a wo
                 _check_device(name, model, world)
             handle.apply(name, model)
         if not isinstance(target, nn.Module) and handle.regions:
-            handle.share(target)
-            if isinstance(vae := getattr(target, "vae", None), nn.Module):
-                spread(vae, world)
+            handle.share(target, decodes=True)
     except BaseException:
         handle.undo()
         raise
