@@ -205,8 +205,6 @@ def test_changed_models(worlds: Worlds, name: str, how: tuple[Change, ...]) -> N
 @pytest.mark.parametrize("change", [by_hand, by_peft])
 @pytest.mark.parametrize("name", ["wan", "flux"])
 def test_small_matrices_beside_the_weights(worlds: Worlds, name: str, change: Change) -> None:
-    if change is by_peft:
-        pytest.importorskip("peft")
     check(alone(name, change), worlds(2).run(step, name, change), 1e-4)
 
 
