@@ -400,6 +400,9 @@ def test_the_first_of_a_chain_is_late_and_not_those_who_wait_themselves() -> Non
 
 
 def test_ranks_that_wait_for_each_other_are_a_deadlock() -> None:
-    answers = [Answer(1, {"receive 1": 1}, {"receive 1": 1}), Answer(1, {"receive 0": 1}, {"receive 0": 1})]
+    answers = [
+        Answer(1, {f"receive {1 - rank}": 1}, {f"receive {1 - rank}": 1}, f"op {3 + rank}") for rank in (0, 1)
+    ]
     rank, message = verdict(answers, "op 3", 60.0, NAMES)
     assert rank == 0 and message.startswith("Rank 4 and the others wait for each other")
+    assert message.endswith("in op 3, rank 5 in op 4: the ranks run different calls.")

@@ -66,7 +66,10 @@ def verdict(
         return rank, f"Rank {names[rank]} is late: {waited}, and {where}{last}."
     if behind:
         rank = min(behind, key=lambda rank: (-behind[rank], rank))
-        return rank, f"Rank {names[rank]} and the others wait for each other: {waited}."
+        apart = [(each, _answer(answers, each).operation) for each in waiting]
+        others = ", ".join(f"rank {names[each]} in {where}" for each, where in apart if where != operation)
+        differ = f", {others}: the ranks run different calls" if others else ""
+        return rank, f"Rank {names[rank]} and the others wait for each other: {waited}{differ}."
     peers = [int(name.split()[1]) for rank in waiting[:1] for name in _answer(answers, rank).waits]
     rank = min(peers, default=0)
     return rank, f"A message of rank {names[rank]} does not arrive: {waited}, in which all of them take part."
