@@ -116,6 +116,21 @@ def test_a_loss_with_a_detached_tangent_has_the_gradients_of_one_process(worlds:
         assert error(found, shard(out, truth.problem.q, rank)) < 1e-10
 
 
+def changed_in_place(truth: Truth) -> tuple[Tensor, tuple[Tensor, ...]]:
+    inputs = [x.requires_grad_() for x in truth.inputs(dist.get_rank())]
+    out = weft.attention(*inputs, scale=truth.scale, plan="ulysses")
+    before = out.detach().clone()
+    out *= 2
+    return before, torch.autograd.grad(out, inputs, truth.slope(dist.get_rank()) / 2)
+
+
+def test_an_output_that_no_backward_reads_may_be_changed_in_place(worlds: Worlds) -> None:
+    truth = Truth.of(problem(2, 23, dtype="float64", heads=4))
+    outs, grads = zip(*worlds(2).run(changed_in_place, truth), strict=True)
+    assert truth.output_error(outs) < 1e-10
+    assert truth.gradient_error(grads) < 1e-10
+
+
 def func_gradients(truth: Truth) -> list[tuple[Tensor, tuple[Tensor, ...]]]:
     """By vjp, and by grad of a loss."""
     rank = dist.get_rank()
