@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import lru_cache
-from itertools import combinations
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -28,6 +28,8 @@ from weft.models.sites import Groups
 from weft.models.stream import Stream
 from weft.plan.stages import WHOLE
 
+WORD = 62
+"""Bits of a number that ranks gather."""
 RNNS = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
 HINT = "Use nn.Dropout on a tensor with the dims of the stage, or set its p to 0."
 
@@ -42,6 +44,11 @@ class Draws(TorchFunctionMode):
         super().__init__()
         self.stream, self._is_probing, self.is_active = stream, is_probing, False
         self.groups: Groups = tuple((dim,) for dim in stream.dims)
+        self._calls = 0
+        self._agreed: dict[Any, Groups] = {}
+        """By the place of a dropout among those of a forward, which is the same on all ranks."""
+        self._made_of: dict[Any, Groups] = {}
+        """By the shape of a tensor of this rank's, for what is computed again."""
 
     def __enter__(self) -> Any:
         self.is_active = True
@@ -58,6 +65,7 @@ class Draws(TorchFunctionMode):
         if any(isinstance(part, nn.Dropout) and part.p for part in parts):
             for world in worlds:
                 share_numbers(world)
+        self._calls = 0
         if parts:
             stack.enter_context(self)
         return stack
@@ -81,6 +89,8 @@ class Draws(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._is_probing() and func in DROPOUT:
+            return args[0] if args else kwargs["input"]
         if self._is_probing() or self.stream.layout == self.stream.whole:
             return passed_on(func, args, kwargs)
         if func in DROPOUT:
@@ -135,31 +145,46 @@ class Draws(TorchFunctionMode):
 
     def _is_part(self, x: Tensor) -> bool:
         """Whether a tensor may have all dims of the stream but the channels: then its rows are tokens."""
-        return any(_count(way) >= len(self.stream.dims) - 1 for way in self._ways(x))
+        return any(_count(way) >= len(self.stream.dims) - 1 for way in self._ways(x).values())
 
-    def _ways(self, x: Tensor) -> list[Groups]:
-        """What a tensor may be made of, with () for a dim that is none of the stream's."""
+    def _ways(self, x: Tensor) -> dict[int, Groups]:
+        """What a tensor may be made of, by number, with () for a dim that is none of the stream's."""
         sizes, sharded = self.stream.local(self.stream.layout), self._sharded()
         order = [dim for dims in self.groups for dim in dims]
         ways = _ways(tuple(x.shape), tuple((dim, sizes[dim]) for dim in order))
-        return [way for way in ways if set(sharded) <= {dim for dims in way for dim in dims}]
+        return {at: way for at, way in ways.items() if set(sharded) <= {dim for dims in way for dim in dims}}
 
     def _way(self, x: Tensor) -> Groups:
-        """What a tensor is made of: as the stage's own, which may have other channels, or the only way."""
-        sizes, sharded = self.stream.local(self.stream.layout), self._sharded()
-        plain = tuple(
-            dims if prod(sizes[dim] for dim in dims) == size else ()
-            for dims, size in zip(self.groups, x.shape, strict=False)
-        )
-        is_like = len(plain) == x.dim() == len(self.groups) and plain.count(()) <= 1
-        if is_like and set(sharded) <= {dim for dims in plain for dim in dims}:
-            return plain
-        ways = self._ways(x)
-        most = max(map(_count, ways), default=0)
-        first, last = self.stream.dims[0], self.stream.dims[-1]
+        """What a tensor is made of; the ranks find it out together, when they first drop of these sizes.
+
+        A rank that has one row of a dim cannot see where that lies; those that have two can.
+        """
+        layout, sizes = self.stream.layout, tuple(self.stream.sizes.values())
+        own = (tuple(x.shape), self.groups, layout, sizes)
+        if is_recomputing():
+            return self._made_of[own]
+        self._calls += 1
+        call = (self._calls, layout, sizes)
+        if call not in self._agreed:
+            self._agreed[call] = self._agree(x)
+        self._made_of[own] = self._agreed[call]
+        return self._agreed[call]
+
+    def _agree(self, x: Tensor) -> Groups:
+        ways, sizes, sharded = self._ways(x), self.stream.local(self.stream.layout), self._sharded()
+        length = -(-((x.dim() + 1) ** len(sizes)) // WORD)
+        bits = sum(1 << at for at in ways)
+        for world in self.stream.worlds:
+            words = [bits >> (WORD * at) & ((1 << WORD) - 1) for at in range(length)]
+            for other in world.comm.gather_numbers(words):
+                bits &= sum(word << (WORD * at) for at, word in enumerate(other))
+        common = [way for at, way in ways.items() if bits >> at & 1]
+        plain = [way for way in common if self._is_plain(way)]
+        most = max(map(_count, common), default=0)
         # The batch comes first, in whatever order the others are; channels come last, if that settles it.
-        ways = [way for way in ways if _count(way) == most and first in (*sum(way, ()), first)[:1]]
-        for some in (ways, [way for way in ways if last in (last, *sum(way, ()))[-1:]]):
+        first, last = self.stream.dims[0], self.stream.dims[-1]
+        likely = [way for way in common if _count(way) == most and (*sum(way, ()), first)[0] == first]
+        for some in (plain, likely, [way for way in likely if (last, *sum(way, ()))[-1] == last]):
             # Ways with the same numbers of elements before, between and behind sharded dims are the same.
             effects = {_effect(way, x.shape, sizes, list(sharded)): way for way in some}
             if len(effects) == 1:
@@ -169,6 +194,12 @@ class Draws(TorchFunctionMode):
             f"{' and '.join(sharded)} lie in it.",
             hint=HINT,
         )
+
+    def _is_plain(self, way: Groups) -> bool:
+        """Whether it is the stage's own, which may have other channels."""
+        if len(way) != len(self.groups):
+            return False
+        return sum(dims != own for dims, own in zip(way, self.groups, strict=True)) <= way.count(()) <= 1
 
 
 def _dropout_p(*args: Any, dropout_p: float = 0.0, **_: Any) -> float:
@@ -186,17 +217,19 @@ def _narrowed(x: Tensor, parts: Sequence[tuple[int, int, int, int]]) -> Tensor:
 
 
 @lru_cache(256)
-def _ways(shape: tuple[int, ...], sizes: tuple[tuple[str, int], ...]) -> list[Groups]:
-    """Ways to make a shape of some of these dims, each once, several in one in this order."""
-    if not shape:
-        return [()]
-    found: list[Groups] = []
-    for count in range(len(sizes) + 1):
-        for dims in combinations(sizes, count):
-            if not dims or prod(size for _, size in dims) == shape[0]:
-                left = tuple(each for each in sizes if each not in dims)
-                names = tuple(name for name, _ in dims)
-                found += [(names, *rest) for rest in _ways(shape[1:], left)]
+def _ways(shape: tuple[int, ...], sizes: tuple[tuple[str, int], ...]) -> dict[int, Groups]:
+    """Ways to make a shape of some of these dims, several in one in this order, by number."""
+    found: dict[int, Groups] = {}
+    for number, places in enumerate(product(range(-1, len(shape)), repeat=len(sizes))):
+        sums = {
+            at: prod(size for (_, size), place in zip(sizes, places, strict=True) if place == at)
+            for at in {*places} - {-1}
+        }
+        if all(shape[at] == size for at, size in sums.items()):
+            found[number] = tuple(
+                tuple(name for (name, _), place in zip(sizes, places, strict=True) if place == at)
+                for at in range(len(shape))
+            )
     return found
 
 

@@ -166,6 +166,11 @@ def symmetric_comm(group: dist.ProcessGroup, timeout: float, *, strict: bool) ->
 
 def _group_of(mesh: Any) -> dist.ProcessGroup | None:
     if isinstance(mesh, DeviceMesh):
+        if mesh.ndim > 1 and not mesh.mesh_dim_names:
+            raise InputError(
+                f"A DeviceMesh of {' × '.join(map(str, mesh.shape))} ranks has no names for its dims.",
+                hint="Give init_device_mesh mesh_dim_names, such as ('ring', 'ulysses').",
+            )
         return (mesh if mesh.ndim == 1 else mesh._flatten()).get_group()
     if isinstance(mesh, dist.ProcessGroup):
         return mesh
