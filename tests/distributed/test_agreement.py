@@ -189,3 +189,18 @@ def test_a_rank_with_another_transport_is_named(worlds: Worlds) -> None:
     found = caught.value.failures
     assert sorted(found) == [0, 1, 2]
     assert all("rank 1 has transport group, the others shm" in one.message for one in found.values())
+
+
+def known_over_the_group() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WEFT_TRANSPORT", "group")
+        for scale in (0.5, 0.25, 0.25 if dist.get_rank() == ODD else 0.5):
+            call({"plan": "ulysses", "tokens": 15, "scale": scale, "timeout": 8.0}, {})
+
+
+def test_known_calls_that_differ_are_named_where_messages_have_no_tags(worlds: Worlds) -> None:
+    with pytest.raises(RankFailure) as caught:
+        worlds(3).run(known_over_the_group)
+    assert sorted(caught.value.failures) == [0, 1, 2]
+    said = "about to run different calls: rank 1 has scale 0.25, the others 0.5."
+    assert all(said in failure.message for failure in caught.value.failures.values())
