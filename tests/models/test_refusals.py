@@ -11,12 +11,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from tests.models.toys import normal, on_ranks, seeded
+import weft
+from tests.models.toys import DIMS, normal, on_ranks, seeded
 from weft.core.errors import InputError
 from weft.models.adapter import Adapter, Cut
 from weft.models.adapters import adapter_of
 from weft.models.region import Region
+from weft.run.pool import Pool
 
 
 def sharded(model: Any, world: Any, adapter: Adapter) -> None:
@@ -173,3 +176,44 @@ def test_refuses_adapters_that_do_not_fit(words: str, changed: dict[str, Any], h
 def test_an_unknown_model_is_told_of_adapters() -> None:
     with pytest.raises(InputError, match="no adapter for a Toy.*weft.Adapter"):
         adapter_of(Toy())
+
+
+class Timed(nn.Module):
+    """A stage with an argument that has a row for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stage = nn.Bilinear(4, 4, 4)
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        return self.stage(x, time[:, None, None].expand(*x.shape))
+
+
+def test_an_argument_by_sample_is_refused_where_samples_are_sharded() -> None:
+    def job(world: Any) -> None:
+        model = seeded(Timed())
+        weft.stages(model, {"stage": "time space"}, dims=DIMS, shard="batch time space", mesh=world)
+        model(normal(4, 3, 5, 4), normal(4, 4))
+
+    with pytest.raises(
+        InputError, match=r"Stage stage is given a second tensor of shape \[4, 3, 5, 4\], .* batch"
+    ):
+        on_ranks(2, job)
+
+
+def on_a_mesh_without_names() -> list[str]:
+    mesh, found = init_device_mesh("cpu", (2, 1)), list[str]()
+    for call in (
+        lambda: weft.parallelize(Toy(), adapter=TOY, mesh=mesh),
+        lambda: weft.stages(Toy(), {"attn": "tokens"}, dims="batch tokens width", mesh=mesh),
+        lambda: weft.attention(*(normal(1, 2, 3, 4) for _ in range(3)), mesh=mesh),
+    ):
+        with pytest.raises(InputError) as caught:
+            call()
+        found.append(str(caught.value))
+    return found
+
+
+def test_a_mesh_of_two_dims_needs_names(worlds: Callable[[int], Pool]) -> None:
+    for messages in worlds(2).run(on_a_mesh_without_names):
+        assert all("A DeviceMesh of 2 × 1 ranks has no names for its dims" in message for message in messages)

@@ -65,7 +65,7 @@ class Draws(TorchFunctionMode):
         if any(isinstance(part, nn.Dropout) and part.p for part in parts):
             for world in worlds:
                 share_numbers(world)
-        self._calls = 0
+        self._calls, self.groups = 0, tuple((dim,) for dim in self.stream.dims)
         if parts:
             stack.enter_context(self)
         return stack

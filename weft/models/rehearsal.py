@@ -57,6 +57,7 @@ class Rehearsal:
         else:
             self.trace.note("", f"what {site.name} is given", call.x)
         assert stages.route is not None
+        stages.refuse_samples(at, call)
         layout = stages.route.layouts[at]
         x = self._rows(layout)
         self.trace.dim = layout[self.axis]

@@ -153,6 +153,7 @@ class Stages:
             if at == 0:
                 self.route = self._measured(site, call.x)
             assert self.route is not None
+            self.refuse_samples(at, call)
             self._stream.layout = self.route.layouts[at - 1] if at else self._stream.whole
             x = self._stream.move(
                 self._stream.apart(site, call.x), self.route.moves[at], f"Stage {site.name}"
@@ -201,6 +202,22 @@ class Stages:
         finally:
             self._probing = False
             self._stream.layout = self._stream.whole
+
+    def refuse_samples(self, at: int, call: Call) -> None:
+        """Refuse other arguments that have a row for each sample, where samples are sharded."""
+        assert self.route is not None
+        batch, sizes = self._stream.dims[0], self._stream.sizes
+        others = {sizes[dim] for dim in self._shard if dim != batch}
+        if batch not in self.route.layouts[at] or sizes[batch] in others:
+            return
+        for name, value in (*enumerate(call.args), *call.kwargs.items()):
+            is_other = name != call.at and isinstance(value, Tensor) and value.dim() > 0
+            if is_other and value.shape[0] == sizes[batch] > 1:
+                raise InputError(
+                    f"Stage {self._sites[at].name} is given a second tensor of shape {list(value.shape)}, "
+                    f"with a row for each of {batch}, which is sharded.",
+                    hint=f"Leave {batch} out of shard, or make that tensor of the first one in the stage.",
+                )
 
     def _measured(self, site: Site, x: Tensor) -> Route:
         """The way of a whole tensor through the stages."""
