@@ -83,7 +83,8 @@ def test_names_do_not_depend_on_what_wraps_a_module() -> None:
             self.base_layer = nn.Linear(2, 2)
 
     inner = nn.Sequential(nn.Linear(2, 2), Adapted())
-    whole = nn.Sequential(checkpoint_wrapper(inner), torch.compile(nn.Linear(2, 2)))
+    compiled: Any = torch.compile(nn.Linear(2, 2))
+    whole = nn.Sequential(checkpoint_wrapper(inner), compiled)
     names = modules(whole)
     assert list(names) == ["", "0", "0.0", "0.1", "1"]
     assert names["0"] is inner and isinstance(names["0.1"], Adapted) and type(names["1"]) is nn.Linear
@@ -156,7 +157,7 @@ def test_two_sizes_in_one_backward_under_any_checkpoint() -> None:
             weft.parallelize(own, mesh=world)
         video, time, words = inputs()
         outs = [own(video[:, : 2 * frames], time, words) for frames in (1, 2, 1)]
-        loss = sum((out * (at + 1)).square().sum() for at, out in enumerate(outs))
+        loss: Any = sum((out * (at + 1)).square().sum() for at, out in enumerate(outs))
         return outs[1].detach(), list(torch.autograd.grad(loss, list(own.parameters())))
 
     check(job(None), on_ranks(3, job), 1e-9)

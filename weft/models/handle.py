@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from functools import partial, wraps
+from dataclasses import dataclass
+from functools import cached_property, wraps
 from importlib import import_module
 from inspect import signature
 from itertools import chain
@@ -59,7 +60,7 @@ class ParallelHandle:
         self._pipes: WeakSet[Any] = WeakSet()
         self._spreads: list[Spread] = []
 
-    @property
+    @cached_property
     def world(self) -> World:
         return world_of(self.options.mesh, 60.0)
 
@@ -94,25 +95,10 @@ class ParallelHandle:
         self.regions[name] = region = _region(model, adapter, check=given.check, **how)
         self._guidance.append(guidance)
         inputs = Comparison(type(model).__name__, parameters(model), always=given.check == "always")
-        wrap_module(model, ModelHook(self, name, partial(self._run, region, guidance, inputs)))
+        wrap_module(model, ModelHook(self, name, region, guidance, inputs))
         self.mark(model)
-        if "diffusers" in type(model).__module__:
+        if "diffusers" in sys.modules:
             _follow_pipelines()
-
-    def _run(  # noqa: PLR0913 - what makes up a forward
-        self,
-        region: Region | Switching,
-        guidance: Guidance,
-        inputs: Comparison,
-        forward: Method,
-        args: Any,
-        kwargs: Any,
-    ) -> Any:
-        check_call(f"A parallelized {type(region.model).__name__}")
-        region.forward = forward
-        # A pipeline that is called has compared its arguments, and its ranks draw the same numbers.
-        with inputs(self.world, region.model, args, kwargs, values=not self.clock.is_told):
-            return guidance(region.run, args, kwargs)
 
     def mark(self, target: Any) -> None:
         """Nobody else may split it."""
@@ -174,22 +160,30 @@ class ParallelHandle:
         self.__init__(self.options)
 
 
+@dataclass(eq=False)
 class ModelHook(Around):
-    """The forward of a parallelized model."""
+    """The forward of a parallelized model; of one that is plain, if it has no region."""
 
+    handle: ParallelHandle
+    name: str
+    region: Any = None
+    guidance: Any = None
+    inputs: Any = None
     opaque = True  # blocks are compiled; what goes on around them is not
 
-    def __init__(self, handle: ParallelHandle, name: str, run: Callable[..., Any] | None = None) -> None:
-        self.handle, self.name, self.run = handle, name, run
-
     def around(self, forward: Method, args: Any, kwargs: Any) -> Any:
-        if self.run is None:  # a copy that `after_copy` was not called for is plain
+        if self.region is None:
             return forward(*args, **kwargs)
-        return self.run(forward, args, kwargs)
+        handle, region = self.handle, self.region
+        check_call(f"A parallelized {type(region.model).__name__}")
+        region.forward = forward
+        # A pipeline that is called has compared its arguments, and its ranks draw the same numbers.
+        with self.inputs(handle.world, region.model, args, kwargs, values=not handle.clock.is_told):
+            return self.guidance(region.run, args, kwargs)
 
     def before_copy(self) -> None:
-        if self.name in self.handle.regions:
-            self.handle.regions[self.name].before_copy()
+        if isinstance(self.region, Switching):
+            self.region.remove()  # until the next forward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelHook:
         return ModelHook(deepcopy(self.handle, memo), self.name)

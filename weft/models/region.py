@@ -206,9 +206,6 @@ class Region:
                 processor._attention_backend = vars(processor).pop(BACKEND)  # type: ignore[union-attr]
         self.wrapped = {}
 
-    def before_copy(self) -> None:
-        """Nothing that is on a module keeps it from being copied."""
-
     def _is_changed(self) -> bool:
         """Whether a wrapped module has made way for another, as for one with LoRA, or a dropout is new."""
         for name, (module, hook) in self.wrapped.items():
