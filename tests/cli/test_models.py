@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -61,3 +63,13 @@ def test_a_file_in_the_folder_is_an_adapter(tmp_path, monkeypatch) -> None:
     )
     monkeypatch.setattr(adapters, "__path__", [*adapters.__path__, str(tmp_path)])
     assert adapters.found().keys() - ADAPTERS.keys() == {"Painter"}
+
+
+def test_the_readme_counts_as_many() -> None:
+    """Those of Diffusers: by name, and how many more."""
+    text = " ".join((Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8").split())
+    found = re.search(r"named\. ((?:\w+, )+\w+) and (\d+) more of Diffusers \(`weft models`\)", text)
+    assert found is not None
+    named = found[1].split(", ")
+    assert all(any(each.startswith(name) for each in ADAPTERS) for name in named)
+    assert len(named) + int(found[2]) == len(ADAPTERS) - 1, "one is weft's own"
