@@ -30,13 +30,13 @@ class Guard(TorchFunctionMode):
         self.region = region
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Sizes are read last: torch.compile makes constants of what is read.
-        if (func in RANDOM or func in DROPOUT) and not self.region.quiet and self.region.shards.sizes:
-            self._check(func, args, kwargs or {})
+        if func in RANDOM or (func in DROPOUT and _drops(*args, **kwargs or {})):
+            self._check()
         return passed_on(func, args, kwargs or {})
 
-    def _check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if func in RANDOM or (func in DROPOUT and _drops(*args, **kwargs)):
+    def _check(self) -> None:
+        # Sizes are read for these functions alone: torch.compile makes constants of what it sees read.
+        if not self.region.quiet and self.region.shards.sizes:
             raise InputError(
                 f"{_running(self.region.model)} draws random numbers for this rank's tokens only.",
                 hint="Only nn.Dropout draws what one process would; use it, or draw before tokens are cut.",

@@ -119,7 +119,9 @@ class Region:
             refuse_mixing(self, args, kwargs)
             self._probed.add(kind)
         # What was found right is looked at less and less often.
-        looked_at = self.model.training or not self.runs & (self.runs - 1)
+        looked_at = self.model.training or self.runs == 1
+        if not looked_at and not self.runs & (self.runs - 1):  # graphs of torch.compile are for one mode each
+            looked_at = all(part._compiled_call_impl is None for part in self._parts)
         before, self.active = self.active, True
         try:
             with Guard(self) if looked_at else nullcontext():

@@ -121,6 +121,8 @@ def _derived(plain: type, name: str, opaque: bool) -> type:  # noqa: FBT001 - a 
             return own(self, *args, **kwargs)
         return site.around(partial(own, self), args, kwargs)
 
+    # Code of its own: torch.compile counts recompilations, of which it allows 8, by code.
+    method.__code__ = method.__code__.replace(co_name=f"{plain.__name__}_{name}")
     _like(method, own)._weft = True  # type: ignore[attr-defined]
     if opaque:
         method._torchdynamo_disable = True  # type: ignore[attr-defined]
