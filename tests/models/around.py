@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import weft
+from tests.models.encoders import TEXT
 from tests.models.toys import normal
 from tests.models.zoo import ZOO
 from weft.core.errors import CommError, WeftError
@@ -32,7 +33,7 @@ from weft.run.pool import Pool
 LIMIT = 2e-5
 """Of a tensor's largest element, or of LEAST of the largest of its group: gradients of a key's bias are 0."""
 LEAST = {torch.float64: 1e-3, torch.float32: 1.0}
-MODELS = ("wan", "flux", "sd3", "cogvideox-rotary", "ltx", "mochi", "hunyuan", "qwen-padded")
+MODELS = ("wan", "flux", "sd3", "cogvideox-rotary", "ltx", "mochi", "hunyuan", "qwen-padded", "latte")
 
 
 @dataclass
@@ -53,11 +54,12 @@ class Run:
     def ranks(self) -> int:
         return dist.get_world_size() if dist.is_initialized() else 1
 
-    def model(self, **options: Any) -> Any:
-        return ZOO[self.name].make(self.dtype, **options)
+    def model(self) -> Any:
+        return latte(self.dtype) if self.name == "latte" else ZOO[self.name].make(self.dtype)
 
     def inputs(self, **sizes: Any) -> dict[str, Any]:
-        return ZOO[self.name].inputs(**{"dtype": self.dtype, **sizes})
+        given: Any = {"dtype": self.dtype, **sizes}
+        return latte_inputs(**given) if self.name == "latte" else ZOO[self.name].inputs(**given)
 
     def split(self, target: Any, **options: Any) -> Any:
         return weft.parallelize(target, **options) if self.ranks > 1 else target
@@ -117,6 +119,20 @@ class Run:
         for weight, grad in zip(weights, mean.split([grad.numel() for grad in grads]), strict=True):
             if weight.grad is not None or grad.any():
                 weight.grad = grad.view_as(weight).clone()
+
+
+def latte(dtype: torch.dtype) -> Any:
+    """A model that is split by switching dims."""
+    from tests.models.checkpoints import TINY
+
+    return TINY["latte"]().transformer.to(dtype)
+
+
+def latte_inputs(dtype: torch.dtype, batch: int = 2, grid: Any = None) -> dict[str, Any]:
+    width = 2 if grid is None else 4  # it knows one number of frames
+    shapes = {"hidden_states": (batch, 4, 5, 2, width), "encoder_hidden_states": (batch, 7, TEXT)}
+    given = {key: normal(*shape, dtype=dtype) for key, shape in shapes.items()}
+    return {**given, "timestep": torch.tensor([3, 500][:batch]), "return_dict": False}
 
 
 def first(out: Any) -> Tensor:

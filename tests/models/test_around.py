@@ -37,7 +37,7 @@ PRELOAD += [each.__name__ for each in TABLE if each.__name__ not in PRELOAD]  # 
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-PENDING: tuple[str, ...] = ("export",)
+PENDING: tuple[str, ...] = ()
 """Rows that do not hold yet."""
 
 
