@@ -144,7 +144,7 @@ def test_a_shift_that_is_not_cut_is_told_by_place() -> None:
 
 
 def test_a_probe_costs_what_few_tokens_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 2 ranks with 16,384 tokens each, counted in multiplications; and it runs in the first call alone."""
+    """Of 2 ranks with 1,024 tokens each, counted in FLOPs; and it runs in the first call alone."""
     runs: list[int] = []
     real = mixing.Few.attend
     monkeypatch.setattr(mixing.Few, "attend", lambda self, *a: runs.append(a[1].shape[2]) or real(self, *a))

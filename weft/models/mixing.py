@@ -143,7 +143,7 @@ def refuse_mixing(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any])
     """Raise on all ranks if the model mixes tokens outside of what its adapter declares."""
     values = tree_leaves((args, kwargs, next(region.model.parameters(), None)))
     # Fake tensors and those of torch.func have nothing to compare.
-    if detect_fake_mode(values) or torch._C._functorch.peek_interpreter_stack() is not None:
+    if detect_fake_mode(values) or torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore
         return
     runs = _Runs(region, args, kwargs)
     found = find_mixing(region.model, [region.shards.world.comm], [runs.few, runs.own])
@@ -181,12 +181,11 @@ class _Runs:
         return trace.blamed()
 
     def _run(self, shards: Few, rows: list[Rows]) -> None:
-        region, own, (args, kwargs) = self.region, self.region.shards, self.given
-        region.shards = shards
-        region.active += 1
+        region, (args, kwargs) = self.region, self.given
+        own = region.shards, region.active
+        region.shards, region.active = shards, True
         try:
             with Guard(region):  # what draws random numbers is refused as such
                 shards.trace.run(lambda: region._enter.around(region.forward, args, kwargs), rows)
         finally:
-            region.active -= 1
-            region.shards = own
+            region.shards, region.active = own

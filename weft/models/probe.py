@@ -95,9 +95,9 @@ class Rows(NamedTuple):
             rests = [[*t.shape[:dim], *t.shape[dim + 1 :]] for t in (x, y)]
             if not folded or rest or y.shape[dim] != folded * self.second or rests[0] != rests[1]:
                 continue
-            yield self._rows(*(t.unflatten(dim, (folded, -1)) for t in (x, y)), dim + 1)
+            yield self._rows(x.unflatten(dim, (folded, -1)), y.unflatten(dim, (folded, -1)), dim + 1)
             if folded > 1:  # with another dim, of which either may be the inner one
-                yield self._rows(*(t.unflatten(dim, (-1, folded)) for t in (x, y)), dim)
+                yield self._rows(x.unflatten(dim, (-1, folded)), y.unflatten(dim, (-1, folded)), dim)
 
     def _rows(self, x: Tensor, y: Tensor, dim: int) -> tuple[Tensor, Tensor]:
         return (
