@@ -35,7 +35,7 @@ from weft.core.problem import Problem
 from weft.core.topology import Topology
 from weft.plan.balanced import Balancer
 from weft.plan.forecast import Forecast
-from weft.plan.place import Choice, Entry, Place, Planned, carried_on, key_of, planned
+from weft.plan.place import Choice, Entry, Place, Planned, Prepare, carried_on, key_of, planned
 from weft.plan.store import Key, Store, Stored
 from weft.plan.strategies import parse
 from weft.plan.strategy import Strategy
@@ -60,17 +60,18 @@ _channels = count()
 class Planner:
     """The plans of one world, the same on all ranks.
 
-    `store` opens what rank 0 leaves plans in; without one, first plans stay. `evict` is told of plans that
-    will not be used again.
+    `store` opens what rank 0 leaves plans in; without one, first plans stay. `change` is told on the model's
+    thread of a plan that will not be used again, and of the one in its place, if that was prepared.
     """
 
     def __init__(
         self,
         comm: Comm,
         store: Callable[[int], Any] | None,
-        evict: Callable[[Planned], None] = lambda _: None,
+        prepare: Prepare = lambda *_: None,
+        change: Callable[[Planned, Planned | None], None] = lambda *_: None,
     ) -> None:
-        self.comm, self._evict, self._open = comm, evict, store
+        self.comm, self._open, self._prepare, self._change = comm, store, prepare, change
         self.entries: dict[Any, Entry] = {}
         self.prior: dict[Key, Mapping[tuple[int, int], Stored]] = {}
         """Of an earlier run, by layer and branch; only rank 0 has their loads."""
@@ -167,7 +168,7 @@ class Planner:
         if old := self.entries.pop(key, None):
             self._numbers.pop(old.number, None)
             if old.plan is not entry.plan:
-                self._evict(old.plan)
+                self._change(old.plan, None)
         while len(self.entries) >= PLACES:
             self._numbers.pop(self.entries.pop(next(iter(self.entries))).number, None)
         self.entries[key] = self._numbers[entry.number] = entry
@@ -217,7 +218,7 @@ class Planner:
                     hint="Make masks that are the same on all ranks, from equal or exchanged inputs.",
                 )
         if (old := entry.use(min(row[2] for row in rows))) is not None:
-            self._evict(old)
+            self._change(old, entry.plan)
         if self._open is None or entry.shares is not None:
             return
         if self.comm.rank == 0:
@@ -254,10 +255,10 @@ class Planner:
         draft = entry.observe(mask, step, plan, self._forecasts[key], choice)
         if draft is not None:
             strategy, assignment, why = draft
-            version = entry.newest + 1
-            message = dumps([entry.number, version, str(strategy), assignment.packed(), why])
+            made = entry.hold(entry.newest + 1, draft, self._prepare)
+            facts = entry.number, made.version, made.schedule.digest
+            message = dumps([*facts, str(strategy), assignment.packed(), why])
             self._store.set(str(self._published + 1), message)
-            entry.hold(version, draft)
             self._published += 1
         for number in range(self._deleted + 1, fetched + 1):
             self._store.delete_key(str(number))
@@ -268,9 +269,11 @@ class Planner:
         for number in range(after + 1, until + 1):
             message = self._store.get(str(number))
             self._fetched = number
-            place, version, strategy, assignment, why = loads(message)
-            if entry := self._numbers.get(place):  # not forgotten in the meantime
-                entry.hold(version, (parse(strategy, entry.problem.ranks), assignment, why))
+            place, version, digest, strategy, assignment, why = loads(message)
+            entry = self._numbers.get(place)
+            if entry and version == entry.newest + 1:  # not forgotten, and all before it could be held
+                draft = parse(strategy, entry.problem.ranks), assignment, why
+                entry.hold(version, draft, self._prepare, digest)
 
     def _save(self) -> None:
         by_key: dict[Key, list[Stored]] = {}

@@ -31,7 +31,6 @@ class Redistribution(Runner):
 
     def __init__(self, schedule: Schedule, comm: Comm, arena: Arena, *, name: str) -> None:
         super().__init__(schedule, comm, arena, name)
-        self.name = name
         self._spare: list[Runner] = []
         """Runners whose memory is their own, for runs that others may overtake."""
 
