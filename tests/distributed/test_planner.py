@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,6 +19,9 @@ from weft.core.mask import BlockMask
 from weft.core.problem import Problem
 from weft.core.topology import Topology
 from weft.plan.place import Place
+from weft.program import lower as lowering
+from weft.run import agree as agreement
+from weft.run import attention, execute
 from weft.run.world import World, world_of
 
 TOKENS, HEADS, BLOCK, LAYERS = 310, 6, 8, 2
@@ -56,7 +61,25 @@ class Step(NamedTuple):
 
 
 def run(steps: int, asked: str, rank: int, slow: int | None = None) -> list[list[Step]]:
-    here, found = World(world_of(None, 60.0).comm), []
+    agreed, lowered = [], []
+
+    def agree(*args: Any, **how: Any) -> Any:
+        agreed.append(threading.current_thread())
+        return agreement.agree(*args, **how)
+
+    def lower(*args: Any) -> Any:
+        lowered.append(threading.current_thread())
+        return lowering.lower(*args)
+
+    with patch.object(attention, "agree", agree), patch.object(execute, "lower", lower):
+        found = _run(World(world_of(None, 60.0).comm), steps, asked, rank, slow)
+    if asked != "auto":  # plans of one strategy: only the first ones are agreed on and lowered in a step
+        assert len(agreed) == lowered.count(threading.current_thread()) == LAYERS < len(lowered)
+    return found
+
+
+def _run(here: World, steps: int, asked: str, rank: int, slow: int | None) -> list[list[Step]]:
+    found = []
     for step in range(steps):
         row = []
         for place, mask in zip(PLACES, masks(steps)[step], strict=True):

@@ -83,6 +83,10 @@ class Planner:
         self._numbers: dict[int, Entry] = {}
         self._count = self._published = self._asked = self._fetched = self._deleted = 0
         self._submitted = self._looked_at = 0
+        self._seen: tuple[Any, ...] = ()
+        self._background = ThreadPoolExecutor(
+            1, thread_name_prefix="weft-plan"
+        )  # its thread starts when needed
         self._choices: dict[Any, Choice] = {}
         self._forecasts: dict[Key, Forecast] = {}
 
@@ -121,17 +125,17 @@ class Planner:
         """Leave plans and loads to runs to come: in the background, at most once a minute, never an error."""
         if self.comm.rank == 0 < len(self.entries) and time.monotonic() - self._saved_at >= SAVE_SECONDS:
             self._saved_at = time.monotonic()
+            self._look()
             self._background.submit(_logged, self._save)
 
     def finish(self) -> None:
         """Wait for what is being planned and saved."""
-        if "_background" in vars(self):
-            self._background.submit(lambda: None).result()
+        self._look()
+        self._background.submit(lambda: None).result()
 
     def close(self) -> None:
-        """Plan no more; what is being planned is finished."""
-        if "_background" in vars(self):
-            self._background.shutdown(wait=False, cancel_futures=True)
+        """Plan no more; what is being planned is finished, and so is the thread."""
+        self._background.shutdown(wait=False, cancel_futures=True)
 
     # On the thread of the model.
 
@@ -223,20 +227,22 @@ class Planner:
             return
         if self.comm.rank == 0:
             fetched = min(row[4] for row in rows[1:])
+            self._look()
             if self._submitted - self._looked_at <= BACKLOG * len(self.entries):
                 self._submitted += 1
-                seen = entry, entry.mask, entry.step, entry.plan
-                self._background.submit(_logged, self._observe, *seen, fetched)
+                self._seen = entry, entry.mask, entry.step, entry.plan, fetched
         elif rows[0][3] > self._asked:
             self._channel = rows[0][5]
             self._background.submit(_logged, self._fetch, self._asked, rows[0][3])
             self._asked = rows[0][3]
 
-    # On the planner's thread.
+    def _look(self) -> None:
+        """Have the last mask looked at. Its call is under way: what runs it is there to be prepared anew."""
+        if self._seen:
+            self._background.submit(_logged, self._observe, *self._seen)
+            self._seen = ()
 
-    @cached_property
-    def _background(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(1, thread_name_prefix="weft-plan")
+    # On the planner's thread.
 
     @cached_property
     def _store(self) -> Any:
