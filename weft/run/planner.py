@@ -43,6 +43,7 @@ from weft.run.comm import Comm
 from weft.run.exchange import broadcast_json
 
 _log = logging.getLogger("weft")
+Loads = npt.NDArray[np.float64]
 PLACES = 4096
 """Layers × branches × sizes whose plans are remembered."""
 DRIFT = 1 / 16
@@ -75,7 +76,7 @@ class Planner:
         self.entries: dict[Any, Entry] = {}
         self.prior: dict[Key, Mapping[tuple[int, int], Stored]] = {}
         """Of an earlier run, by layer and branch; only rank 0 has their loads."""
-        self.resumed: dict[str, tuple[npt.NDArray[np.float64], str]] = {}
+        self.resumed: dict[str, tuple[Loads, str]] = {}
         """Of a checkpoint: the shares and the strategy of plans by loads, see `state`."""
         self._saved = Store()
         self._saved_at = -SAVE_SECONDS
@@ -99,7 +100,7 @@ class Planner:
         step: int,
         topology: Callable[[], Topology],
         asked: str = "auto",
-        loads: npt.NDArray[np.float64] | None = None,
+        loads: Loads | None = None,
     ) -> Planned:
         """Return the plan of a call. All ranks ask in the same order, each with the mask of the call."""
         key = place, problem, mask.grid, asked
@@ -139,14 +140,7 @@ class Planner:
 
     # On the thread of the model.
 
-    def _begin(
-        self,
-        key: Any,
-        mask: BlockMask,
-        step: int,
-        topology: Topology,
-        shares: npt.NDArray[np.float64] | None,
-    ) -> Entry:
+    def _begin(self, key: Any, mask: BlockMask, step: int, topology: Topology, shares: Loads | None) -> Entry:
         place, problem, _, asked = key
         balancer = Balancer(problem, mask, topology)
         if shares is not None:
@@ -179,8 +173,8 @@ class Planner:
         return entry
 
     def _by_loads(
-        self, key: Any, mask: BlockMask, topology: Topology, shares: npt.NDArray[np.float64]
-    ) -> tuple[npt.NDArray[np.float64], Strategy, str]:
+        self, key: Any, mask: BlockMask, topology: Topology, shares: Loads
+    ) -> tuple[Loads, Strategy, str]:
         """Go on by a checkpoint's plan, or choose; groups with other masks, and runs that resume, alike."""
         place, problem, _, asked = key
         before, name = self.resumed.pop(_name(place, problem), (None, ""))
@@ -294,7 +288,7 @@ def _name(place: Place, problem: Problem) -> str:
     return f"layer {place.layer}, {problem.heads} heads on {problem.ranks} ranks"
 
 
-def _moved(planned: npt.NDArray[np.float64] | None, now: npt.NDArray[np.float64]) -> bool:
+def _moved(planned: Loads | None, now: Loads) -> bool:
     return planned is None or len(planned) != len(now) or bool(np.abs(planned - now).max() > DRIFT)
 
 
