@@ -175,7 +175,7 @@ def run(case: Case, mesh: World | None = None) -> Run:
         gate.set()
     planner.finish()
     entries = list(planner.entries.values())
-    return Run(outs, plans, [entry.why for entry in entries], [list(entry.judged) for entry in entries])
+    return Run(outs, plans, [entry.plan.why for entry in entries], [list(entry.judged) for entry in entries])
 
 
 @cache

@@ -82,7 +82,7 @@ def test_a_better_strategy_is_changed_to_with_its_reason() -> None:
     assert prepared == [(place.plan, place.held[1])]
     assert place.plan.version == 0 and place.newest == 1
     old = place.use(1)
-    assert old is place.first and place.plan.strategy == OTHER and place.why == why
+    assert old is place.first and place.plan.strategy == OTHER and place.plan.why == why
     assert place.stored().strategy == "ulysses+balanced", "the next run begins with it"
     assert place.again(2, 0).plan is place.plan
 

@@ -153,10 +153,6 @@ class Entry:
         self._looked = (0.0, 0.0)
 
     @property
-    def why(self) -> str:
-        return self.plan.why
-
-    @property
     def newest(self) -> int:
         return max(list(self.held))  # a copy: the planner's thread adds to it
 
