@@ -7,12 +7,10 @@ the blocks now: what is not at home has to travel.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from weft.core.codec import value
-from weft.core.errors import InputError
 from weft.core.indices import IntArray, split_evenly
 from weft.plan.refine import Side, refine
 
@@ -20,9 +18,7 @@ Blocks = tuple[IntArray, IntArray]
 """The ring coordinate of each q block and of each kv block, per slice."""
 
 
-@value
-@dataclass(frozen=True, kw_only=True)
-class Limits:
+class Limits(NamedTuple):
     """How far `joint` may go, and when it has gone far enough."""
 
     budget: float = 1 / 3
@@ -31,13 +27,6 @@ class Limits:
     """Most blocks of a rank, over the even share; what it has to begin with it may keep."""
     target: float = 1.013
     """A ratio with which it stops: every further swap would travel for little."""
-
-    def __post_init__(self) -> None:
-        if not (0 <= self.budget <= 1 <= min(self.cap, self.target)):
-            raise InputError(
-                f"{self} cannot be kept.",
-                hint="Give a budget from 0 to 1, and a cap and a target of 1 or more.",
-            )
 
 
 LIMITS = Limits()
