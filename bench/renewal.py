@@ -122,19 +122,28 @@ def inverted(executor: Executor) -> float:
     return took(invert)[1]
 
 
-def switched(schedule: Schedule, rank: int) -> float:
-    """Return what the first call by a new plan takes more than the next: agree, lower and bind it."""
-    run = DryRun(schedule, rank)
+class Switch(NamedTuple):
+    """Milliseconds of a change to a new plan, besides planning."""
+
+    prepared: float
+    """Lowering on the planner's thread, and all of binding that needs no memory."""
+    on_path: float
+    """What the first call by the plan takes more than the next."""
+
+
+def switched(old: Schedule, new: Schedule, rank: int) -> Switch:
+    """Change from a plan that has run, as `World.prepare` and `World.change` do."""
+    run = DryRun(old, rank)
     inputs: Any = {"home q": (run.q,), "home kv": (run.k, run.v)}
 
-    def begin() -> None:
-        _ = schedule.digest
-        tiles = run.executor.tiles
-        frame = Frame(run.executor.comm, run.executor.kernel, SCALE, run.q.device, tiles)
-        run.executor.begin(FORWARD, frame, inputs)
+    def begin(executor: Executor) -> None:
+        frame = Frame(executor.comm, executor.kernel, SCALE, run.q.device, executor.tiles)
+        executor.begin(FORWARD, frame, inputs)
 
-    first, again = (took(begin)[1] for _ in range(2))
-    return first - again
+    begin(run.executor)
+    executor, prepared = took(lambda: run.executor.renewed(new))
+    first, again = (took(lambda: begin(executor))[1] for _ in range(2))
+    return Switch(prepared, first - again)
 
 
 class Changes(NamedTuple):
@@ -190,10 +199,11 @@ def _report(
 ) -> Report:
     sums = [median(sum(each) for each in steps) for steps in by_rank]
     parts = [median(values) for values in zip(*by_rank[int(np.argmax(sums))], strict=True)]
-    anew = [new for old, new in zip(changes, changes[1:], strict=False) if new.plan is not old.plan]
-    beside = median(each.beside for each in changes)
+    plans = [(old.plan, new.plan) for old, new in zip(changes, changes[1:], strict=False)]
+    anew = [switched(old.schedule, new.schedule, 0) for old, new in plans if new is not old]
+    prepared, change = (median(each) for each in zip(*anew, strict=True)) if anew else (0.0, 0.0)
+    beside = median(each.beside for each in changes) + prepared
     on_path = median(each.on_path for each in changes)
-    change = median(switched(each.plan.schedule, 0) for each in anew) if anew else 0.0
     low, high = BEFORE_MS[block]
     report = Report()
     report.rows.append(
@@ -218,7 +228,7 @@ def _report(
     )
     for what, value in zip(("mask of tiles", "digest", "forward lists"), parts, strict=True):
         report.lines.append(Line(case=name, name=what, measured=value, unit=UNIT))
-    first = "agreed on, lowered and bound in the first call by it"
+    first = "views of memory for the first call by it"
     report.lines.append(
         Line(case=name, name="backward lists", measured=max(backward), note="when first needed")
     )

@@ -96,7 +96,7 @@ def test_words_become_settings(monkeypatch, engines, tmp_path) -> None:
     monkeypatch.setattr("weft.serve.app.create_app", lambda *_, **__: None)
     monkeypatch.setattr("weft.serve.host.log_events", lambda *_, **__: None)
     monkeypatch.setattr("weft.serve.host.host", lambda *_, **__: None)
-    words = ("--ttl", "15m", "--quota", "1.5GiB", "--policy", "one", "--mask", "sta", "--max-queue", "3")
+    words = ("--ttl", "15m", "--quota", "1.5GiB", "--policy", "one", "--sparse", "sta", "--max-queue", "3")
     words += ("--max-time", "10m", "--max-step", "1.5s")
     assert ended("--port", "0", *words) in (0, None)
     (made,) = engines
@@ -106,7 +106,7 @@ def test_words_become_settings(monkeypatch, engines, tmp_path) -> None:
         "name": "weft-shapes",
         "dtype": "",
         "plan": "auto",
-        "mask": "sta",
+        "sparse": "sta",
         "backend": "auto",
     }
     assert made.folder == tmp_path / "state" / "weft" / "serve" / "weft-shapes"

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
-import numpy as np
 import pytest
 
 import weft
+from tests.distributed.test_planner_product import evolving
 from tests.run.dense import Truth
 from tests.worlds import world
 from weft.core.layout import Layout
@@ -17,9 +18,12 @@ from weft.core.mask import BlockMask
 from weft.core.problem import Problem
 from weft.core.topology import Topology
 from weft.plan.place import Place
+from weft.program import lower as lowering
+from weft.run import agree as agreement
+from weft.run import attention, execute
 from weft.run.world import World, world_of
 
-TOKENS, HEADS, BLOCK, LAYERS = 310, 6, 8, 2
+TOKENS, HEADS, LAYERS = 310, 6, 2
 PLACES = [Place("test", layer, 0, "topk") for layer in range(LAYERS)]
 
 
@@ -28,24 +32,9 @@ def problem(ranks: int = 4) -> Problem:
     return Problem(batch=1, heads=HEADS, kv_heads=HEADS, head_dim=8, q=layout, kv=layout, dtype="float64")
 
 
-@cache
-def masks(steps: int) -> tuple[tuple[BlockMask, ...], ...]:
-    """[steps][layers]: heads of different density, and a twentieth of the tiles changes in each step."""
-    random = np.random.default_rng(0)
-    blocks = -(-TOKENS // BLOCK)
-    share = random.uniform(0.05, 0.5, (LAYERS, HEADS, 1, 1))
-    scores = random.random((LAYERS, HEADS, blocks, blocks))
-    found = []
-    for _ in range(steps):
-        scores = np.where(random.random(scores.shape) < 0.05, random.random(scores.shape), scores)
-        share = np.clip(share * random.lognormal(0, 0.05, share.shape), 0.02, 0.9)
-        found.append(
-            tuple(
-                BlockMask.from_tiles(tiles, q_len=TOKENS, kv_len=TOKENS, block_q=BLOCK)
-                for tiles in scores < share
-            )
-        )
-    return tuple(found)
+def masks(step: int) -> list[BlockMask]:
+    """By layer."""
+    return [evolving(layer, HEADS, TOKENS)[step] for layer in range(LAYERS)]
 
 
 class Step(NamedTuple):
@@ -56,10 +45,28 @@ class Step(NamedTuple):
 
 
 def run(steps: int, asked: str, rank: int, slow: int | None = None) -> list[list[Step]]:
-    here, found = World(world_of(None, 60.0).comm), []
+    agreed, lowered = [], []
+
+    def agree(*args: Any, **how: Any) -> Any:
+        agreed.append(threading.current_thread())
+        return agreement.agree(*args, **how)
+
+    def lower(*args: Any) -> Any:
+        lowered.append(threading.current_thread())
+        return lowering.lower(*args)
+
+    with patch.object(attention, "agree", agree), patch.object(execute, "lower", lower):
+        found = _run(World(world_of(None, 60.0).comm), steps, asked, rank, slow)
+    if asked != "auto":  # plans of one strategy: only the first ones are agreed on and lowered in a step
+        assert len(agreed) == lowered.count(threading.current_thread()) == LAYERS < len(lowered)
+    return found
+
+
+def _run(here: World, steps: int, asked: str, rank: int, slow: int | None) -> list[list[Step]]:
+    found = []
     for step in range(steps):
         row = []
-        for place, mask in zip(PLACES, masks(steps)[step], strict=True):
+        for place, mask in zip(PLACES, masks(step), strict=True):
             truth = Truth.of(problem(), mask, seed=step)
             plan = here.planner.plan(
                 place, problem(), mask, step=step, topology=lambda: Topology.local(4), asked=asked
@@ -88,7 +95,7 @@ def run_twice() -> tuple[list[list[int]], int, bool]:
     here, found = World(world_of(None, 60.0).comm), []
     rank = here.comm.rank
     for step in [*range(5), *range(4)]:
-        for place, mask in zip(PLACES, masks(6)[step], strict=True):
+        for place, mask in zip(PLACES, masks(step), strict=True):
             how = {"topology": lambda: Topology.local(4), "asked": "usp:2x2+balanced"}
             plan = here.planner.plan(place, problem(), mask, step=step, **how)
             truth = Truth.of(problem(), mask, seed=step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from torch import Tensor
 import weft
 from tests.models.toys import normal, seeded
 from tests.worlds import world
+from weft.core.errors import CommError
 from weft.core.mask import BlockMask
 from weft.models.context import AttentionContext
 from weft.models.dit import DiTConfig, VideoDiT
@@ -101,6 +103,8 @@ class Case:
     """The step before which nothing is planned."""
     wrong: int | None = None
     """A rank that has another mask than others."""
+    dies: int | None = None
+    """A rank that is gone in the middle of the run, while rank 0 plans."""
     folder: str = "off"
     """Of stored plans."""
 
@@ -156,6 +160,8 @@ def run(case: Case, mesh: World | None = None) -> Run:
             gate.set()
         if step == case.steps // 2 and rank == case.asleep:
             time.sleep(1.0)
+        if step == case.steps // 2 and rank == case.dies:
+            os._exit(3)
 
     def after(_: int) -> None:
         if case.settles:
@@ -163,10 +169,13 @@ def run(case: Case, mesh: World | None = None) -> Run:
         entries = planner.entries.values()
         plans.append([(entry.plan.version, str(entry.plan.strategy)) for entry in entries])
 
-    outs = pipe(case.steps, before, after)
+    try:
+        outs = pipe(case.steps, before, after)
+    finally:
+        gate.set()
     planner.finish()
     entries = list(planner.entries.values())
-    return Run(outs, plans, [entry.why for entry in entries], [list(entry.judged) for entry in entries])
+    return Run(outs, plans, [entry.plan.why for entry in entries], [list(entry.judged) for entry in entries])
 
 
 @cache
@@ -234,6 +243,32 @@ def test_another_mask_on_one_rank_raises_on_all_and_names_it() -> None:
     for failure in caught.value.failures.values():
         assert failure.kind == "AgreementError"
         assert "Ranks [2] have another mask than rank 0: step 2" in failure.message
+
+
+def bereaved(case: Case) -> None:
+    here = World(world_of(None, 6.0).comm)
+    try:
+        run(case, here)
+    except CommError as error:
+        here.close()
+        threads = list(here.planner._background._threads)
+        for thread in threads:
+            thread.join(15.0)
+        alive = sum(thread.is_alive() for thread in threads)
+        raise CommError(f"{error} {alive} of {len(threads)} threads go on.") from error
+
+
+@pytest.mark.parametrize(("dies", "late"), [pytest.param(0, None, marks=pytest.mark.soak), (2, STEPS)])
+def test_a_rank_that_dies_while_others_plan_fails_the_call_and_ends_their_threads(
+    dies: int, late: int | None
+) -> None:
+    with pytest.raises(RankFailure) as caught:
+        world(4).run(bereaved, Case(dies=dies, late=late, settles=late is None))
+    failures = caught.value.failures
+    assert sorted(failures) == [0, 1, 2, 3] and failures.pop(dies).kind == "exited"
+    for rank, failure in failures.items():
+        threads = int(dies == 0 or rank == 0)  # whoever had something to plan or to fetch
+        assert failure.kind == "CommError" and f"0 of {threads} threads go on" in failure.message
 
 
 def test_the_next_run_starts_with_the_plans_of_the_last(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.deals import dbsp_blocks
-from weft.core.errors import InputError
 from weft.masks.evolving import evolving_mask
 from weft.masks.grid import TokenGrid
 from weft.plan.balance import ratio, step_ratio
@@ -146,28 +145,6 @@ def test_a_start_beyond_the_budget_is_not_taken():
     assert np.array_equal(rows[0], contiguous(12, 3))
     rows, _ = joint(tiles, 3, start=away, limits=Limits(budget=1))
     assert np.array_equal(rows, away[0])
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        (np.ones((3, 3), dtype=np.int64), 2),
-        (np.ones((1, 3, 3), dtype=np.int64), 0),
-        (np.ones((1, 3, 3), dtype=np.int64), 2, [0, 1]),
-        (np.ones((1, 3, 3), dtype=np.int64), 2, [0, 1, 2]),
-        (np.ones((1, 3, 3), dtype=np.int64), 2, []),
-        (np.ones((0, 3, 3), dtype=np.int64), 2),
-    ],
-)
-def test_what_does_not_fit_is_refused(arguments):
-    with pytest.raises(InputError):
-        joint(*arguments)
-
-
-@pytest.mark.parametrize("limits", [{"budget": -0.1}, {"budget": 2}, {"cap": 0.9}, {"target": 0.5}])
-def test_limits_that_cannot_be_kept(limits):
-    with pytest.raises(InputError, match="cannot be kept"):
-        Limits(**limits)
 
 
 def test_the_running_sums_are_those_of_the_places():

@@ -77,12 +77,6 @@ def test_an_earlier_run_of_something_else_does_little_harm(seed: int) -> None:
     assert ours < 1.25 * plain
 
 
-def test_the_first_step_is_that_of_the_earlier_run() -> None:
-    loads = run(0)
-    forecast = Forecast({0: {0: loads[0, 0]}})
-    assert error(forecast.expected(0, 0), loads[0, 0]) < 1e-3
-
-
 def test_another_run_begins_anew() -> None:
     loads = run(4, drift=0.3)
     forecast = seen(loads)

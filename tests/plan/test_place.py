@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from weft.core.errors import AgreementError
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem
@@ -76,10 +77,12 @@ def test_a_better_strategy_is_changed_to_with_its_reason() -> None:
     strategy, assignment, why = draft
     assert strategy == OTHER and assignment.fits(PROBLEM, mask(1), OTHER)
     assert "ulysses+balanced is" in why and "ahead of usp:2x2+balanced" in why
-    place.hold(1, draft)
+    prepared: list[Any] = []
+    place.hold(1, draft, lambda *plans: prepared.append(plans))
+    assert prepared == [(place.plan, place.held[1])]
     assert place.plan.version == 0 and place.newest == 1
     old = place.use(1)
-    assert old is place.first and place.plan.strategy == OTHER and place.why == why
+    assert old is place.first and place.plan.strategy == OTHER and place.plan.why == why
     assert place.stored().strategy == "ulysses+balanced", "the next run begins with it"
     assert place.again(2, 0).plan is place.plan
 
@@ -96,7 +99,9 @@ def test_a_strategy_that_is_hardly_better_is_not() -> None:
 def test_versions_go_up_and_old_plans_are_let_go() -> None:
     place = entry()
     for version in (1, 2, 3):
-        place.hold(version, (BALANCED, place.first.assignment, ""))
+        place.hold(version, (BALANCED, place.first.assignment, ""), lambda *_: None)
+    with pytest.raises(AgreementError, match="another schedule than rank 0"):
+        place.hold(4, (BALANCED, place.first.assignment, ""), lambda *_: None, "a schedule of rank 0")
     assert place.use(0) is None and place.plan is place.first
     assert place.use(2) is place.first and sorted(place.held) == [2, 3]
     assert place.use(1) is None and place.plan.version == 2, "never back"

@@ -39,7 +39,7 @@ from weft.program.steps import Copy, Target
 from weft.run import bind, fused
 from weft.run.arena import Arena
 from weft.run.comm.threads import ThreadComm, run_threads
-from weft.run.copies import ATTENTION, Copier
+from weft.run.copies import ATTENTION, Copier, Moves
 from weft.run.execute import Executor
 from weft.run.fused import FusedCopier, Table
 from weft.run.kernels import choose
@@ -264,7 +264,7 @@ def test_a_kernel_that_does_not_run_is_not_used(
     monkeypatch.setattr(fused, "launch", fail)
     assert not fused._is_right(CPU) and "no C compiler" in caplog.text
     fused._is_right.cache_clear()
-    assert isinstance(fused.copier_of(ATTENTION, CPU, {}), Copier)
+    assert isinstance(fused.copier_of(ATTENTION, CPU, {}, Moves()), Copier)
 
 
 @pytest.mark.soak

@@ -76,7 +76,7 @@ def test_more_ranks_save_less_of_an_image_than_of_a_video(latency: Latency) -> N
 
 
 def test_a_sparse_mask_shortens_attention(latency: Latency) -> None:
-    sparse = Latency(WAN, cluster("8xh100"), mask="topk:0.25")
+    sparse = Latency(WAN, cluster("8xh100"), sparse="topk:0.25")
     whole, kept = latency.predicted(VIDEO, 1), sparse.predicted(VIDEO, 1)
     attention = 2 * 40 * 4 * 32760**2 * 5120 / latency.topology.flops
     assert whole - kept == pytest.approx(0.75 * attention, rel=0.05)
@@ -86,12 +86,12 @@ SMALL = Model(name="", layers=4, heads=4, head_dim=8)
 
 
 @pytest.mark.parametrize(
-    ("mask", "expected"),
+    ("sparse", "expected"),
     [("topk:0.2", 0.2), ("topk:0.2,dense_steps=0.5", 0.6), ("topk:0.5,tile=2x2x2", 0.5), ("dense", 1.0),
      ("something:new", 1.0), ("random:density=0.25", 0.25)],
 )  # fmt: skip
-def test_the_density_of_a_mask(mask: str, expected: float) -> None:
-    assert density(mask, (4, 16, 16), SMALL) == pytest.approx(expected, rel=0.15)
+def test_the_density_of_sparse_attention(sparse: str, expected: float) -> None:
+    assert density(sparse, (4, 16, 16), SMALL) == pytest.approx(expected, rel=0.15)
 
 
 def test_observed_steps_correct_predictions_of_all_sizes_ranks_and_step_counts(latency: Latency) -> None:
@@ -167,9 +167,9 @@ def test_facts_that_are_missing_are_named() -> None:
 HUGE = Shape(frames=100_000, height=99_984, width=99_984, steps=50, guided=True)
 
 
-@pytest.mark.parametrize("mask", [None, "sta"])
-def test_a_size_that_nobody_can_make_is_predicted_all_the_same(mask: str | None) -> None:
-    latency = Latency(WAN, cluster("8xh100"), mask=mask)
+@pytest.mark.parametrize("sparse", [None, "sta"])
+def test_a_size_that_nobody_can_make_is_predicted_all_the_same(sparse: str | None) -> None:
+    latency = Latency(WAN, cluster("8xh100"), sparse=sparse)
     began = time.monotonic()
     assert latency.explain(HUGE)["seconds"] > 1e9
     assert time.monotonic() - began < 20

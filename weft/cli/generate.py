@@ -46,7 +46,7 @@ def run(
     dtype: DeviceDtype = "",
     plan: Annotated[str, typer.Option(help="How attention is split; see weft plan.")] = "auto",
     backend: Backend = "auto",
-    mask: Annotated[str | None, typer.Option(help="Sparse attention: sta, svg, radial, topk:0.2, …")] = None,
+    sparse: Annotated[str | None, typer.Option(help="Sparse attention: sta, svg, radial, topk:0.2.")] = None,
     cfg: Annotated[str, typer.Option(help="Guidance on two halves of the ranks: auto, on, off.")] = "auto",
     check: Annotated[str, typer.Option(help="first: prove rows of the first step; or none.")] = "first",
     as_json: Json = False,
@@ -74,7 +74,7 @@ def run(
     request = Request(
         model=model_dir, prompt=prompt, out=out, seed=_seed(seed), width=width, height=height, frames=frames,
         steps=steps, negative=negative, guidance=guidance, image=image, fps=fps, more=_more(more or []),
-        tiling=tiling, dtype=dtype or default_dtype(), plan=plan, mask=mask, cfg=cfg, check=check,
+        tiling=tiling, dtype=dtype or default_dtype(), plan=plan, sparse=sparse, cfg=cfg, check=check,
         backend=backend, quiet=as_json,
     )  # fmt: skip
     made = _generate(request, ranks)

@@ -78,7 +78,7 @@ def run(
     dtype: DeviceDtype = "",
     plan: Annotated[str, typer.Option(help="How attention is split; see weft plan.")] = "auto",
     backend: Backend = "auto",
-    mask: Annotated[str | None, typer.Option(help="Sparse attention: sta, svg, radial, topk:0.2, …")] = None,
+    sparse: Annotated[str | None, typer.Option(help="Sparse attention: sta, svg, radial, topk:0.2.")] = None,
     nodes: node_options.Count = 1,
     node: node_options.Node = 0,
     master: node_options.Master = "",
@@ -110,7 +110,7 @@ def run(
         queue=max_queue, keep=duration(ttl, "ttl"), quota=amount(quota, "quota"),
         max_time=duration(max_time, "max-time") if max_time else None,
         max_step=duration(max_step, "max-step") if max_step else None,
-        options={"name": name, "dtype": dtype, "plan": plan, "mask": mask, "backend": backend},
+        options={"name": name, "dtype": dtype, "plan": plan, "sparse": sparse, "backend": backend},
         nodes=node_options.nodes_of(nodes, node, master, token_file, interface, (tls_cert, tls_key)),
     )  # fmt: skip
     if node:

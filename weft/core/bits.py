@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,14 @@ def to_words(bits: Bytes) -> Words:
     flat = bits.reshape(len(bits), -1)
     missing = -flat.shape[1] % 8
     return np.ascontiguousarray(np.pad(flat, ((0, 0), (0, missing))) if missing else flat).view(np.uint64)
+
+
+def count_ones(packed: npt.NDArray[np.unsignedinteger[Any]]) -> npt.NDArray[np.int64]:
+    """How many bits are set along the last axis."""
+    if hasattr(np, "bitwise_count"):
+        return np.bitwise_count(packed).sum(axis=-1, dtype=np.int64)
+    table = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype=np.uint8)
+    return table[packed.view(np.uint8)].sum(axis=-1, dtype=np.int64)  # NumPy 1 cannot count bits
 
 
 def add_up(patterns: Sequence[Words], times: Sequence[int]) -> npt.NDArray[np.integer]:

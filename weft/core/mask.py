@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weft.core.bits import add_up, to_words
+from weft.core.bits import add_up, count_ones, to_words
 from weft.core.codec import value
 from weft.core.errors import InputError
 from weft.core.indices import Indices, IntArray
@@ -230,13 +230,10 @@ class BlockMask:
         return state.hexdigest()[:16]
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, AnyMask):
+        if not isinstance(other, BlockMask) or type(self) is not type(other):
             return False
-        return isinstance(other, BlockMask) and (self.grid, self.pattern_of, self.bits.tobytes()) == (
-            other.grid,
-            other.pattern_of,
-            other.bits.tobytes(),
-        )
+        mine, theirs = ((each.grid, each.pattern_of, each.bits.tobytes()) for each in (self, other))
+        return mine == theirs
 
     def __hash__(self) -> int:
         return hash(self.digest)
@@ -273,20 +270,6 @@ class AnyMask(BlockMask):
     @cached_property
     def digest(self) -> str:
         return hashlib.sha256(repr(("any", self.grid)).encode()).hexdigest()[:16]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, AnyMask) and self.grid == other.grid
-
-    def __hash__(self) -> int:
-        return hash(self.digest)
-
-
-def count_ones(packed: npt.NDArray[np.unsignedinteger[Any]]) -> IntArray:
-    """How many bits are set along the last axis."""
-    if hasattr(np, "bitwise_count"):
-        return np.bitwise_count(packed).sum(axis=-1, dtype=np.int64)
-    table = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype=np.uint8)
-    return table[packed.view(np.uint8)].sum(axis=-1, dtype=np.int64)  # NumPy 1 cannot count bits
 
 
 def _check_sizes(q_len: int, kv_len: int, block_q: int, block_k: int) -> None:

@@ -53,7 +53,7 @@ def _layer(entry: Entry) -> LayerPlan:
         layer=place.layer,
         branch=place.branch,
         plan=str(entry.plan.strategy),
-        why=entry.why,
+        why=entry.plan.why,
         changed=entry.plan.version,
         imbalance=_mean(each.imbalance for each in judged),
         imbalance_static=_mean(each.imbalance_static for each in judged),

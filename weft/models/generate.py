@@ -44,7 +44,7 @@ def generate(request: Request) -> dict[str, Any]:
     if comm.size > 1:
         dist.barrier()  # of a process group that is patient; other waits are bounded
     options = {name: getattr(request, name) for name in ("plan", "cfg", "check", "backend")}
-    regions = list(parallelize(pipe, sparse=request.mask, **options)._weft.regions.values())
+    regions = list(parallelize(pipe, sparse=request.sparse, **options)._weft.regions.values())
     explained: dict[str, Any] = {}
     sparse = [sparsity for region in regions if (sparsity := getattr(region, "sparsity", None))]
     proofs = [proof for region in regions if (proof := getattr(region, "proof", None))]
@@ -116,7 +116,7 @@ def _about(request: Request, ranks: int, plans: list[str]) -> dict[str, Any]:
     packages = ("torch", "diffusers", "transformers")
     versions = {name: version(name) for name in packages if find_spec(name)}
     asked = (
-        "negative", "width", "height", "frames", "steps", "guidance", "fps", "mask", "dtype", "cfg",
+        "negative", "width", "height", "frames", "steps", "guidance", "fps", "sparse", "dtype", "cfg",
         "backend",
     )  # fmt: skip
     options = {name: getattr(request, name) for name in asked}

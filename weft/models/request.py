@@ -47,7 +47,7 @@ class Request:
     """Decode in tiles, each on one rank."""
     dtype: str = "float32"
     plan: str = "auto"
-    mask: str | None = None
+    sparse: str | None = None
     cfg: str = "auto"
     check: str = "first"
     backend: str = "auto"

@@ -9,9 +9,9 @@ All ranks must ask in the same order: some masks are made together.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,12 +22,22 @@ from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem
 from weft.models.context import AttentionContext, SparseAttention
-from weft.models.kept import NOTHING, Kept, Place, restored, stored
 from weft.models.methods import Rules, parse
 from weft.models.scores import kept_mass, sample
 from weft.plan.counts import head_loads
 
 EVERY = 11  # one sparse call in so many is judged; few models have a multiple of it as layers
+
+
+class Kept(NamedTuple):
+    """The mask of a layer, the step it was made in, and the last that used it."""
+
+    since: int
+    last: int
+    mask: BlockMask | None
+
+
+NOTHING = Kept(-(1 << 30), 0, None)
 
 
 def sparse_attention(given: Any) -> SparseAttention:
@@ -51,7 +61,8 @@ class Sparsity:
         self.changes = getattr(self.source, "changes", True)
         self._layouts: dict[Any, Layout] = {}
         self._kept: dict[tuple[int, int, Layout], Kept] = {}
-        self._before: dict[Place, Kept] = {}
+        self._before: dict[tuple[int, int, int], Kept] = {}
+        """By layer, branch and tokens: what an attention is on any number of ranks."""
         self.reset()
 
     def reset(self) -> None:
@@ -64,12 +75,19 @@ class Sparsity:
         self._recalls: list[float] = []
 
     def state(self, step: int) -> list[Any]:
-        """The masks that a step needs of the ones before."""
-        return stored(self._kept, step - self.rules.refresh + 1)
+        """The masks that a step needs of the ones before, as what a `models.state` can hold."""
+        return [
+            [layer, branch, layout.size, kept.since, _parts(kept.mask)]
+            for (layer, branch, layout), kept in self._kept.items()
+            if kept.since > step - self.rules.refresh
+        ]
 
     def go_on(self, state: list[Any]) -> None:
         """From that state, here or on other ranks, after a `reset`."""
-        self._before = restored(state)
+        self._before = {
+            (layer, branch, tokens): Kept(since, since, BlockMask(**parts) if parts else None)
+            for layer, branch, tokens, since, parts in state
+        }
 
     def mask(self, ctx: AttentionContext, q: Tensor, k: Tensor) -> BlockMask | None:
         """The mask of a call; the same one, not an equal one, as long as nothing changes.
@@ -165,6 +183,11 @@ class Sparsity:
             recall=fmean(self._recalls) if self._recalls else None,
             least_recall=min(self._recalls, default=None),
         )
+
+
+def _parts(mask: BlockMask | None) -> dict[str, Any]:
+    """Bits as an array: as text they would be too much for the header that a state's text is in."""
+    return {} if mask is None else {field.name: getattr(mask, field.name) for field in fields(mask)}
 
 
 def problem_of(layout: Layout, q: Tensor, k: Tensor) -> Problem:

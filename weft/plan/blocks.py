@@ -7,14 +7,10 @@ the blocks now: what is not at home has to travel.
 
 from __future__ import annotations
 
-import operator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from weft.core.codec import value
-from weft.core.errors import InputError
 from weft.core.indices import IntArray, split_evenly
 from weft.plan.refine import Side, refine
 
@@ -22,9 +18,7 @@ Blocks = tuple[IntArray, IntArray]
 """The ring coordinate of each q block and of each kv block, per slice."""
 
 
-@value
-@dataclass(frozen=True, kw_only=True)
-class Limits:
+class Limits(NamedTuple):
     """How far `joint` may go, and when it has gone far enough."""
 
     budget: float = 1 / 3
@@ -33,13 +27,6 @@ class Limits:
     """Most blocks of a rank, over the even share; what it has to begin with it may keep."""
     target: float = 1.013
     """A ratio with which it stops: every further swap would travel for little."""
-
-    def __post_init__(self) -> None:
-        if not (0 <= self.budget <= 1 <= min(self.cap, self.target)):
-            raise InputError(
-                f"{self} cannot be kept.",
-                hint="Give a budget from 0 to 1, and a cap and a target of 1 or more.",
-            )
 
 
 LIMITS = Limits()
@@ -63,8 +50,8 @@ def tile_sums(tile_loads: IntArray, rows: IntArray, cols: IntArray, ring: int) -
 def joint(
     tile_loads: IntArray,
     ring: int,
-    home_rows: npt.ArrayLike | None = None,
-    home_cols: npt.ArrayLike | None = None,
+    home_rows: IntArray | None = None,
+    home_cols: IntArray | None = None,
     *,
     limits: Limits = LIMITS,
     start: Blocks | None = None,
@@ -74,10 +61,14 @@ def joint(
     It begins with `start`, if that is within the budget, else with everything at home, and never ends with
     a larger step ratio than it began with. Slices have their own permutations.
     """
-    homes = _homes(tile_loads, ring, home_rows, home_cols)
-    began: Blocks = np.tile(homes[0], (len(tile_loads), 1)), np.tile(homes[1], (len(tile_loads), 1))
-    if start is not None:
-        began = _begin(began, start, ring, limits.budget)
+    slices, *sizes = tile_loads.shape
+    homes = [
+        contiguous(size, ring) if home is None else home
+        for size, home in zip(sizes, (home_rows, home_cols), strict=True)
+    ]
+    began: Blocks = np.tile(homes[0], (slices, 1)), np.tile(homes[1], (slices, 1))
+    if start is not None and _is_near(began, start, limits.budget):
+        began = start[0].astype(np.int64), start[1].astype(np.int64)  # those of a message are smaller
     if ring == 1:
         return began
     by_cols = _over_cols(tile_loads, began[1], ring)
@@ -95,36 +86,10 @@ def joint(
     return refine(rows, cols, tiles, goals)
 
 
-def _begin(home: Blocks, start: Blocks, ring: int, budget: float) -> Blocks:
-    """The start, or home where the start has more away from it than the budget allows."""
-    given = _checked(start[0], home[0].shape, ring), _checked(start[1], home[1].shape, ring)
-    moved = ((now != at).sum(axis=1).max() for now, at in zip(given, home, strict=True))
-    allowed = (int(budget * at.shape[1]) for at in home)
-    return given if all(map(operator.le, moved, allowed)) else home
-
-
-def _homes(
-    tile_loads: IntArray, ring: int, rows: npt.ArrayLike | None, cols: npt.ArrayLike | None
-) -> tuple[IntArray, IntArray]:
-    if tile_loads.ndim != 3 or not len(tile_loads) or ring < 1:
-        raise InputError(
-            f"Tile loads of shape {tile_loads.shape} for a ring of {ring} ranks.",
-            hint="Give [slices, q blocks, kv blocks], as tile_loads does, one slice and one rank or more.",
-        )
-    _, n, m = tile_loads.shape
-    return _checked(rows, (n,), ring), _checked(cols, (m,), ring)
-
-
-def _checked(groups: npt.ArrayLike | None, shape: tuple[int, ...], ring: int) -> IntArray:
-    if groups is None:
-        return contiguous(shape[-1], ring)
-    found = np.asarray(groups, dtype=np.int64)
-    if found.shape != shape or found.min(initial=0) < 0 or found.max(initial=0) >= ring:
-        raise InputError(
-            f"Ring coordinates of shape {found.shape} up to {found.max(initial=0)}.",
-            hint=f"Expected {shape}, each from 0 to {ring - 1}.",
-        )
-    return found
+def _is_near(home: Blocks, start: Blocks, budget: float) -> bool:
+    """Whether a start has no more away from home than the budget allows."""
+    pairs = zip(start, home, strict=True)
+    return all((now != at).sum(axis=1).max() <= int(budget * at.shape[1]) for now, at in pairs)
 
 
 def _over_cols(tiles: IntArray, groups: IntArray, ring: int) -> IntArray:

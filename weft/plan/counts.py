@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weft.core.bits import to_words
+from weft.core.bits import count_ones, to_words
 from weft.core.codec import value
 from weft.core.errors import InputError
 from weft.core.indices import IntArray
-from weft.core.mask import BlockMask, count_ones
+from weft.core.mask import BlockMask
 
 
 @value

@@ -48,10 +48,8 @@ class Forecast:
         history.append(Seen(step, _logs(loads)))
 
     def expected(self, layer: Hashable, step: int) -> IntArray:
-        """Return the loads of a step to come, or of the first one by the earlier run alone."""
-        history, prior = self._history.get(layer), self._prior.get(layer, {})
-        if not history:
-            return _loads(prior[step])
+        """Return the loads of a step to come, of a layer that has been observed."""
+        history, prior = self._history[layer], self._prior.get(layer, {})
         last = history[-1]
         trend = self._trend()
         found = last.loads

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from functools import lru_cache
-from itertools import chain, combinations
+from itertools import combinations
 
 import numpy as np
 import numpy.typing as npt
@@ -49,30 +49,22 @@ def greedy(loads: npt.ArrayLike, groups: int) -> Groups:
     return _frozen(dealt)
 
 
-def refined(loads: npt.ArrayLike, groups: int, *, equal: bool = False) -> Groups:
+def refined(loads: npt.ArrayLike, groups: int) -> Groups:
     """The greedy deal, improved by swaps between pairs of groups; any number of heads on any of groups.
-
-    `equal` keeps the counts of heads within one of each other.
 
     >>> refined([4, 3, 3, 2, 2, 2], 2)
     ((0, 3, 4), (1, 2, 5))
     """
-    return improve(greedy(loads, groups), loads, equal=equal)
+    return improve(greedy(loads, groups), loads)
 
 
-def improve(grouping: Groups, loads: npt.ArrayLike, *, equal: bool = False) -> Groups:
+def improve(grouping: Groups, loads: npt.ArrayLike) -> Groups:
     """Swap heads with the heaviest group until none makes it lighter; a balanced grouping stays as it is.
 
     One swap gives up to two heads for up to two of another group, the lightest asked first.
     It ends when no group has more than 1/NEAR above the mean.
     """
-    weights = _checked(loads, len(grouping))
-    if sorted(chain.from_iterable(grouping)) != list(range(weights.size)):
-        raise InputError(
-            f"The grouping does not hold each of {weights.size} heads exactly once.",
-            hint="Use a grouping that was made for as many heads as there are loads.",
-        )
-    search = _Search(grouping, weights, equal=equal)
+    search = _Search(grouping, np.asarray(loads, dtype=np.int64))
     while search.step():
         pass
     return _frozen(search.groups)
@@ -87,15 +79,13 @@ def group_loads(grouping: Groups, loads: npt.ArrayLike) -> IntArray:
 class _Search:
     """Groups whose heads are swapped, with the loads of all subsets that each could give."""
 
-    def __init__(self, grouping: Groups, weights: IntArray, *, equal: bool) -> None:
+    def __init__(self, grouping: Groups, weights: IntArray) -> None:
         self.groups = [list(group) for group in grouping]
         self.sums: list[int] = group_loads(grouping, weights).tolist()
         self.enough = sum(self.sums) * (NEAR + 1) // (NEAR * len(grouping))
         # Twice each load, to be compared with a gap of which half should move.
         self.doubled = 2 * weights
         self.offers: dict[int, IntArray] = {}
-        sizes = [len(group) for group in grouping]
-        self.counts = (min(sizes), max(*sizes, min(sizes) + 1)) if equal else (0, weights.size)
 
     def step(self) -> bool:
         """Whether the heaviest group could be made lighter; the lightest partner is asked first."""
@@ -109,8 +99,6 @@ class _Search:
         offered, asked = self.offer(heavy), self.offer(light)
         apart = offered[:, None] - (asked + gap)
         np.abs(apart, out=apart)
-        if (forbidden := _forbidden(len(mine), len(theirs), *self.counts)) is not None:
-            np.putmask(apart, forbidden, gap)
         best = int(apart.argmin())
         if apart.item(best) >= gap:
             return False
@@ -151,15 +139,6 @@ def _subsets(size: int) -> IntArray:
     for row, pick in zip(members, _picks(size), strict=True):
         row[list(pick)] = 1
     return members
-
-
-@lru_cache(maxsize=1024)
-def _forbidden(mine: int, theirs: int, low: int, high: int) -> npt.NDArray[np.bool_] | None:
-    """[my picks, their picks]: swaps after which a group has too few or too many heads."""
-    lost = np.subtract.outer(_subsets(mine).sum(axis=1), _subsets(theirs).sum(axis=1))
-    # I may lose what leaves me my count and gives them theirs.
-    found = (lost < max(mine - high, low - theirs)) | (lost > min(mine - low, high - theirs))
-    return found if found.any() else None
 
 
 def _frozen(groups: list[list[int]]) -> Groups:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from weft.core.errors import InputError
+from weft.core.errors import AgreementError, InputError
 from weft.core.indices import IntArray
 from weft.core.mask import AnyMask, BlockMask
 from weft.core.problem import Problem
@@ -57,6 +57,12 @@ class Planned:
     version: int = 0
     why: str = ""
     """Of the strategy."""
+    executors: dict[Any, Any] = field(default_factory=dict[Any, Any])
+    """Prepared for it, by the calls that the plan before it serves."""
+
+
+Prepare = Callable[[Planned, Planned], None]
+"""Makes ready to run by a plan in place of another; called on the planner's thread."""
 
 
 class Judged(NamedTuple):
@@ -147,10 +153,6 @@ class Entry:
         self._looked = (0.0, 0.0)
 
     @property
-    def why(self) -> str:
-        return self.plan.why
-
-    @property
     def newest(self) -> int:
         return max(list(self.held))  # a copy: the planner's thread adds to it
 
@@ -187,9 +189,14 @@ class Entry:
             del self.held[stale]
         return old if self.plan is not old else None
 
-    def hold(self, version: int, draft: Draft) -> None:
-        """Have a plan ready, to be used once all ranks have it."""
-        self.held[version] = planned(*draft, self.problem, self.mask, self.topology, version)
+    def hold(self, version: int, draft: Draft, prepare: Prepare, digest: str = "") -> Planned:
+        """Have a plan ready, to be used once all ranks have it; `digest` is that of rank 0's schedule."""
+        plan = planned(*draft, self.problem, self.mask, self.topology, version)
+        if digest not in ("", plan.schedule.digest):
+            raise AgreementError(f"This rank makes another schedule than rank 0 of one plan: {self.place}.")
+        prepare(self.plan, plan)
+        self.held[version] = plan
+        return plan
 
     def observe(
         self, mask: BlockMask, step: int, plan: Planned, forecast: Forecast, choice: Choices

@@ -18,7 +18,7 @@ from weft.program.steps import Cast, Copy, Fill, Gradient, Post, Program, Step, 
 from weft.program.workspace import assign, window
 from weft.run.calculate import Calculation
 from weft.run.comm import Comm, Lender, Transit
-from weft.run.copies import ATTENTION, Axes, Planes, Slots, in_turn, on_device, pick
+from weft.run.copies import ATTENTION, Axes, Moves, Planes, Slots, in_turn, on_device, pick
 from weft.run.fused import copier_of
 from weft.run.kernels import Kernel
 from weft.run.kernels.tiles import TileSet
@@ -61,6 +61,14 @@ class Bound:
         self.flats: Flats = {}
         self._slots = _by_root(program)
         self._landed: dict[tuple[Slot, int], Slots] = {}
+        self._moves = Moves()
+
+    def prepare(self) -> Bound:
+        """Find out what can be known of `bind` without memory, on any thread."""
+        for step in self.program.steps:
+            for segment in step.segments if isinstance(step, Copy) else ():
+                _ = self._moves.of(segment).parts
+        return self
 
     def unbind(self) -> None:
         self.calls = []
@@ -74,13 +82,14 @@ class Bound:
             for root, (number, offset) in spaces.places.items():
                 if number == 0 and memory is not None:
                     self._carve(root, memory.narrow(0, offset, root.num_bytes), self.fixed, self.flats)
-        self.copier = copier_of(self.axes, self.device, self.fixed)
+        self.copier = copier_of(self.axes, self.device, self.fixed, self._moves)
         self._borrowed = [(slot, place) for slot, place in self.workspace.places.items() if place[0]]
         results = [root for root in self.program.roots if root.memory == "result"]
         self._fresh = [(root, _dtype(root)) for root in (*results, *self.program.saved.values())]
         self.calls = [self._call(step) for step in self.program.steps]
         for at, slots in self._last_uses().items():
             self.calls[at] = _freeing(self.calls[at], slots)
+        self._moves.clear()
 
     def _last_uses(self) -> dict[int, list[Slot]]:
         """What kernels returned, by the last step that reads it: held any longer, it would pile up."""

@@ -8,6 +8,7 @@ distances, are one strided copy.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
@@ -94,16 +95,46 @@ class _Part(NamedTuple):
     """Bytes from the beginning of the buffer."""
 
 
+class Move:
+    """A segment, and where it lies in its two slots; found without memory, on any thread."""
+
+    def __init__(self, segment: Segment) -> None:
+        self.segment = segment
+        source, target, piece = segment
+        self.ends: tuple[Positions, Positions] = source.positions(piece), target.positions(piece)
+
+    @cached_property
+    def parts(self) -> list[Move]:
+        """A few that are slices at both ends, which need no tensor in between; or itself."""
+        source, target, piece = self.segment
+        if all(isinstance(at, slice) for end in self.ends for at in end):
+            return [self]
+        heads, tokens = (
+            _stretches(indices, [end[which] for end in self.ends])
+            for which, indices in enumerate((piece.heads, piece.tokens))
+        )
+        if len(heads) * len(tokens) > MAX_STRETCHES:
+            return [self]
+        return [Move(Segment(source, target, Piece(piece.tensor, h, t))) for h in heads for t in tokens]
+
+
+class Moves(dict[int, Move]):
+    """Those of a program's segments, by their ids, until it is bound."""
+
+    def of(self, segment: Segment) -> Move:
+        return self.get(id(segment)) or self.setdefault(id(segment), Move(segment))
+
+
 class Copier:
     """Turns the segments of a Copy into launches."""
 
-    def __init__(self, axes: Axes, device: torch.device, fixed: Slots) -> None:
+    def __init__(self, axes: Axes, device: torch.device, fixed: Slots, moves: Moves) -> None:
         """`fixed` are slots whose memory is the same in every run."""
-        self.axes, self.device, self.fixed = axes, device, fixed
+        self.axes, self.device, self.fixed, self.moves = axes, device, fixed, moves
 
     def launches(self, segments: Sequence[Segment], *, add: bool) -> list[Launch]:
         if add:
-            return [self._single(segment, add=True) for segment in segments]
+            return [self._single(self.moves.of(segment), add=True) for segment in segments]
         launches: list[Launch] = []
         left = list(segments)
         for tensor, buffer in ((0, 1), (1, 0)):
@@ -111,7 +142,8 @@ class Copier:
                 launches.append(self._strided(run, tensor, buffer))
                 taken = {id(part.segment) for part in run}
                 left = [segment for segment in left if id(segment) not in taken]
-        return launches + [self._single(segment, add=False) for segment in left]
+        parts = [part for segment in left for part in self.moves.of(segment).parts]
+        return launches + [self._single(part, add=False) for part in parts]
 
     def cast(self, source: Slot, target: Slot) -> Launch:
         """Convert a whole slot to the dtype of another."""
@@ -119,19 +151,17 @@ class Copier:
             (source, lambda slots: list(slots[source])), (target, lambda slots: list(slots[target]))
         )
 
-    def _single(self, segment: Segment, *, add: bool) -> Launch:
-        source, target, piece = segment
-        if not add and (parts := _few_stretches(segment)):
-            return in_turn([self._single(part, add=False) for part in parts])
-        at, to = (on_device(slot.positions(piece), self.device) for slot in (source, target))
+    def _single(self, move: Move, *, add: bool) -> Launch:
+        source, target, _ = move.segment
+        at, to = (on_device(end, self.device) for end in move.ends)
         axes = self.axes
         if add or not is_slice(at) or not is_slice(to):
 
-            def move(slots: Slots) -> None:
+            def copy_part(slots: Slots) -> None:
                 for x, into in zip(slots[source], slots[target], strict=True):
                     _move(x, at, into, to, axes, add=add)
 
-            return move
+            return copy_part
         return self._copies(
             (source, lambda slots: [pick(x, at, axes) for x in slots[source]]),
             (target, lambda slots: [pick(x, to, axes) for x in slots[target]]),
@@ -158,7 +188,7 @@ class Copier:
         for segment in segments:
             ends = segment.source, segment.target
             whole, part = ends[tensor], ends[buffer]
-            heads, rows = whole.positions(segment.piece)
+            heads, rows = self.moves.of(segment).ends[tensor]
             exact = part.piece is not None and _same(part.piece, segment.piece)
             if exact and part in self.fixed and isinstance(heads, slice) and isinstance(rows, slice):
                 key = whole, part.root, part.shape
@@ -244,21 +274,6 @@ def in_turn(copies: list[Launch]) -> Launch:
             copy(slots)
 
     return copy_all
-
-
-def _few_stretches(segment: Segment) -> list[Segment]:
-    """A segment as a few that are slices at both ends, which need no tensor in between; or none."""
-    source, target, piece = segment
-    ends = source.positions(piece), target.positions(piece)
-    if all(isinstance(at, slice) for end in ends for at in end):
-        return []
-    heads, tokens = (
-        _stretches(indices, [end[which] for end in ends])
-        for which, indices in enumerate((piece.heads, piece.tokens))
-    )
-    if len(heads) * len(tokens) > MAX_STRETCHES:
-        return []
-    return [Segment(source, target, Piece(piece.tensor, h, t)) for h in heads for t in tokens]
 
 
 def _stretches(indices: Indices, ends: list[slice | IntArray]) -> list[Indices]:

@@ -39,7 +39,7 @@ class Runner:
         """`name` is what all ranks agreed to run: messages of calls with different names never meet."""
         self.schedule, self.comm, self.arena, self.name = schedule, comm, arena, name
         # Forward messages have even tags, so that the two directions of one plan never meet.
-        self._tag = 2 * int(digest(name or schedule.digest)[:6], 16)
+        self._tag = 2 * int(digest(name + schedule.digest)[:6], 16)
         self._bound: dict[tuple[str, Lender | None, int], Bound] = {}
         self._programs: dict[tuple[str, frozenset[int], bool, bool], Program] = {}
         self._reserved: set[str] = set()
@@ -105,8 +105,7 @@ class Runner:
                 program = self.program(kind, lender.near, lands=lender.lands)
             else:
                 program = self.program(kind, collective=frame.comm.collective(frame.device))
-            tag = self._tag + (kind == BACKWARD)
-            bound = self._bound[key] = Bound(program, self.schedule_of(kind), tag, frame.device)
+            bound = self._bound[key] = self._new_bound(kind, program, frame.device)
         if lender and kind not in self._reserved:  # ranks may be at different halves, not at different kinds
             lender.reserve(bound.window.num_bytes)
             self._reserved.add(kind)
@@ -115,6 +114,9 @@ class Runner:
             lent = lender.lend({"window": bound.window.num_bytes}, bound)["window"] if lender else None
             bound.bind(block, lent)
         return bound
+
+    def _new_bound(self, kind: str, program: Program, device: torch.device) -> Bound:
+        return Bound(program, self.schedule_of(kind), self._tag + (kind == BACKWARD), device)
 
     def _captured(self, kind: str, lender: Lender | None) -> Bound:
         """The program of an earlier run, which from now on is that of CUDA graphs: a capture can not bind."""
@@ -165,6 +167,21 @@ class Executor(Runner):
         other.tiles = TileSet(mask, self.tiles.places)
         other.name = self.name.replace(self.schedule.attention[1].digest, mask.digest)
         other._mask_tag = 2 * int(digest(mask.digest)[:6], 16)
+        return other
+
+    def renewed(self, schedule: Schedule) -> Executor:
+        """Return an executor for another schedule of the same attention, lowered for what this one has run.
+
+        It may be made on another thread: no memory is allocated, and nothing runs on a device.
+        """
+        kept = {"keep": self._keep, "name": self.name, "arena": self.arena}
+        other = Executor(schedule, self.comm, self.kernel, **kept)
+        for (kind, lender, stream), bound in list(self._bound.items()):  # a copy: the model's thread adds
+            if stream != CAPTURED:
+                to = bound.program.target
+                program = other.program(kind, to.near, collective=to.collective, lands=to.lands)
+                prepared = other._new_bound(kind, program, bound.device).prepare()
+                other._bound[kind, lender, stream] = prepared
         return other
 
     @property

@@ -25,7 +25,7 @@ from weft.program.places import overlap
 from weft.program.slots import Positions, Slot
 from weft.program.steps import Segment
 from weft.run.boxes import WIDEST, End, Part, plan, runs_of
-from weft.run.copies import ATTENTION, Axes, Copier, Launch, Slots, offset_of
+from weft.run.copies import ATTENTION, Axes, Copier, Launch, Moves, Slots, offset_of
 from weft.run.streams import is_capturing
 
 NUM_WARPS = 4
@@ -60,15 +60,16 @@ class Place(NamedTuple):
 class FusedCopier:
     """Turns the segments of a Copy into one launch, as `copies.Copier` turns them into several."""
 
-    def __init__(self, axes: Axes, device: torch.device, fixed: Slots) -> None:
+    def __init__(self, axes: Axes, device: torch.device, fixed: Slots, moves: Moves | None = None) -> None:
         self.axes, self.device, self.fixed = axes, device, fixed
+        self.moves = Moves() if moves is None else moves
 
     def launches(self, segments: Sequence[Segment], *, add: bool) -> list[Launch]:
         groups = [list(segments)]
         if add and _overlap(segments):  # sums have an order
             groups = [[segment] for segment in segments]
         return [
-            FusedCopy(self, [(s.source, s.target, *_positions(s)) for s in group], add=add)
+            FusedCopy(self, [(s.source, s.target, *self.moves.of(s).ends) for s in group], add=add)
             for group in groups
         ]
 
@@ -159,9 +160,9 @@ class FusedCopy:
         return tuple(x.shape), x.dtype, End(base, at, x.stride(), item, alignment)
 
 
-def copier_of(axes: Axes, device: torch.device, fixed: Slots) -> Copier | FusedCopier:
+def copier_of(axes: Axes, device: torch.device, fixed: Slots, moves: Moves) -> Copier | FusedCopier:
     """Fused copies where Triton runs on the device, else those of torch."""
-    return (FusedCopier if device.type == "cuda" and _works(device) else Copier)(axes, device, fixed)
+    return (FusedCopier if device.type == "cuda" and _works(device) else Copier)(axes, device, fixed, moves)
 
 
 def launch(table: Table, addresses: tuple[int, ...]) -> None:
@@ -199,10 +200,6 @@ def _is_right(device: torch.device) -> bool:
     if not right:
         _log.warning("Copies are not fused on %s, which costs launches: %s", device, reason)
     return right
-
-
-def _positions(segment: Segment) -> tuple[Positions, Positions]:
-    return segment.source.positions(segment.piece), segment.target.positions(segment.piece)
 
 
 def _overlap(segments: Sequence[Segment]) -> bool:

@@ -35,7 +35,7 @@ from weft.core.problem import Problem
 from weft.core.topology import Topology
 from weft.plan.balanced import Balancer
 from weft.plan.forecast import Forecast
-from weft.plan.place import Choice, Entry, Place, Planned, carried_on, key_of, planned
+from weft.plan.place import Choice, Entry, Place, Planned, Prepare, carried_on, key_of, planned
 from weft.plan.store import Key, Store, Stored
 from weft.plan.strategies import parse
 from weft.plan.strategy import Strategy
@@ -43,6 +43,7 @@ from weft.run.comm import Comm
 from weft.run.exchange import broadcast_json
 
 _log = logging.getLogger("weft")
+Loads = npt.NDArray[np.float64]
 PLACES = 4096
 """Layers × branches × sizes whose plans are remembered."""
 DRIFT = 1 / 16
@@ -60,21 +61,22 @@ _channels = count()
 class Planner:
     """The plans of one world, the same on all ranks.
 
-    `store` opens what rank 0 leaves plans in; without one, first plans stay. `evict` is told of plans that
-    will not be used again.
+    `store` opens what rank 0 leaves plans in; without one, first plans stay. `change` is told on the model's
+    thread of a plan that will not be used again, and of the one in its place, if that was prepared.
     """
 
     def __init__(
         self,
         comm: Comm,
         store: Callable[[int], Any] | None,
-        evict: Callable[[Planned], None] = lambda _: None,
+        prepare: Prepare = lambda *_: None,
+        change: Callable[[Planned, Planned | None], None] = lambda *_: None,
     ) -> None:
-        self.comm, self._evict, self._open = comm, evict, store
+        self.comm, self._open, self._prepare, self._change = comm, store, prepare, change
         self.entries: dict[Any, Entry] = {}
         self.prior: dict[Key, Mapping[tuple[int, int], Stored]] = {}
         """Of an earlier run, by layer and branch; only rank 0 has their loads."""
-        self.resumed: dict[str, tuple[npt.NDArray[np.float64], str]] = {}
+        self.resumed: dict[str, tuple[Loads, str]] = {}
         """Of a checkpoint: the shares and the strategy of plans by loads, see `state`."""
         self._saved = Store()
         self._saved_at = -SAVE_SECONDS
@@ -82,6 +84,10 @@ class Planner:
         self._numbers: dict[int, Entry] = {}
         self._count = self._published = self._asked = self._fetched = self._deleted = 0
         self._submitted = self._looked_at = 0
+        self._seen: tuple[Any, ...] = ()
+        self._background = ThreadPoolExecutor(
+            1, thread_name_prefix="weft-plan"
+        )  # its thread starts when needed
         self._choices: dict[Any, Choice] = {}
         self._forecasts: dict[Key, Forecast] = {}
 
@@ -94,7 +100,7 @@ class Planner:
         step: int,
         topology: Callable[[], Topology],
         asked: str = "auto",
-        loads: npt.NDArray[np.float64] | None = None,
+        loads: Loads | None = None,
     ) -> Planned:
         """Return the plan of a call. All ranks ask in the same order, each with the mask of the call."""
         key = place, problem, mask.grid, asked
@@ -120,28 +126,21 @@ class Planner:
         """Leave plans and loads to runs to come: in the background, at most once a minute, never an error."""
         if self.comm.rank == 0 < len(self.entries) and time.monotonic() - self._saved_at >= SAVE_SECONDS:
             self._saved_at = time.monotonic()
+            self._look()
             self._background.submit(_logged, self._save)
 
     def finish(self) -> None:
         """Wait for what is being planned and saved."""
-        if "_background" in vars(self):
-            self._background.submit(lambda: None).result()
+        self._look()
+        self._background.submit(lambda: None).result()
 
     def close(self) -> None:
-        """Plan no more; what is being planned is finished."""
-        if "_background" in vars(self):
-            self._background.shutdown(wait=False, cancel_futures=True)
+        """Plan no more; what is being planned is finished, and so is the thread."""
+        self._background.shutdown(wait=False, cancel_futures=True)
 
     # On the thread of the model.
 
-    def _begin(
-        self,
-        key: Any,
-        mask: BlockMask,
-        step: int,
-        topology: Topology,
-        shares: npt.NDArray[np.float64] | None,
-    ) -> Entry:
+    def _begin(self, key: Any, mask: BlockMask, step: int, topology: Topology, shares: Loads | None) -> Entry:
         place, problem, _, asked = key
         balancer = Balancer(problem, mask, topology)
         if shares is not None:
@@ -167,15 +166,15 @@ class Planner:
         if old := self.entries.pop(key, None):
             self._numbers.pop(old.number, None)
             if old.plan is not entry.plan:
-                self._evict(old.plan)
+                self._change(old.plan, None)
         while len(self.entries) >= PLACES:
             self._numbers.pop(self.entries.pop(next(iter(self.entries))).number, None)
         self.entries[key] = self._numbers[entry.number] = entry
         return entry
 
     def _by_loads(
-        self, key: Any, mask: BlockMask, topology: Topology, shares: npt.NDArray[np.float64]
-    ) -> tuple[npt.NDArray[np.float64], Strategy, str]:
+        self, key: Any, mask: BlockMask, topology: Topology, shares: Loads
+    ) -> tuple[Loads, Strategy, str]:
         """Go on by a checkpoint's plan, or choose; groups with other masks, and runs that resume, alike."""
         place, problem, _, asked = key
         before, name = self.resumed.pop(_name(place, problem), (None, ""))
@@ -217,25 +216,27 @@ class Planner:
                     hint="Make masks that are the same on all ranks, from equal or exchanged inputs.",
                 )
         if (old := entry.use(min(row[2] for row in rows))) is not None:
-            self._evict(old)
+            self._change(old, entry.plan)
         if self._open is None or entry.shares is not None:
             return
         if self.comm.rank == 0:
             fetched = min(row[4] for row in rows[1:])
+            self._look()
             if self._submitted - self._looked_at <= BACKLOG * len(self.entries):
                 self._submitted += 1
-                seen = entry, entry.mask, entry.step, entry.plan
-                self._background.submit(_logged, self._observe, *seen, fetched)
+                self._seen = entry, entry.mask, entry.step, entry.plan, fetched
         elif rows[0][3] > self._asked:
             self._channel = rows[0][5]
             self._background.submit(_logged, self._fetch, self._asked, rows[0][3])
             self._asked = rows[0][3]
 
-    # On the planner's thread.
+    def _look(self) -> None:
+        """Have the last mask looked at. Its call is under way: what runs it is there to be prepared anew."""
+        if self._seen:
+            self._background.submit(_logged, self._observe, *self._seen)
+            self._seen = ()
 
-    @cached_property
-    def _background(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(1, thread_name_prefix="weft-plan")
+    # On the planner's thread.
 
     @cached_property
     def _store(self) -> Any:
@@ -254,10 +255,10 @@ class Planner:
         draft = entry.observe(mask, step, plan, self._forecasts[key], choice)
         if draft is not None:
             strategy, assignment, why = draft
-            version = entry.newest + 1
-            message = dumps([entry.number, version, str(strategy), assignment.packed(), why])
+            made = entry.hold(entry.newest + 1, draft, self._prepare)
+            facts = entry.number, made.version, made.schedule.digest
+            message = dumps([*facts, str(strategy), assignment.packed(), why])
             self._store.set(str(self._published + 1), message)
-            entry.hold(version, draft)
             self._published += 1
         for number in range(self._deleted + 1, fetched + 1):
             self._store.delete_key(str(number))
@@ -268,9 +269,11 @@ class Planner:
         for number in range(after + 1, until + 1):
             message = self._store.get(str(number))
             self._fetched = number
-            place, version, strategy, assignment, why = loads(message)
-            if entry := self._numbers.get(place):  # not forgotten in the meantime
-                entry.hold(version, (parse(strategy, entry.problem.ranks), assignment, why))
+            place, version, digest, strategy, assignment, why = loads(message)
+            entry = self._numbers.get(place)
+            if entry and version == entry.newest + 1:  # not forgotten, and all before it could be held
+                draft = parse(strategy, entry.problem.ranks), assignment, why
+                entry.hold(version, draft, self._prepare, digest)
 
     def _save(self) -> None:
         by_key: dict[Key, list[Stored]] = {}
@@ -285,7 +288,7 @@ def _name(place: Place, problem: Problem) -> str:
     return f"layer {place.layer}, {problem.heads} heads on {problem.ranks} ranks"
 
 
-def _moved(planned: npt.NDArray[np.float64] | None, now: npt.NDArray[np.float64]) -> bool:
+def _moved(planned: Loads | None, now: Loads) -> bool:
     return planned is None or len(planned) != len(now) or bool(np.abs(planned - now).max() > DRIFT)
 
 

@@ -16,13 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from weft.core.errors import CommError, InputError
 from weft.core.mesh import Mesh
 from weft.core.topology import Topology
+from weft.plan.place import Planned
 from weft.run.arena import Arena
 from weft.run.comm import Comm, Message, shm, symmetric
 from weft.run.comm.group import GroupComm, store_of
 from weft.run.comm.onesided import OneSidedComm
 from weft.run.comm.window import Window
 from weft.run.groups import join_world
-from weft.run.op import forget
+from weft.run.op import forget, register
 from weft.run.planner import Planner
 
 _log = logging.getLogger("weft.run")
@@ -70,12 +71,27 @@ class World:
         group = getattr(self.comm, "group", None)
         # A connection of its own: the planner's thread uses it beside others.
         store = partial(_planner_store, group) if group is not None else None
-        return Planner(self.comm, store, self.evict)
+        return Planner(self.comm, store, self.prepare, self.change)
 
-    def evict(self, plan: Any) -> None:
-        """Let go of the executors of a plan that will not come again; all ranks do it at the same time."""
-        for key in [key for key in self.compiled if key[0].plan is plan]:
-            forget(self.compiled.pop(key))
+    def prepare(self, old: Planned, new: Planned) -> None:
+        """Make the executors of a plan that will take the place of another, on the planner's thread."""
+        for key, executor in list(self.compiled.items()) if new.strategy == old.strategy else ():
+            if key[0].plan is old:
+                new.executors[_for_plan(key, "")] = executor.renewed(new.schedule)
+
+    def change(self, old: Planned, new: Planned | None) -> None:
+        """Let go of the executors of a plan that will not come again; all ranks do it at the same time.
+
+        The calls that they were made for were agreed on, and so was the new plan: they go on by it at once.
+        Those of another strategy are made as for any other call, and tuned.
+        """
+        for key in [key for key in self.compiled if key[0].plan is old]:
+            executor = self.compiled.pop(key)
+            forget(executor)
+            if new is not None and new.strategy == old.strategy:
+                other = new.executors.pop(_for_plan(key, ""), None) or executor.renewed(new.schedule)
+                register(other)
+                self.compiled[_for_plan(key, new)] = other
 
     def close(self) -> None:
         """Give the memory back that it shares with other ranks, which must not need it any more."""
@@ -85,6 +101,11 @@ class World:
         self.arena.clear()
         if isinstance(self.comm, OneSidedComm):
             self.comm.close()
+
+
+def _for_plan(key: Any, plan: Any) -> Any:
+    call, *rest = key
+    return call._replace(plan=plan), *rest
 
 
 STORE_TIMEOUT = timedelta(seconds=10)

@@ -63,7 +63,7 @@ class Admission:
     def of(cls, settings: Settings, facts: Mapping[str, Any], memory: float) -> Admission:
         """Of a model that is loaded, by its facts and the memory of a rank."""
         topology = replace(Topology.local(settings.ranks), machines=settings.nodes.count)
-        latency = Latency(facts, topology, mask=settings.options.get("mask"), limit=memory)
+        latency = Latency(facts, topology, sparse=settings.options.get("sparse"), limit=memory)
         for pace in facts.get("paces", ()):  # what warming up took
             latency.observe(Shape(**pace["shape"]), pace["ranks"], 1, pace["seconds"], warmup=True)
         return cls(latency, policy=settings.policy, max_time=settings.max_time, max_step=settings.max_step)

@@ -41,7 +41,7 @@ MAX_BATCH = 2**16
 WAYS, PREDICTIONS = 32, 4096
 """That are remembered."""
 RULES = ("dense_steps", "dense_layers", "dense_last", "refresh", "recall", "block")
-"""Options of a mask that say when it is used; see `weft.models.methods`."""
+"""Options of sparse attention that say when it is used; see `weft.models.methods`."""
 
 
 class Latency:
@@ -52,18 +52,18 @@ class Latency:
         facts: Mapping[str, Any],
         topology: Topology,
         *,
-        mask: str | None = None,
+        sparse: str | None = None,
         limit: float = math.inf,
         switch: float = SWITCH,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`facts` as a rank tells them; `mask` as the server was given it; `limit` is a rank's memory."""
+        """`facts` as a rank tells them; `sparse` as the server was given it; `limit` is a rank's memory."""
         names = ("heads", "head_dim", "depth", "patch", "text_tokens", "params")
         if missing := [name for name in names if name not in facts]:
             raise InputError(
                 f"The model's facts have no {', '.join(missing)}.", hint="See weft/serve/facts.py."
             )
-        self.facts, self.topology, self.mask = facts, topology, mask
+        self.facts, self.topology, self.sparse = facts, topology, sparse
         self.limit, self.switch = limit, switch
         self.model = _model(facts)
         self._dtype = str(facts.get("dtype", "float32"))
@@ -193,7 +193,7 @@ class Latency:
 
     def _density(self, grid: Grid) -> float:
         """The share of attention that the mask leaves, over all steps and layers."""
-        return density(self.mask, grid, self.model) if self.mask else 1.0
+        return density(self.sparse, grid, self.model) if self.sparse else 1.0
 
 
 Grid = tuple[int, int, int]
@@ -233,13 +233,13 @@ def part(topology: Topology, ranks: int) -> Topology:
     return replace(topology, machines=ranks // devices, devices=devices, links=())
 
 
-def density(mask: str, grid: Grid, model: Model) -> float:
+def density(sparse: str, grid: Grid, model: Model) -> float:
     """The share of an attention that is computed, of all layers and steps, as far as its spec tells.
 
     >>> density("topk:0.2,dense_steps=0.25", (4, 8, 8), Model(name="", layers=2, heads=2, head_dim=8))
     0.4
     """
-    name, _, rest = mask.partition(":")
+    name, _, rest = sparse.partition(":")
     options = [word.partition("=") for word in rest.split(",") if word]
     rules = {key: float(value) for key, equals, value in options if equals and key in RULES}
     own = [key + equals + value for key, equals, value in options if key not in RULES]

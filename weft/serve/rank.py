@@ -235,7 +235,7 @@ class Worker:
         """By whole heads and torch's kernel, weft's own model makes the same bits on any number of CPUs."""
         how: dict[str, Any] = {"plan": "auto", "cfg": "auto", "backend": "auto"}
         how |= {name: self.options[name] for name in how if self.options.get(name)}
-        how["sparse"] = self.options.get("mask")
+        how["sparse"] = self.options.get("sparse")
         is_free = self.model.is_own and how["plan"] == how["backend"] == "auto"
         if is_free and not torch.cuda.is_available() and len(ranks) <= self.model.facts["heads"]:
             how |= {"plan": "ulysses", "backend": "exact"}

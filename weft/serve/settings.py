@@ -27,7 +27,7 @@ class Settings:
     max_step: float | None = None
     """Seconds that a request may be predicted to take, in all and for a step; None: see `admission`."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Of `weft.serve.rank.main`: dtype ("": that of the device), plan, mask, backend."""
+    """Of `weft.serve.rank.main`: dtype ("": that of the device), plan, sparse, backend."""
     nodes: Nodes = Nodes()
     """The machines whose ranks the server has, with `ranks` on each."""
 
