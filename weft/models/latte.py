@@ -102,8 +102,8 @@ class Latte:
             )
         self.batch = B
         self._stages[shard].sizes = {"batch": B, "time": T}
-        self.frames = self._model.temp_pos_embed
-        self._model.temp_pos_embed = torch.zeros_like(self.frames[:, :1])
+        frames = self.frames = self._model.temp_pos_embed
+        self._model.temp_pos_embed = torch.zeros_like(frames[:, :1])
 
     def end(self) -> None:
         """Give the model its positions back: others read and copy them."""
