@@ -30,7 +30,7 @@ from weft.core.schedule import Schedule
 from weft.run import trace
 from weft.run.agree import agree, refuse
 from weft.run.redistribute import Flight, Redistribution
-from weft.run.transforms import is_transformed, refuse_export, unmapped
+from weft.run.transforms import is_transformed, refuse_export, refused, unmapped
 from weft.run.world import World, world_of
 from weft.schedule.switch import switch as switch_schedule
 
@@ -71,7 +71,7 @@ def switch(
 def gather(x: Tensor, source: str, *, dims: Dims, mesh: Any = None, stage: str = "") -> Tensor:
     """The whole tensor, on every rank, of which each has its part of `source`."""
     request = _Request(x, dims, mesh, stage or f"gather {source}")
-    return _Move.apply(x, request.redistribution(source, None), None)  # pyright: ignore[reportReturnType]
+    return _Gather.apply(x, request.redistribution(source, None), None)  # pyright: ignore[reportReturnType]
 
 
 def everyone(x: Tensor, *, mesh: Any = None, stage: str = "") -> Tensor:
@@ -139,6 +139,20 @@ class _Move(torch.autograd.Function):
         return _Move.apply(tangent, ctx.redistribution, None)
 
     vmap = unmapped("A switch of the sharded dim")
+
+
+class _Gather(_Move):
+    """A gather: each rank's gradient is a part of a mean, so that what is made of one has no derivative."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore
+        return _Reduce.apply(grad, ctx.redistribution.adjoint, None), None, None
+
+
+class _Reduce(_Move):
+    backward = refused(
+        "A gathered output has no second derivative, which the gradient of its gradient asks for."
+    )
 
 
 class _Request:
