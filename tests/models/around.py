@@ -33,7 +33,9 @@ from weft.run.pool import Pool
 LIMIT = 2e-5
 """Of a tensor's largest element, or of LEAST of the largest of its group: gradients of a key's bias are 0."""
 LEAST = {torch.float64: 1e-3, torch.float32: 1.0}
-MODELS = ("wan", "flux", "sd3", "cogvideox-rotary", "ltx", "mochi", "hunyuan", "qwen-padded", "latte")
+REGIONS = ("wan", "flux", "sd3", "cogvideox-rotary", "ltx", "mochi", "hunyuan", "qwen-padded")
+MODELS = (*REGIONS, "latte")
+"""A Latte is split by stages: two sizes before one backward are refused, and Diffusers has no LoRA for it."""
 
 
 @dataclass

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
-from tests.models.around import Run, descend, first, row, weighted
+from tests.models.around import REGIONS, Run, descend, first, row, weighted
 from tests.models.around_copies import blocks
 from tests.models.around_lora import TARGETS
 from tests.models.around_pipes import made
@@ -110,7 +110,7 @@ def functional_call(run: Run) -> None:
         run.keep(f"all grad {name}", run.mean(grad))
 
 
-@row()
+@row(*REGIONS)
 def beside_its_copy(run: Run) -> None:
     """Two forwards before one backward, blocks computed again."""
     model = run.model().train()

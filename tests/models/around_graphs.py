@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tests.models.around import Run, first, row, weighted
+from tests.models.around import REGIONS, Run, first, row, weighted
 from tests.models.toys import normal
 
 
@@ -62,17 +62,26 @@ def vmap(run: Run) -> None:
     run.keep("out", torch.vmap(lambda y: first(model(y, **inputs)))(torch.stack([x, 2 * x])))
 
 
-@row(may_refuse=True)
-@plain
-def double_backward(run: Run) -> None:
-    """A gradient penalty."""
+def _penalty(run: Run) -> None:
     model = run.split(run.model())
     inputs = run.inputs()
     x = inputs["hidden_states"].requires_grad_()
     (slope,) = torch.autograd.grad(weighted(first(model(**inputs))), x, create_graph=True)
     slope.square().sum().backward()
-    run.keep("slope", slope)
+    run.keep("slope", run.mean(slope.detach()))
     run.gradients("penalty", model)
+
+
+@row(*REGIONS, may_refuse=True)
+@plain
+def double_backward(run: Run) -> None:
+    _penalty(run)
+
+
+@row("latte", may_refuse=True)
+@plain
+def double_backward_of_stages(run: Run) -> None:
+    _penalty(run)
 
 
 @row(may_refuse=True)

@@ -9,11 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from tests.models.around import MODELS, Run, descend, row
+from tests.models.around import REGIONS, Run, descend, row
 from tests.models.toys import normal
 
-PEFT = tuple(name for name in MODELS if name != "latte")
-"""Diffusers' Latte has no adapters."""
 TARGETS = ("to_q", "to_v", "to_out.0", "proj_out", "context_embedder", "x_embedder", "proj_in")
 """Attention, and where models cut and gather tokens."""
 
@@ -108,10 +106,10 @@ for _name, _before, _after in [
 ]:
     _act = partial(_through, before=_before, after=_after)
     _act.__name__ = _name  # type: ignore[attr-defined]
-    row(*PEFT)(_act)  # pyright: ignore
+    row(*REGIONS)(_act)  # pyright: ignore
 
 
-@row(*PEFT)
+@row(*REGIONS)
 def lora_and_restore(run: Run) -> None:
     """What was put on after stays when the model is restored, and can be split again."""
     model = lora(run.split(run.model()))
@@ -122,7 +120,7 @@ def lora_and_restore(run: Run) -> None:
     run.step("again", run.split(lora(model)))
 
 
-@row(*PEFT)
+@row(*REGIONS)
 def lora_on_a_copy(run: Run) -> None:
     model = run.split(run.model())
     other = lora(copy.deepcopy(model))
@@ -134,7 +132,7 @@ def lora_on_a_copy(run: Run) -> None:
     run.step("copy of it", third)
 
 
-@row(*PEFT)
+@row(*REGIONS)
 def lora_dropout_before(run: Run) -> None:
     model = run.split(lora(run.model(), dropout=0.3).train())
     run.seed()
@@ -143,7 +141,7 @@ def lora_dropout_before(run: Run) -> None:
     run.out("eval", model.eval())
 
 
-@row(*PEFT)
+@row(*REGIONS)
 def lora_dropout_after(run: Run) -> None:
     model = lora(run.split(run.model()), dropout=0.3).train()
     run.seed()
