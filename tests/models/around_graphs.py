@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tests.models.around import REGIONS, Run, first, row, weighted
+from tests.models.around import Run, first, row, weighted
 from tests.models.toys import normal
 
 
@@ -62,7 +62,10 @@ def vmap(run: Run) -> None:
     run.keep("out", torch.vmap(lambda y: first(model(y, **inputs)))(torch.stack([x, 2 * x])))
 
 
-def _penalty(run: Run) -> None:
+@row(may_refuse=True)
+@plain
+def double_backward(run: Run) -> None:
+    """A gradient penalty."""
     model = run.split(run.model())
     inputs = run.inputs()
     x = inputs["hidden_states"].requires_grad_()
@@ -70,18 +73,6 @@ def _penalty(run: Run) -> None:
     slope.square().sum().backward()
     run.keep("slope", run.mean(slope.detach()))
     run.gradients("penalty", model)
-
-
-@row(*REGIONS, may_refuse=True)
-@plain
-def double_backward(run: Run) -> None:
-    _penalty(run)
-
-
-@row("latte", may_refuse=True)
-@plain
-def double_backward_of_stages(run: Run) -> None:
-    _penalty(run)
 
 
 @row(may_refuse=True)
