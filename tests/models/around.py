@@ -194,6 +194,7 @@ def perform(row: Row, model: str) -> Outcome:
     try:
         with numbers_kept():
             row.act(run)
+        assert torch._C._len_torch_function_stack() == 0, "a function mode of weft's is left on"
     except CommError as error:
         return f"raised: {type(error).__name__}: {error}"
     except WeftError as error:

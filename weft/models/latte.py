@@ -10,6 +10,7 @@ B batch · T frames · S patches of a frame · C width
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -141,6 +142,8 @@ class Switching:
     def __init__(self, model: nn.Module) -> None:
         self.model, self.forward = model, model.forward
         self._latte: Latte | None = None
+        self._hooks: dict[str, dict[int, Any]] = {}
+        """Of the stages on the model itself, which has them while it runs inside of those of others."""
 
     def run(self, mesh: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         world = world_of(mesh, 60.0)
@@ -151,29 +154,30 @@ class Switching:
         latte.begin(args, kwargs)
         undo = put(self.model, "forward", self.forward)
         try:
-            with _only(self.model, latte.handles):  # those of others run around this
+            with self._own_hooks({handle.id for handle in latte.handles}):
                 return self.model._call_impl(*args, **kwargs)
         finally:
             undo()
             latte.end()
 
+    @contextmanager
+    def _own_hooks(self, ids: set[int]) -> Iterator[None]:
+        own = vars(self.model)
+        others = {name: own[name] for name in HOOKS}
+        for name, hooks in others.items():
+            known = self._hooks.get(name, {}) | {key: hooks.pop(key) for key in ids & hooks.keys()}
+            # In the order in which they were registered.
+            self._hooks[name] = OrderedDict((key, known[key]) for key in sorted(ids & known.keys()))
+        own.update(self._hooks)
+        try:
+            yield
+        finally:
+            own.update(others)
+
     def remove(self) -> None:
         if self._latte is not None:
             self._latte.remove()
-        self._latte = None
-
-
-@contextmanager
-def _only(model: nn.Module, handles: list[RemovableHandle]) -> Iterator[None]:
-    """Let a model have some of its hooks only."""
-    own, ids = vars(model), {handle.id for handle in handles}
-    before = {name: own[name] for name in HOOKS}
-    for name, hooks in before.items():
-        own[name] = type(hooks)((key, hook) for key, hook in hooks.items() if key in ids)
-    try:
-        yield
-    finally:
-        own.update(before)
+        self._latte, self._hooks = None, {}
 
 
 def _rows(side: Tensor | None, B: int, rows: int) -> Any:

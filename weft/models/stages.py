@@ -111,7 +111,7 @@ class Stages:
         ]
         self._hooks += [
             model.register_forward_pre_hook(lambda *_: self._begin(model)),
-            model.register_forward_hook(lambda *_: self._drawing.close(), always_call=True),
+            model.register_forward_hook(lambda *_: self._end(), always_call=True),
             model.register_forward_pre_hook(self.rehearse, with_kwargs=True),
         ]
 
@@ -140,7 +140,12 @@ class Stages:
     def _begin(self, model: nn.Module) -> None:
         """What the model is given is whole."""
         self._stream.layout = self._stream.whole
-        self._drawing = self._draws.begin(model)
+        if not self._probing:  # a rehearsal is within a forward that has begun
+            self._drawing = self._draws.begin(model)
+
+    def _end(self) -> None:
+        if not self._probing:
+            self._drawing.close()
 
     def _before(self, at: int) -> Any:
         site = self._sites[at]
