@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from types import MethodType
 from typing import Any
 
 import torch
@@ -99,6 +100,7 @@ def _attributes(thing: Any) -> Look:
     return {
         key: {k: id(v) for k, v in value.items()} if isinstance(value, dict)
         else value if isinstance(value, bool | int | float | str)
+        else (id(value.__func__), id(value.__self__)) if isinstance(value, MethodType)  # made anew
         else id(value) if callable(value)
         else type(value)
         for key, value in getattr(thing, "__dict__", {}).items()
