@@ -150,10 +150,13 @@ def refuse_mixing(region: Region, args: tuple[Any, ...], kwargs: dict[str, Any])
     if found is not None:
         (name, _), cause = found
         kind = f" ({type(modules(region.model)[name]).__name__})" if name else ""
+        # Where a module leaves out padding, tokens that follow it move to its places.
+        drops_padding = any(streams.endswith("?") for streams in region.adapter.attention.values())
         raise InputError(
             f"{name or type(region.model).__name__}{kind} computes a token from {cause.format('tokens')}, "
             "where each rank has only its part of them.",
-            hint="Declare it in the adapter: under attention, or under local if its keys are whole. Else "
+            hint=("Pad texts at their ends. " if drops_padding else "")
+            + "Declare it in the adapter: under attention, or under local if its keys are whole. Else "
             "gather before it and cut after it; positions are made for the whole and cut (inputs, outputs).",
         )
 

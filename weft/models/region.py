@@ -101,6 +101,7 @@ class Region:
         """The model's output, whole on every rank of a mesh, each of which computes its tokens of it."""
         if self._is_changed():
             self._install()
+            self._probed.clear()
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
         refuse_caches(self.model, self._parts)
         refuse_arguments(self.adapter, self.model, given)
