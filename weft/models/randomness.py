@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from hashlib import blake2b
 from itertools import islice, zip_longest
+from threading import Lock
 from typing import Any
 
 import torch
@@ -19,6 +20,10 @@ from weft.run.world import World
 
 WORD = 8  # bytes of the numbers that ranks gather
 SHOWN = 60  # characters of a text in an error
+
+STATES = Lock()
+"""Held while states of generators are read or set. torch locks a generator meanwhile and keeps the GIL: should
+Python let another thread run in between, that one would wait for torch's lock for ever."""
 
 DROPOUT = frozenset({F.dropout, torch.dropout})
 """What `dropout` stands for inside a sharded region; both take (x, p, training)."""
@@ -52,7 +57,8 @@ def share_numbers(world: World, arguments: tuple[tuple[Any, ...], dict[str, Any]
     if world.comm.size == 1:
         return
     generators = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Generator)]
-    states = [torch.get_rng_state(), *(generator.get_state() for generator in generators)]
+    with STATES:
+        states = [torch.get_rng_state(), *(generator.get_state() for generator in generators)]
     if torch.cuda.is_available():
         states.append(torch.cuda.get_rng_state())
     sizes = [state.numel() for state in states]
@@ -62,11 +68,12 @@ def share_numbers(world: World, arguments: tuple[tuple[Any, ...], dict[str, Any]
     first = torch.tensor(world.comm.gather_numbers(words)[0], dtype=torch.int64)
     # Copies: torch 2.13 crashes when a generator is given a view.
     torch_state, *others = (state.clone() for state in first.view(torch.uint8)[: data.numel()].split(sizes))
-    torch.set_rng_state(torch_state)
-    for generator, state in zip(generators, others, strict=False):
-        generator.set_state(state)
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state(others[-1])
+    with STATES:
+        torch.set_rng_state(torch_state)
+        for generator, state in zip(generators, others, strict=False):
+            generator.set_state(state)
+        if torch.cuda.is_available():
+            torch.cuda.set_rng_state(others[-1])
 
 
 def dropout(x: Tensor, p: float, training: bool, *, dim: int, layout: Layout, rank: int) -> Tensor:  # noqa: FBT001

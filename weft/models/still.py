@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from weft.models.randomness import STATES
+
 SMALL_BUFFER = 1 << 20
 """Elements of a buffer that may hold statistics: probes get a copy of it."""
 LIBRARIES = ("torch", "diffusers", "accelerate", "peft", "transformers", "torchao", "bitsandbytes", "weft")
@@ -24,8 +26,7 @@ def still(model: nn.Module) -> Iterator[None]:
     """
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        cuda = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-        stack.enter_context(torch.random.fork_rng(cuda))
+        stack.enter_context(_numbers_kept())
         # Weights that autocast keeps would have no gradients later.
         stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
@@ -45,6 +46,20 @@ def still(model: nn.Module) -> Iterator[None]:
                     for key in others:
                         del hooks[key]
         yield
+
+
+@contextmanager
+def _numbers_kept() -> Iterator[None]:
+    on_gpu = torch.cuda.is_initialized()
+    with STATES:
+        state, cuda = torch.get_rng_state(), torch.cuda.get_rng_state() if on_gpu else None
+    try:
+        yield
+    finally:
+        with STATES:
+            torch.set_rng_state(state)
+            if cuda is not None:
+                torch.cuda.set_rng_state(cuda)
 
 
 def _put_back(hooks: dict[int, Any], all_hooks: dict[int, Any]) -> None:
