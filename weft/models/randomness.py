@@ -22,7 +22,7 @@ WORD = 8  # bytes of the numbers that ranks gather
 SHOWN = 60  # characters of a text in an error
 
 STATES = Lock()
-"""Held while states of generators are read or set. torch locks a generator meanwhile and keeps the GIL: should
+"""Held while states of generators are read or set. torch locks a generator meanwhile and keeps the GIL; if
 Python let another thread run in between, that one would wait for torch's lock for ever."""
 
 DROPOUT = frozenset({F.dropout, torch.dropout})
