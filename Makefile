@@ -14,7 +14,7 @@ demo: $(VENV)/weft.stamp
 	$(VENV)/bin/weft demo
 
 # Two halves of equal length at once, on the two cores that there are at least.
-RANKS := tests/distributed tests/models
+RANKS := tests/distributed tests/doctor tests/models
 
 test: $(VENV)/test.stamp
 	@$(MAKE) --no-print-directory -j2 test-ranks test-values
