@@ -37,14 +37,10 @@ PRELOAD += [each.__name__ for each in TABLE if each.__name__ not in PRELOAD]  # 
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-PENDING: tuple[str, ...] = ()
-"""Rows that do not hold yet."""
-
 
 def _marks(name: str, size: int) -> list[Any]:
-    pending = [pytest.mark.xfail(strict=True)] if name in PENDING else []
     compiles = name == "resolutions_under_compile" and size > 2  # 10 s of each rank
-    return [*pending, *([pytest.mark.soak] if compiles else [])]
+    return [pytest.mark.soak] if compiles else []
 
 
 NORMAL = [pytest.param(name, size, marks=_marks(name, size)) for name in ROWS for size in ROWS[name].ranks]
