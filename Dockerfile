@@ -1,12 +1,12 @@
-# weft for GPUs. NOT BUILT AND NOT RUN where weft is made: there is no GPU and no Docker engine. Versions are those that
-# weft was tested with on CPUs; torch 2.13.0 from pip is its CUDA build on Linux x86-64. Say in an issue how it went.
+# weft for GPUs. NOT BUILT AND NOT RUN so far: no GPU and no Docker engine were available. Versions are those tested on
+# CPUs; torch 2.13.0 from pip is its CUDA build on Linux x86-64. Please report the outcome in an issue.
 #
 #   docker build -t weft .
 #   openssl rand -hex 32 > key && chmod 644 key
 #   docker run --gpus all --shm-size 8g -p 127.0.0.1:8000:8000 \
 #       -v "$PWD/key:/run/secrets/weft-key:ro" -v weft:/data weft
 #
-# Other than the small model that comes with weft, and another verb:
+# With another model than the small one that weft ships, and with another command:
 #
 #   docker run … -v /models/wan:/model:ro weft serve /model --ranks 8 --dtype bfloat16 \
 #       --host 0.0.0.0 --api-key-file /run/secrets/weft-key --data /data
@@ -19,7 +19,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1
-# torch first and alone, in a layer of its own: it is large, and nothing after it may pull another build.
+# torch first, in its own layer: it is large, and later packages must not install another build.
 RUN pip install torch==2.13.0
 RUN pip install triton==3.7.1 numpy==2.4.6 safetensors==0.8.0 typer==0.29.0 rich==15.0.0 av==18.1.0 pillow==13.0.0 \
     diffusers==0.42.1 transformers==5.22.2 accelerate==1.15.0 fastapi==0.162.4 starlette==1.10.0 pydantic==2.14.3 \
@@ -38,6 +38,6 @@ EXPOSE 8000
 HEALTHCHECK --interval=30s --timeout=5s --start-period=120s \
     CMD ["python", "-c", "from urllib.request import urlopen; urlopen('http://127.0.0.1:8000/live', timeout=4)"]
 
-# Other machines can reach a port of a container, so a key is asked for; without one weft does not start.
+# Other machines can reach a port of a container, so requests need a key; weft does not start without one.
 ENTRYPOINT ["weft"]
 CMD ["serve", "--host", "0.0.0.0", "--api-key-file", "/run/secrets/weft-key", "--data", "/data"]

@@ -14,7 +14,7 @@ demo: $(VENV)/weft.stamp
 	$(VENV)/bin/weft demo
 
 # Two halves of equal length at once, on the two cores that there are at least.
-RANKS := tests/distributed tests/doctor tests/models
+RANKS := $(addprefix tests/,distributed doctor hooks sparse switching diffusers video generate)
 
 test: $(VENV)/test.stamp
 	@$(MAKE) --no-print-directory -j2 test-ranks test-values
@@ -28,7 +28,7 @@ test-values: lint
 # What needs the CUDA build of torch and the two optional packages, and no GPU: kernels are compiled, calls are made
 # with fake tensors. It is a second environment of 7 GB, in .venv-cuda.
 CUDA_VENV := .venv-cuda
-CUDA_TESTS := tests/cuda tests/models/test_hot_path.py $(addprefix tests/run/test_,\
+CUDA_TESTS := tests/cuda tests/diffusers/test_hot_path.py $(addprefix tests/run/test_,\
   backends.py hot_path.py package_hot_path.py packages.py parity.py select.py tiles.py)
 
 test-cuda: $(CUDA_VENV)/test.stamp

@@ -35,7 +35,7 @@ from rich.text import Text
 
 from bench.all import ROOT, names, record_file, run, state
 from bench.results import number
-from bench.rows import Report, Row, write_json
+from bench.rows import Results, Row, write_json
 
 TOLERANCE = 0.05
 TAIL_LINES = 8
@@ -56,7 +56,7 @@ class ComparisonError(Exception):
     """The comparison cannot start, or a benchmark ended without rows."""
 
 
-class Side(NamedTuple):
+class Checkout(NamedTuple):
     label: str  # "here", or a short hash
     root: Path
 
@@ -85,7 +85,7 @@ def index_rows(rows: Rows) -> dict[tuple[str, str, int], Mapping[str, Any]]:
     return indexed
 
 
-class Comparison(NamedTuple):
+class RowComparison(NamedTuple):
     """One row of a benchmark on both sides, a measurement of each for every round."""
 
     benchmark: str
@@ -118,20 +118,20 @@ class Comparison(NamedTuple):
         return Row(case=f"{self.benchmark}: {self.case}", unit=self.unit, **both, **judged)
 
 
-def compare(played: Mapping[str, Sequence[tuple[Rows, Rows]]]) -> tuple[list[Comparison], list[str]]:
+def compare(played: Mapping[str, Sequence[tuple[Rows, Rows]]]) -> tuple[list[RowComparison], list[str]]:
     """Match the rows of both sides, given (here, there) of each round of each benchmark.
 
     Return the rows that every round has on both sides, and the cases of all others. A measurement that stands
     in several rows, next to several peers, is returned once.
     """
-    matched: list[Comparison] = []
+    matched: list[RowComparison] = []
     unmatched: list[str] = []
     for benchmark, rounds in played.items():
         sides = [index_rows(rows) for pair in rounds for rows in pair]
         for key, row in {key: row for side in reversed(sides) for key, row in side.items()}.items():
             if all(key in side for side in sides):
                 here, there = (tuple(side[key]["measured"] for side in sides[first::2]) for first in (0, 1))
-                one = Comparison(benchmark, row["case"], row["unit"], better_of(row), here, there)
+                one = RowComparison(benchmark, row["case"], row["unit"], better_of(row), here, there)
                 matched += [one] if one not in matched else []
             else:
                 unmatched.append(f"{benchmark}: {row['case']}")
@@ -183,7 +183,7 @@ def imported_weft(root: Path) -> Path:
     return root / "weft"
 
 
-def choose(asked: Sequence[str], here: Side, there: Side) -> tuple[list[str], list[str]]:
+def choose(asked: Sequence[str], here: Checkout, there: Checkout) -> tuple[list[str], list[str]]:
     """Return the benchmarks that both sides have, and a message for each of the others."""
     ours, theirs = names(here.root), names(there.root)
     if strange := [name for name in asked if name not in {*ours, *theirs}]:
@@ -193,7 +193,7 @@ def choose(asked: Sequence[str], here: Side, there: Side) -> tuple[list[str], li
     return both, [f"{name} skipped: {hints[name in ours]}" for name in asked if name not in both]
 
 
-def run_once(name: str, side: Side, logs: Path, *, quick: bool) -> Rows:
+def run_once(name: str, side: Checkout, logs: Path, *, quick: bool) -> Rows:
     """Return the rows of one run. A row that misses its bar is no failure here."""
     with python_path(side.root):
         record = run(name, logs, quick=quick, root=side.root)
@@ -205,7 +205,7 @@ def run_once(name: str, side: Side, logs: Path, *, quick: bool) -> Rows:
 
 
 def measure(
-    chosen: Sequence[str], sides: tuple[Side, Side], rounds: int, *, quick: bool
+    chosen: Sequence[str], sides: tuple[Checkout, Checkout], rounds: int, *, quick: bool
 ) -> tuple[dict[str, list[tuple[Rows, Rows]]], list[str]]:
     """Return (here, there) of each round of each benchmark, and a message for each crash.
 
@@ -220,7 +220,7 @@ def measure(
         for place, name in enumerate(chosen):
             try:
                 for turn in range(rounds):
-                    rows: dict[Side, Rows] = {}
+                    rows: dict[Checkout, Rows] = {}
                     for side in sides if turn % 2 == 0 else sides[::-1]:  # neither side is always first
                         progress.update(task, description=f"{name}, round {turn + 1}: {side.label}")
                         rows[side] = run_once(name, side, Path(logs), quick=quick)
@@ -232,7 +232,7 @@ def measure(
     return played, crashes
 
 
-def show(comparisons: Sequence[Comparison], there: str, console: Console) -> None:
+def show(comparisons: Sequence[RowComparison], there: str, console: Console) -> None:
     """Print one row for each comparison, and how many there are of each verdict."""
     numbers = (Column(name, justify="right", no_wrap=True) for name in ("here", there, "ratio"))
     # No frame: at 80 columns the cases need the room.
@@ -257,7 +257,7 @@ def against(options: argparse.Namespace, root: Path = ROOT) -> int:
     with worktree(root, commit) as tree:
         if options.bench_from_here:
             shutil.copytree(root / "bench", tree / "bench", dirs_exist_ok=True)
-        here, there = Side("here", root), Side(commit, tree)
+        here, there = Checkout("here", root), Checkout(commit, tree)
         chosen, notes = choose(list(dict.fromkeys(options.names)), here, there)
         measured_state = state(root)
         for side in (here, there):
@@ -270,7 +270,7 @@ def against(options: argparse.Namespace, root: Path = ROOT) -> int:
     for note in (*notes, *(f"Not in every run of both sides: {case}" for case in unmatched), *crashes):
         console.print(note, markup=False, soft_wrap=True)
     if options.json:
-        write_json(Report([one.row(commit) for one in comparisons]), options.json, quick=options.quick)
+        write_json(Results([one.row(commit) for one in comparisons]), options.json, quick=options.quick)
     worse = any(one.verdict == "worse" for one in comparisons)
     return 1 if worse else 2 if crashes or not comparisons else 0
 

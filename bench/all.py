@@ -46,8 +46,8 @@ def state(root: Path = ROOT) -> str:
     """The last commit of the code that is measured, and a digest of what was changed since."""
 
     def git(*words: str) -> str:
-        found = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True)
-        return found.stdout.strip()
+        process = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True)
+        return process.stdout.strip()
 
     try:
         commit = git("log", "-1", "--format=%h", "--", "weft", "bench")
@@ -61,11 +61,11 @@ def run(name: str, folder: Path, *, quick: bool, root: Path = ROOT) -> dict[str,
     """One benchmark: what it wrote, or how it failed; kept in FOLDER, with what it printed beside it."""
     words = [f"bench.{name}", *(["--quick"] if quick else [])]
     kept = record_file(folder, name, quick=quick)
-    found, log = kept.with_suffix(".found"), kept.with_suffix(".log")
-    found.unlink(missing_ok=True)
+    partial, log = kept.with_suffix(".found"), kept.with_suffix(".log")
+    partial.unlink(missing_ok=True)
     began, clock, commit = datetime.now(timezone.utc), time.monotonic(), state(root)
     limit = None if name in HOURS else LONGEST_SECONDS
-    code = _call([sys.executable, "-m", *words, "--json", str(found.absolute())], log, root, limit)
+    code = _call([sys.executable, "-m", *words, "--json", str(partial.absolute())], log, root, limit)
     record = {
         "name": name,
         "commit": commit,
@@ -78,11 +78,11 @@ def run(name: str, folder: Path, *, quick: bool, root: Path = ROOT) -> dict[str,
         "rows": [],
     }
     try:
-        record |= {key: value for key, value in json.loads(found.read_text()).items() if key in record}
+        record |= {key: value for key, value in json.loads(partial.read_text()).items() if key in record}
     except (OSError, ValueError):
         record["failed"] = f"ended with {code} and no rows" if code is not None else "did not end in time"
     kept.write_text(json.dumps(record, indent=2) + "\n")
-    found.unlink(missing_ok=True)
+    partial.unlink(missing_ok=True)
     return record
 
 
@@ -130,11 +130,11 @@ def run_all(
     folder.mkdir(parents=True, exist_ok=True)
     console, commit, holds = Console(highlight=False, markup=False, soft_wrap=True), state(root), True
     for place, name in enumerate(chosen, start=1):
-        head, how = f"{place}/{len(chosen)} bench.{name}", {"quick": name in quick}
-        record = known(folder, name, **how, commit=commit)
+        head, options = f"{place}/{len(chosen)} bench.{name}", {"quick": name in quick}
+        record = known(folder, name, **options, commit=commit)
         if record is None:
-            console.print(f"{head} … ({record_file(folder, name, **how).with_suffix('.log')})")
-            record = run(name, folder, **how, root=root)
+            console.print(f"{head} … ({record_file(folder, name, **options).with_suffix('.log')})")
+            record = run(name, folder, **options, root=root)
             console.print(f"{head}: {tell(record)}")
         else:
             console.print(f"{head}: {tell(record)}, on {record['date']} with the same code: not run again")

@@ -41,7 +41,7 @@ from bench.peers import Attention, Peer, peers
 from bench.rows import (
     QUIET,
     Line,
-    Report,
+    Results,
     Round,
     Row,
     followed,
@@ -53,7 +53,7 @@ from bench.rows import (
     walls,
 )
 from bench.stage import STAGE, play
-from weft.run.pool import Pool
+from weft.run.spawn.pool import Pool
 
 RANKS, HEADS, DIM = 2, 8, 64
 TOLERANCE = 1e-4
@@ -62,7 +62,7 @@ WEFT, COMPUTE, LINK = "weft", "limit: SDPA on half the heads", "limit: link"
 
 
 @dataclass(frozen=True)
-class Case:
+class AttentionCase:
     tokens: int
     backward: bool
     seconds: float  # for its rounds
@@ -77,20 +77,20 @@ class Case:
 
 
 FULL = (
-    Case(1024, backward=False, seconds=12, bar=SHORT),
-    Case(2048, backward=False, seconds=12, bar=SHORT),
-    Case(2048, backward=True, seconds=24),
-    Case(4096, backward=False, seconds=24),
-    Case(4096, backward=True, seconds=40),
-    Case(8192, backward=False, seconds=48),
-    Case(8192, backward=True, seconds=100),
+    AttentionCase(1024, backward=False, seconds=12, bar=SHORT),
+    AttentionCase(2048, backward=False, seconds=12, bar=SHORT),
+    AttentionCase(2048, backward=True, seconds=24),
+    AttentionCase(4096, backward=False, seconds=24),
+    AttentionCase(4096, backward=True, seconds=40),
+    AttentionCase(8192, backward=False, seconds=48),
+    AttentionCase(8192, backward=True, seconds=100),
 )
 QUICK = (
-    Case(1024, backward=False, seconds=3, bar=SHORT),
-    Case(2048, backward=False, seconds=5, bar=SHORT),
-    Case(2048, backward=True, seconds=8),
+    AttentionCase(1024, backward=False, seconds=3, bar=SHORT),
+    AttentionCase(2048, backward=False, seconds=5, bar=SHORT),
+    AttentionCase(2048, backward=True, seconds=8),
 )  # and about 20 s in which torch's context_parallel finds out that it has no rule for this kernel
-CHECKS = tuple(Case(512, backward=backward, seconds=0) for backward in (False, True))
+CHECKS = tuple(AttentionCase(512, backward=backward, seconds=0) for backward in (False, True))
 
 
 class Verdict(NamedTuple):
@@ -118,17 +118,17 @@ def weft_attention(tokens: int) -> Attention:
 # On a rank. The pool calls `prepare` once a case and `play` once a round; STAGE lives in between.
 
 
-class Tensors:
+class AttentionTensors:
     """The same q, k, v and output gradient on both ranks, and dense attention's answer to them."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: AttentionCase) -> None:
         torch.manual_seed(case.tokens)
         shape = (1, HEADS, case.tokens, DIM)
         *self.qkv, self.grad_out = (torch.randn(shape) for _ in range(4))
         self.backward = case.backward
         self.rows = torch.arange(case.tokens).chunk(RANKS)[dist.get_rank()]
         half = self.half_of_heads()()
-        parts = [[torch.empty_like(part) for _ in range(RANKS)] for part in half]
+        parts = [[torch.empty_like(shard) for _ in range(RANKS)] for shard in half]
         for mine, gathered in zip(half, parts, strict=True):
             dist.all_gather(gathered, mine.contiguous())
         self.answer = [torch.cat(gathered, dim=1)[:, :, self.rows] for gathered in parts]
@@ -169,14 +169,14 @@ def _timed(
     return forward if grad_out is None else both
 
 
-def prepare(case: Case, asked: frozenset[str] | None = None) -> dict[str, Verdict]:
+def prepare(case: AttentionCase, asked: frozenset[str] | None = None) -> dict[str, Verdict]:
     """Ask every contender, or those that are `asked`, once; who is right on both ranks goes on stage."""
     warnings.simplefilter("ignore")  # the peers' own; they would tear the progress bar
     logging.disable(logging.WARNING)
     STAGE.clear()
     gc.unfreeze()
     gc.collect()
-    tensors = Tensors(case)
+    tensors = AttentionTensors(case)
     contenders = (Peer(WEFT, "BHSD", lambda: weft_attention(case.tokens)), *peers())
     verdicts = {one.name: _ask(one, tensors) for one in contenders if asked is None or one.name in asked}
     STAGE[COMPUTE] = tensors.half_of_heads()
@@ -186,16 +186,16 @@ def prepare(case: Case, asked: frozenset[str] | None = None) -> dict[str, Verdic
     return verdicts
 
 
-def _ask(peer: Peer, tensors: Tensors) -> Verdict:
+def _ask(peer: Peer, tensors: AttentionTensors) -> Verdict:
     call = None
     try:
         call = _timed(peer.build(), *tensors.local(peer.order))
         verdict = Verdict(_error(call(), tensors.answer))
     except Exception as error:
         verdict = Verdict(None, f"{type(error).__name__}: {' '.join(str(error).split())[:80]}")
-    found: list[Verdict] = [verdict] * RANKS
-    dist.all_gather_object(found, verdict)
-    worst = max(found, key=lambda v: float("inf") if v.error is None else v.error)
+    verdicts: list[Verdict] = [verdict] * RANKS
+    dist.all_gather_object(verdicts, verdict)
+    worst = max(verdicts, key=lambda v: float("inf") if v.error is None else v.error)
     if call is not None and worst.correct:
         STAGE[peer.name] = call
     return worst
@@ -209,8 +209,8 @@ def _error(got: tuple[Tensor, ...], answer: list[Tensor]) -> float:
 # In the parent.
 
 
-def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - the command line's call
-    report = Report()
+def measure(quick: bool, progress: Progress) -> Results:  # noqa: FBT001 - the command line's call
+    report = Results()
     task = progress.add_task("checking the answers", total=None)
     checked = _check()
     progress.update(task, total=1, completed=1)
@@ -233,11 +233,11 @@ def _check() -> dict[bool, dict[str, Verdict]]:
     Who fails forward is not asked for gradients: an exception half way can stop both ranks.
     """
     verdicts: dict[bool, dict[str, Verdict]] = {}
-    found: dict[str, Verdict] = {}
+    checked: dict[str, Verdict] = {}
     with Pool(RANKS, threads=1, timeout=120.0) as pool:
         for case in CHECKS:
-            found = found | pool.run(prepare, case, _correct(found) if found else None)[0]
-            verdicts[case.backward] = found
+            checked = checked | pool.run(prepare, case, _correct(checked) if checked else None)[0]
+            verdicts[case.backward] = checked
     return verdicts
 
 
@@ -245,7 +245,9 @@ def _correct(verdicts: dict[str, Verdict]) -> frozenset[str]:
     return frozenset(name for name, verdict in verdicts.items() if verdict.correct)
 
 
-def _summary(case: Case, verdicts: dict[str, Verdict], rounds: list[Round]) -> tuple[Row, list[Line]]:
+def _summary(
+    case: AttentionCase, verdicts: dict[str, Verdict], rounds: list[Round]
+) -> tuple[Row, list[Line]]:
     used = undisturbed(rounds)
     wall = walls(used)
     cpu = {name: median(played.took[name].cpu * 1e3 for played in used) for name in wall}
@@ -253,7 +255,7 @@ def _summary(case: Case, verdicts: dict[str, Verdict], rounds: list[Round]) -> t
     ratio = {name: median_ratio(wall[name], wall[WEFT]) for name in wall} if WEFT in wall else {}
     rivals = [name for name in middle if name in verdicts and name != WEFT]
     fastest = min(rivals, key=lambda name: ratio.get(name, middle[name]), default="")
-    found = ratio.get(fastest, 0.0)
+    best = ratio.get(fastest, 0.0)
     others = median(played.others for played in used)
     busy = f", but {others:.0%} of the machine to others" if others > QUIET else ""
     row = Row(
@@ -262,8 +264,8 @@ def _summary(case: Case, verdicts: dict[str, Verdict], rounds: list[Round]) -> t
         peer=middle.get(fastest),
         peer_name=fastest,
         limit=middle[COMPUTE] + middle[LINK],
-        bar=f"peer/weft ≥ {case.bar} (is {found:.3f}{busy})",
-        holds=found >= case.bar,
+        bar=f"peer/weft ≥ {case.bar} (is {best:.3f}{busy})",
+        holds=best >= case.bar,
     )
     rate = case.nbytes / middle[LINK] / 1e6
     notes = {name: str(verdict) for name, verdict in verdicts.items()}

@@ -24,7 +24,7 @@ from rich.progress import Progress
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from bench.deals import dbsp_schedule
-from bench.rows import Line, Report, Row, Took, interleave, main, median_ratio, take_turns
+from bench.rows import Line, Results, Row, Took, interleave, main, median_ratio, take_turns
 from bench.stage import STAGE
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
@@ -37,7 +37,7 @@ from weft.plan.balanced import Balancer
 from weft.plan.choose import build
 from weft.run.execute import Executor
 from weft.run.kernels import choose as choose_kernel
-from weft.run.pool import Pool
+from weft.run.spawn.pool import Pool
 from weft.run.world import world_of
 from weft.schedule.measure import measure as measure_schedule
 
@@ -63,7 +63,7 @@ CASES = {
 
 
 @dataclass(frozen=True)
-class Case:
+class BalanceCase:
     ranks: int
     way: str
     masks: str
@@ -82,7 +82,7 @@ class Case:
         return Problem(batch=1, heads=HEADS, kv_heads=HEADS, head_dim=DIM, q=layout, kv=layout)
 
 
-def schedules(case: Case) -> dict[str, Schedule]:
+def schedules(case: BalanceCase) -> dict[str, Schedule]:
     return {
         "unbalanced": build(case.way, case.problem, case.mask),
         "db-SP": dbsp_schedule(Balancer(case.problem, case.mask, Topology.local(case.ranks)), case.way),
@@ -101,20 +101,20 @@ class Clocked:
         self.name, self.grouped = self.kernel.name, self.kernel.grouped
         self.seconds = 0.0
 
-    def attend(self, *given: Any, **options: Any) -> Any:
+    def attend(self, *args: Any, **options: Any) -> Any:
         began = time.thread_time()
-        found = self.kernel.attend(*given, **options)
+        output = self.kernel.attend(*args, **options)
         self.seconds += time.thread_time() - began
-        return found
+        return output
 
-    def attend_backward(self, *given: Any, **options: Any) -> Any:
-        return self.kernel.attend_backward(*given, **options)
+    def attend_backward(self, *args: Any, **options: Any) -> Any:
+        return self.kernel.attend_backward(*args, **options)
 
 
 _clock = None
 
 
-def prepare(case: Case) -> dict[str, float]:
+def prepare(case: BalanceCase) -> dict[str, float]:
     """Put every schedule on stage; the largest error of each against dense attention with the mask."""
     global _clock
     _clock = Clocked()
@@ -138,22 +138,22 @@ def prepare(case: Case) -> dict[str, float]:
 def play(turn: int) -> dict[str, Took]:
     """Wall time of each contender, and as its CPU time that of its attention alone."""
     assert _clock is not None
-    found: dict[str, Took] = {}
+    times: dict[str, Took] = {}
     names = list(STAGE)
     for name in names[turn % len(names) :] + names[: turn % len(names)]:
         _clock.seconds = 0.0
         took = take_turns({name: STAGE[name]}, 0, before=dist.barrier)[name]
-        found[name] = Took(took.wall, _clock.seconds)
-    return found
+        times[name] = Took(took.wall, _clock.seconds)
+    return times
 
 
 # In the parent.
 
 
-def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - bench.rows calls it so
-    report = Report()
+def measure(quick: bool, progress: Progress) -> Results:  # noqa: FBT001 - bench.rows calls it so
+    report = Results()
     cases = [
-        Case(ranks, way, name, 2 if quick else 10)
+        BalanceCase(ranks, way, name, 2 if quick else 10)
         for ranks, ways in CASES.items()
         for way, masks in ways.items()
         for name in (masks[:1] if quick else masks)
@@ -168,9 +168,9 @@ def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - bench.
     return report
 
 
-def _measure(pool: Pool, case: Case, report: Report) -> None:
+def _measure(pool: Pool, case: BalanceCase, report: Results) -> None:
     errors = {
-        name: max(found[name] for found in pool.run(prepare, case))
+        name: max(ratios[name] for ratios in pool.run(prepare, case))
         for name in ("unbalanced", "db-SP", "weft")
     }
     means: list[dict[str, float]] = []
@@ -184,8 +184,8 @@ def _measure(pool: Pool, case: Case, report: Report) -> None:
     times = {name: [r.took[name].cpu for r in rounds] for name in errors}
     predicted = {name: measure_schedule(schedule).imbalance for name, schedule in schedules(case).items()}
     mean = {name: [played[name] for played in means] for name in times}
-    found = {name: median_ratio(times[name], mean[name]) for name in times}
-    tracks = {name: found[name] / predicted[name] - 1 for name in times}
+    ratios = {name: median_ratio(times[name], mean[name]) for name in times}
+    tracks = {name: ratios[name] / predicted[name] - 1 for name in times}
     right = max(errors.values()) <= TOLERANCE
     worst = max(tracks.values(), key=abs)
     ahead = median_ratio(times["db-SP"], times["weft"])
@@ -203,7 +203,7 @@ def _measure(pool: Pool, case: Case, report: Report) -> None:
     for name in times:
         wall = median(r.took[name].wall for r in rounds) * 1e3
         note = (
-            f"imbalance {found[name]:.3f}, predicted {predicted[name]:.3f}, wall {wall:.0f} ms, "
+            f"imbalance {ratios[name]:.3f}, predicted {predicted[name]:.3f}, wall {wall:.0f} ms, "
             f"error {errors[name]:.0e}"
         )
         middle = median(times[name]) * 1e3

@@ -141,6 +141,6 @@ def attend(block: AxialBlock, attention: Any, first: Callable[[], int], x: Tenso
     rows = x.movedim(block.dim, -2)
     q, k, v = block.qkv(rows).unflatten(-1, (3, block.heads, -1)).unbind(-3)  # [B, …, L, H, D]
     q, k = rotated(q, first()), rotated(k, first())
-    q, k, v = (part.flatten(0, -4).transpose(1, 2) for part in (q, k, v))
+    q, k, v = (tensor.flatten(0, -4).transpose(1, 2) for tensor in (q, k, v))
     out = attention(q, k, v).transpose(1, 2).flatten(2)
     return block.out(out.reshape(*rows.shape[:-1], out.shape[-1])).movedim(-2, block.dim)

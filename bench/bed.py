@@ -24,13 +24,13 @@ from weft.core.problem import Problem
 from weft.core.schedule import Schedule
 from weft.core.topology import Link, Topology
 from weft.plan.choose import build
-from weft.run.calibrate import Calibration
 from weft.run.exchange import broadcast_json
 from weft.run.execute import Executor
 from weft.run.kernels import Sums, choose
-from weft.run.kernels.speeds import Sizes, Speeds
+from weft.run.kernels.speeds import Speeds, TimingSizes
 from weft.run.kernels.tiles import Tiles
-from weft.run.stopwatch import device_seconds, low
+from weft.run.measure.calibrate import Calibration
+from weft.run.measure.stopwatch import device_seconds, lowest_eighth
 from weft.run.world import world_of
 
 DEVICES, HEADS, DIM = 2, 24, 64
@@ -122,7 +122,7 @@ def kernel_flops() -> float:
 
 
 def _kernel_flops() -> float:
-    speeds = Speeds("auto", "float32", DIM, CPU, Sizes.of(CPU), None)
+    speeds = Speeds("auto", "float32", DIM, CPU, TimingSizes.of(CPU), None)
     return float(speeds.fields(speeds.dense_times() | speeds.sparse_times())["flops"])
 
 
@@ -159,7 +159,7 @@ def _call_seconds(latency: float) -> float:
     _timer.flops = 1e12
     ring = Executor(build("ring", problem, BlockMask.dense(HEADS, comm.size)), comm, _timer)
     x = torch.zeros(1, HEADS, 1, DIM)
-    seconds = low(device_seconds(lambda: ring.forward(x, x, x, 1.0, keep=False), CPU, 20))
+    seconds = lowest_eighth(device_seconds(lambda: ring.forward(x, x, x, 1.0, keep=False), CPU, 20))
     return max(0.0, seconds / comm.size - latency)
 
 

@@ -39,25 +39,25 @@ T = TypeVar("T")
 
 def rows(quick: bool) -> list[Row]:  # noqa: FBT001 - bench.planner calls it so
     masks = [evolving_mask(HEADS, GRID, seed=seed, step=4 * seed) for seed in range(3 if quick else 12)]
-    found = [row for strategy in STRATEGIES for row in _balance_rows(masks, *strategy)]
-    return found + _local_rows() + _time_rows(masks)
+    table = [row for strategy in STRATEGIES for row in _balance_rows(masks, *strategy)]
+    return table + _local_rows() + _time_rows(masks)
 
 
-class Judged(NamedTuple):
+class BlockBalance(NamedTuple):
     ratio: float
     moved: float
     """Of rows or columns, whichever move more; mean over slices."""
 
 
-def _judge(tiles: IntArray, ring: int, dealt: Blocks) -> Judged:
+def _judge(tiles: IntArray, ring: int, dealt: Blocks) -> BlockBalance:
     homes = contiguous(tiles.shape[1], ring), contiguous(tiles.shape[2], ring)
     moved = [float((groups != home).mean()) for groups, home in zip(dealt, homes, strict=True)]
-    return Judged(step_ratio(tile_sums(tiles, *dealt, ring)), max(moved))
+    return BlockBalance(step_ratio(tile_sums(tiles, *dealt, ring)), max(moved))
 
 
 def _balance_rows(masks: Sequence[BlockMask], slices: int, ring: int) -> list[Row]:
-    ours: list[Judged] = []
-    peer: list[Judged] = []
+    ours: list[BlockBalance] = []
+    peer: list[BlockBalance] = []
     others: list[tuple[float, float]] = []
     limits: list[float] = []
     for mask in masks:
@@ -104,14 +104,14 @@ def _local_rows() -> list[Row]:
         "STA 1×3×3": sta_mask(8, video, window=((1, 3, 3),)),
         "spatial bands": svg_mask(8, video, spatial=1.0),
     }
-    found: list[Row] = []
+    table: list[Row] = []
     for name, mask in masks.items():
         even = contiguous(mask.q_blocks, 8)
         plain = 100 * needed_fraction(mask, even, even)
         ours = 100 * needed_fraction(mask, cut(row_loads(mask).sum(axis=0), 8), even)
         tiles = tile_loads(mask, [range(mask.heads)])
         peer = dbsp_blocks(tiles, 8)
-        found.append(
+        table.append(
             Row(
                 case=f"{name}, ring of 8: remote keys that cuts by load need",
                 measured=ours,
@@ -123,21 +123,21 @@ def _local_rows() -> list[Row]:
                 holds=ours <= NEEDED * plain,
             )
         )
-    return found
+    return table
 
 
-def _milliseconds(call: Callable[[T], object], given: Sequence[T]) -> list[float]:
+def _milliseconds(call: Callable[[T], object], arguments: Sequence[T]) -> list[float]:
     """Of each in turn."""
-    found: list[float] = []
-    for one in given:
+    times: list[float] = []
+    for one in arguments:
         began = time.process_time()
         call(one)
-        found.append(1e3 * (time.process_time() - began))
-    return found
+        times.append(1e3 * (time.process_time() - began))
+    return times
 
 
 def _time_rows(masks: Sequence[BlockMask]) -> list[Row]:
-    found: list[Row] = []
+    table: list[Row] = []
     layers = [masks[layer % len(masks)] for layer in range(LAYERS)]
     for slices, ring in STRATEGIES:
 
@@ -153,7 +153,7 @@ def _time_rows(masks: Sequence[BlockMask]) -> list[Row]:
         plan(masks[0])
         counting, peer, ours = (_milliseconds(call, layers) for call in (count, greedy, plan))
         for case, bar, of in ((" a layer", LAYER_MS, median), (f" {LAYERS} layers, cold", MODEL_MS, sum)):
-            found.append(
+            table.append(
                 Row(
                     case=f"U{slices}R{ring} planning{case}",
                     measured=of(ours),
@@ -164,7 +164,7 @@ def _time_rows(masks: Sequence[BlockMask]) -> list[Row]:
                     holds=of(ours) < bar,
                 )
             )
-    return [*found, _warm_row()]
+    return [*table, _warm_row()]
 
 
 def _warm_row() -> Row:

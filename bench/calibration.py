@@ -13,11 +13,11 @@ from typing import Any
 
 from rich.progress import Progress
 
-from bench.rows import Line, Report, Row, main
+from bench.rows import Line, Results, Row, main
 from weft.core.codec import to_plain
 from weft.core.topology import Topology
-from weft.run.calibrate import calibrate
-from weft.run.pool import Pool
+from weft.run.measure.calibrate import calibrate
+from weft.run.spawn.pool import Pool
 
 RUNS, RANKS, SPREAD, SECONDS = 3, 2, 0.10, 60
 
@@ -41,20 +41,20 @@ def spread(values: list[float]) -> float:
     return max(values) / min(values) - 1 if min(values) > 0 else float("inf")
 
 
-def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - bench.rows calls it so
+def measure(quick: bool, progress: Progress) -> Results:  # noqa: FBT001 - bench.rows calls it so
     runs, seconds = 2 if quick else RUNS, 0.0
     task = progress.add_task("calibrating", total=runs)
-    found: list[dict[str, float]] = []
+    measurements: list[dict[str, float]] = []
     for _ in range(runs):
         began = time.perf_counter()
         with Pool(RANKS) as pool:
-            found.append(numbers(pool.run(calibrate)[0]))
+            measurements.append(numbers(pool.run(calibrate)[0]))
         seconds = max(seconds, time.perf_counter() - began)
         progress.advance(task)
-    by_name = {name: [each[name] for each in found] for name in found[0]}
+    by_name = {name: [each[name] for each in measurements] for name in measurements[0]}
     spreads = {name: spread(values) for name, values in by_name.items()}
     worst = max(spreads, key=lambda name: spreads[name])
-    report = Report(
+    report = Results(
         rows=[
             Row(
                 case=f"the number that differs most in {runs} runs: {worst}",
@@ -74,9 +74,9 @@ def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - bench.
     )
     for name, values in by_name.items():
         if any(values):
-            told = ", ".join(f"{value:.4g}" for value in values)
+            listed = ", ".join(f"{value:.4g}" for value in values)
             report.lines.append(
-                Line(case="spread", name=name, measured=100 * spreads[name], unit="%", note=told)
+                Line(case="spread", name=name, measured=100 * spreads[name], unit="%", note=listed)
             )
     return report
 

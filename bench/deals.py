@@ -95,9 +95,9 @@ class DbspPolicy:
 
     def replay(self, counts: IntArray) -> npt.NDArray[np.float64]:
         """Return the ratios [steps, layers] of a recorded run, each step under the plans made before it."""
-        found: list[list[float]] = []
+        loads: list[list[float]] = []
         for step in counts:
             pairs = zip(self.plans, step, strict=True)
-            found.append([ratio(group_loads(plan, row)) for plan, row in pairs])
+            loads.append([ratio(group_loads(plan, row)) for plan, row in pairs])
             self.observe(step)
-        return np.array(found)
+        return np.array(loads)

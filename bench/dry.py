@@ -54,7 +54,7 @@ def schedule_of(name: str, ranks: int, nodes: str = "", mask: BlockMask | None =
     return build(name, problem, mask, cluster(nodes) if nodes else None)
 
 
-class Transit:
+class DryTransit:
     """Messages that have always arrived."""
 
     def wait_for(self, peer: int) -> None:
@@ -74,7 +74,7 @@ class Transport:
 
     def __init__(self, rank: int, size: int, *, collective: bool) -> None:
         self.rank, self.size, self.bytes_sent, self.calls = rank, size, 0, 0
-        self._collective, self._transit = collective, Transit()
+        self._collective, self._transit = collective, DryTransit()
 
     def begin(self, device: torch.device) -> None:
         pass
@@ -86,21 +86,26 @@ class Transport:
         del device
         return self._collective
 
-    def post(self, sends: list[Any], receives: list[Any], label: str, tag: int) -> Transit:
+    def post(self, sends: list[Any], receives: list[Any], label: str, tag: int) -> DryTransit:
         del label, tag
         self.calls += len(sends) + len(receives)
         return self._transit
 
-    def all_to_all(self, sends: list[Any], receives: list[Any], label: str) -> Transit:
+    def all_to_all(self, sends: list[Any], receives: list[Any], label: str) -> DryTransit:
         del sends, receives, label
         self.calls += 1
         return self._transit
 
-    def gather_numbers(self, numbers: list[int]) -> list[list[int]]:
+    def all_gather_ints(self, numbers: list[int]) -> list[list[int]]:
         return [numbers] * self.size
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("gather_"):  # its name in older trees
+            return self.all_gather_ints
+        raise AttributeError(name)
 
-class Kernel:
+
+class DryKernel:
     """An attention kernel's interface. `returns` is True while it allocates the gradients that it returns."""
 
     name = "dry"
@@ -117,13 +122,13 @@ class Kernel:
         v: Tensor,
         tiles: object,
         scale: float,
-        into: tuple[Tensor, Tensor] | None = None,
-        *,
-        fresh: bool = False,
+        into: tuple[Tensor, ...] | None = None,
+        **options: bool,
     ) -> tuple[Tensor, Tensor]:
-        del k, v, tiles, scale, fresh
+        """Return the sums; `options` are those of older trees."""
+        del k, v, tiles, scale, options
         if into is not None:
-            return into
+            return into[0], into[1]
         return _sum_like(q), _sum_like(q[..., 0])
 
     def attend_backward(  # noqa: PLR0913 - as kernels are called
@@ -147,10 +152,10 @@ class DryRun:
     def __init__(self, schedule: Schedule, rank: int, *, collective: bool = True) -> None:
         """`collective` as in a process group, which runs an exchange of all ranks as one all_to_all."""
         problem: Any = schedule.problem
-        self.transport, self.kernel = Transport(rank, problem.ranks, collective=collective), Kernel()
+        self.transport, self.kernel = Transport(rank, problem.ranks, collective=collective), DryKernel()
         # Until its programs were bound to the device of a call, an executor was told its device.
-        told = {"device": "meta"} if "device" in inspect.signature(Executor).parameters else {}
-        self.executor: Any = Executor(schedule, self.transport, self.kernel, **told)  # type: ignore[arg-type]
+        options = {"device": "meta"} if "device" in inspect.signature(Executor).parameters else {}
+        self.executor: Any = Executor(schedule, self.transport, self.kernel, **options)  # type: ignore[arg-type]
         shape = (1, problem.heads, problem.q.rows(rank), problem.head_dim)
         self.q, self.k, self.v = (
             torch.empty(shape, dtype=getattr(torch, problem.dtype), device="meta") for _ in range(3)
@@ -172,8 +177,8 @@ class DryRun:
         self.executor.arena = type(self.executor.arena)()
         if not getattr(self.executor, "reads_output", True):
             out = None  # autograd does not save it then
-        given = [x for x in (grad, out) if x is not None]
-        with Storages(self.kernel, [*own, *given, *saved]) as storages:
+        tensors = [x for x in (grad, out) if x is not None]
+        with Storages(self.kernel, [*own, *tensors, *saved]) as storages:
             _result = self.executor.backward(grad, (self.q, self.k, self.v), out, saved, SCALE)
         return storages.held()
 
@@ -192,7 +197,7 @@ class Held(NamedTuple):
 class Storages(TorchDispatchMode):
     """Follow all storages that are alive, from the given tensors on."""
 
-    def __init__(self, kernel: Kernel, tensors: list[Tensor]) -> None:
+    def __init__(self, kernel: DryKernel, tensors: list[Tensor]) -> None:
         super().__init__()
         self._kernel = kernel
         self._alive: dict[int, tuple[StorageWeakRef, int, bool]] = {}

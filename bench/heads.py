@@ -33,11 +33,11 @@ from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem
 from weft.core.topology import Topology
+from weft.plan.assignment import natural_assignment
 from weft.plan.balance import bound, ratio
 from weft.plan.balanced import Balancer
 from weft.plan.heads import Groups, greedy, group_loads, natural, refined
-from weft.plan.partition import natural_assignment
-from weft.plan.place import Place
+from weft.plan.place import AttentionId
 from weft.plan.split import part_loads, split
 from weft.plan.strategies import parse
 from weft.run.planner import Planner
@@ -188,13 +188,13 @@ def replay(counts: Counts, folder: str) -> tuple[npt.NDArray[np.float64], float]
     Each plan is ready for the next step. Runs that share a folder know what the last one has stored there.
     """
     problem, planner = problem_of(counts.shape[2]), planner_of(RANKS, folder)
-    places = [Place("wan", layer, 0, "sparge") for layer in range(counts.shape[1])]
+    places = [AttentionId("wan", layer, 0, "sparge") for layer in range(counts.shape[1])]
     seconds = 0.0
     for step, layers in enumerate(counts):
         masks = [mask_of(row) for row in layers]
         began = time.process_time()
         for place, mask in zip(places, masks, strict=True):
-            planner.plan(place, problem, mask, step=step, topology=lambda: TOPOLOGY, asked=str(STRATEGY))
+            planner.plan(place, problem, mask, step=step, topology=lambda: TOPOLOGY, strategy=str(STRATEGY))
         planner.finish()
         seconds += time.process_time() - began
     planner.save()
@@ -245,7 +245,7 @@ def _micros(call: Callable[[], object]) -> float:
 
 def _ratio(
     case: str,
-    found: Number,
+    measured: Number,
     peer: tuple[str, Number],
     limit: float,
     bar: float | None,
@@ -256,17 +256,23 @@ def _ratio(
     """`also` is whether what `rest` of the bar says holds."""
     return Row(
         case=case,
-        measured=1e3 * float(found),
+        measured=1e3 * float(measured),
         unit=UNIT,
         peer=1e3 * float(peer[1]),
         peer_name=peer[0],
         limit=1e3 * limit,
         bar=f"≤ {1e3 * bar:g} ‰{rest}" if bar else "",
-        holds=bar is None or (float(found) <= bar and also),
+        holds=bar is None or (float(measured) <= bar and also),
     )
 
 
-def _time(case: str, found: float, peer: tuple[str, float], most: float, bar: str) -> Row:
+def _time(case: str, measured: float, peer: tuple[str, float], most: float, bar: str) -> Row:
     return Row(
-        case=case, measured=found, unit="µs", peer=peer[1], peer_name=peer[0], bar=bar, holds=found <= most
+        case=case,
+        measured=measured,
+        unit="µs",
+        peer=peer[1],
+        peer_name=peer[0],
+        bar=bar,
+        holds=measured <= most,
     )

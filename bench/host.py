@@ -23,8 +23,8 @@ from rich.progress import Progress
 
 from bench.all import ROOT
 from bench.dry import HEADS, DryRun, Launches, fused_launches, schedule_of
-from bench.rows import Line, Report, Row, main, median_ratio
-from bench.worker import BASE, Worker, base_worker
+from bench.rows import Line, Results, Row, main, median_ratio
+from bench.worker import BASE, TreeWorker, base_worker
 from weft.core.mask import BlockMask
 from weft.core.schedule import Schedule
 from weft.masks.random import random_mask
@@ -40,7 +40,7 @@ GROWTH = 2.3
 TINY = (1, 2, 16, 8)
 
 
-class Case(NamedTuple):
+class HostCase(NamedTuple):
     """A plan, the most of 45b0107's time that it may take, and the most launches; 0 for no bar."""
 
     name: str
@@ -54,10 +54,10 @@ class Case(NamedTuple):
 
 
 CASES = (
-    Case("usp:2x4", 8, "", 0.5, 7),
-    Case("ulysses", 8, "", 0.35, 6),
-    Case("torus:8x4", 32, "4x8xh100", 0.4, 36),
-    Case("ring", 8),
+    HostCase("usp:2x4", 8, "", 0.5, 7),
+    HostCase("ulysses", 8, "", 0.35, 6),
+    HostCase("torus:8x4", 32, "4x8xh100", 0.4, 36),
+    HostCase("ring", 8),
 )
 FAMILIES = {
     "ring": [("ring", ranks, "") for ranks in (64, 128, 256)],
@@ -102,7 +102,7 @@ def forward_seconds(name: str, ranks: int, nodes: str, rank: int) -> float:
 
 def counts(name: str, ranks: int, nodes: str, chosen: list[int]) -> list[tuple[int, int]]:
     """Launches and transport calls of one warm forward on a GPU, for each of the chosen ranks."""
-    found: list[tuple[int, int]] = []
+    sizes: list[tuple[int, int]] = []
     with fused_launches() as fused:
         for rank in chosen:
             run = DryRun(_schedule(name, ranks, nodes), rank)
@@ -111,8 +111,8 @@ def counts(name: str, ranks: int, nodes: str, chosen: list[int]) -> list[tuple[i
             fused.clear()
             with Launches() as launches:
                 run.forward()
-            found.append((len(launches.names) + len(fused), run.transport.calls))
-    return found
+            sizes.append((len(launches.names) + len(fused), run.transport.calls))
+    return sizes
 
 
 def attention_seconds() -> float:
@@ -152,15 +152,15 @@ def lowering(family: str, *, quick: bool) -> dict[str, list[tuple[int, int, floa
     """By direction and from small to large: operations, steps of one rank, CPU seconds to lower it."""
     from weft.program.lower import lower
 
-    found: dict[str, list[tuple[int, int, float]]] = {"forward": [], "backward": []}
+    times: dict[str, list[tuple[int, int, float]]] = {"forward": [], "backward": []}
     for name, ranks, nodes in FAMILIES[family][: 2 if quick else 3]:
         forward = schedule_of(name, ranks, nodes, BlockMask.dense(64, 256 * ranks))
         for direction, schedule in (("forward", forward), ("backward", reverse(forward))):
             steps = len(lower(schedule, 3).steps)
             # The same work each time: whatever takes longer was disturbed.
             taken = min(seconds_of(lambda schedule=schedule: lower(schedule, 3), 1) for _ in range(7))
-            found[direction].append((len(schedule.ops), steps, taken))
-    return found
+            times[direction].append((len(schedule.ops), steps, taken))
+    return times
 
 
 def growth(points: Sequence[tuple[float, float]]) -> float:
@@ -183,14 +183,14 @@ class Rounds(NamedTuple):
         return median_ratio(self.here, self.there) if self.there else None
 
 
-def alternate(here: Worker, there: Worker | None, rounds: int, function: str, *values: Any) -> Rounds:
+def alternate(here: TreeWorker, there: TreeWorker | None, rounds: int, function: str, *values: Any) -> Rounds:
     """Call a function of this file in turn in both trees; each goes first in every second round."""
-    found = Rounds([], [])
-    sides = [(here, found.here), *([(there, found.there)] if there else [])]
+    timings = Rounds([], [])
+    sides = [(here, timings.here), *([(there, timings.there)] if there else [])]
     for number in range(rounds):
         for worker, seconds in sides if number % 2 else sides[::-1]:
             seconds.append(worker.call(f"bench.host:{function}", *values))
-    return found
+    return timings
 
 
 def time_row(case: str, rounds: Rounds, most: float, unit: str = "ms") -> Row:
@@ -235,7 +235,7 @@ def growth_rows(
     return rows, Line(case=case, name="operations → steps", note=times)
 
 
-def forward_rows(case: Case, here: Worker, there: Worker | None, rounds: int) -> list[Row]:
+def forward_rows(case: HostCase, here: TreeWorker, there: TreeWorker | None, rounds: int) -> list[Row]:
     plan = (case.name, case.ranks, case.nodes)
     everyone = list(range(case.ranks))
     by_rank = here.call("bench.host:counts", *plan, everyone)
@@ -251,11 +251,11 @@ def forward_rows(case: Case, here: Worker, there: Worker | None, rounds: int) ->
     ]
 
 
-def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - bench.rows calls it so
-    report, rounds = Report(), QUICK_ROUNDS if quick else ROUNDS
+def measure(quick: bool, progress: Progress) -> Results:  # noqa: FBT001 - bench.rows calls it so
+    report, rounds = Results(), QUICK_ROUNDS if quick else ROUNDS
     task = progress.add_task("starting", total=len(CASES) + len(FAMILIES) + 2)
     ring = 32 if quick else 128
-    with Worker(ROOT) as here, base_worker() as there:
+    with TreeWorker(ROOT) as here, base_worker() as there:
         for case in CASES:
             progress.update(task, description=str(case))
             report.rows.extend(forward_rows(case, here, there, rounds))

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from rich.progress import Progress
 
-from bench.rows import Line, Report, Round, Row, interleave, main, median_ratio, quartiles, take_turns
+from bench.rows import Line, Results, Round, Row, interleave, main, median_ratio, quartiles, take_turns
 from weft.masks.random import random_mask
 from weft.run.kernels.cpu import Cpu
 from weft.run.kernels.exact import Exact
@@ -86,14 +86,14 @@ def grids(*, quick: bool) -> list[Grid]:
     ]
 
 
-def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - bench.rows calls it so
-    report = Report()
+def measure(quick: bool, progress: Progress) -> Results:  # noqa: FBT001 - bench.rows calls it so
+    report = Results()
     todo = grids(quick=quick)
     task = progress.add_task("kernels", total=len(todo))
     for grid in todo:
         progress.update(task, description=str(grid))
         torch.set_num_threads(grid.threads)
-        stage = Stage(grid)
+        stage = Contest(grid)
         play = interleave(lambda turn, s=stage: [take_turns(s.contenders, turn)], grid.seconds, grid.rounds)
         rounds = list(play)
         for block, density in grid.cells:
@@ -105,7 +105,7 @@ def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - bench.
     return report
 
 
-class Stage:
+class Contest:
     """Tensors of a grid and the callables that take turns."""
 
     def __init__(self, grid: Grid) -> None:
@@ -163,7 +163,7 @@ def name(who: str, block: int, density: float) -> str:
     return f"{who} block {block} density {density}"
 
 
-def _report(report: Report, stage: Stage, rounds: list[Round], block: int, density: float) -> None:
+def _report(report: Results, stage: Contest, rounds: list[Round], block: int, density: float) -> None:
     grid = stage.grid
 
     def seconds(who: str) -> list[float]:

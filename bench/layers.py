@@ -20,7 +20,7 @@ import torch.distributed as dist
 from rich.progress import Progress
 from torch import Tensor, nn
 
-from bench.rows import Report, Row, interleave, main, median_ratio, timed, walls
+from bench.rows import Results, Row, interleave, main, median_ratio, timed, walls
 from bench.stage import STAGE, play
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
@@ -32,8 +32,8 @@ from weft.masks.spec import mask_from_spec
 from weft.plan.choose import build, choose
 from weft.plan.strategy import factors
 from weft.run.attention import attention
-from weft.run.calibrate import calibrate
-from weft.run.pool import Pool
+from weft.run.measure.calibrate import calibrate
+from weft.run.spawn.pool import Pool
 
 RANKS, LAYERS, HEADS, DIM, BLOCK = 4, 12, 8, 32, 64
 GRID = TokenGrid(8, 16, 16)
@@ -77,8 +77,8 @@ class Toy(nn.Module):
         for step in range(steps):
             for layer in range(LAYERS):
                 q, k, v = (
-                    part.unflatten(-1, (HEADS, DIM)).transpose(1, 2)
-                    for part in self.qkv[layer](nn.functional.layer_norm(x, x.shape[-1:])).chunk(3, -1)
+                    projection.unflatten(-1, (HEADS, DIM)).transpose(1, 2)
+                    for projection in self.qkv[layer](nn.functional.layer_norm(x, x.shape[-1:])).chunk(3, -1)
                 )
                 x = x + attend(step, layer, q, k, v).transpose(1, 2).flatten(2)
                 x = x + self.mlp[layer](nn.functional.layer_norm(x, x.shape[-1:]))
@@ -106,13 +106,13 @@ def prepare(topology: Topology, steps: int) -> dict[str, tuple[float, str]]:
         for u, r in factors(RANKS)
     }
     plans[CHOSEN] = [[choose(problem, mask, topology).schedule for mask in step] for step in all_masks]
-    found: dict[str, tuple[float, str]] = {}
+    digests: dict[str, tuple[float, str]] = {}
     for name, schedules in plans.items():
         STAGE[name] = partial(_run, model, whole[:, rows], schedules, steps)
         error = float((STAGE[name]() - expected[:, rows]).abs().max() / expected.abs().max())
         kinds = sorted({schedule.name for step in schedules for schedule in step})
-        found[name] = error, ", ".join(kinds)
-    return found
+        digests[name] = error, ", ".join(kinds)
+    return digests
 
 
 def _static(name: str, mask: BlockMask) -> str:
@@ -136,22 +136,22 @@ def _run(model: Toy, x: Tensor, schedules: list[list[Schedule]], steps: int) -> 
 # In the parent.
 
 
-def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - bench.rows calls it so
+def measure(quick: bool, progress: Progress) -> Results:  # noqa: FBT001 - bench.rows calls it so
     steps = 1 if quick else 3
     task = progress.add_task("calibrating and planning", total=None)
     with Pool(RANKS, threads=1, timeout=300.0) as pool:
         topology = pool.run(partial(calibrate, head_dim=DIM))[0]
-        found = pool.run(prepare, topology, steps)
+        outcomes = pool.run(prepare, topology, steps)
         progress.update(task, description="rounds")
         rounds = list(interleave(partial(pool.run, play), 12 if quick else 150, least=5))
-    errors = {name: max(rank[name][0] for rank in found) for name in found[0]}
+    errors = {name: max(rank[name][0] for rank in outcomes) for name in outcomes[0]}
     wall = walls(rounds)
     statics = [name for name in wall if name != CHOSEN]
     # Of some that are equally good, the luckiest looks best: it is found in some rounds and judged in others.
     best = min(statics, key=lambda name: median_ratio(wall[name][1::2], wall[CHOSEN][1::2]))
     ratio = median_ratio(wall[best][::2], wall[CHOSEN][::2])
     case = f"{LAYERS} layers × {steps} steps, {RANKS} ranks"
-    report = Report()
+    report = Results()
     report.rows.append(
         Row(
             case=case,
@@ -163,7 +163,7 @@ def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - bench.
         )
     )
     for name, error in errors.items():
-        note = f"error {error:.0e}; {found[0][name][1]}"
+        note = f"error {error:.0e}; {outcomes[0][name][1]}"
         report.lines.append(timed(case, name, rounds, CHOSEN, note))
     return report
 

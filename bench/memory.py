@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from rich.progress import Progress
 
 from bench.dry import DryRun, Held, mask_of, schedule_of
-from bench.rows import Line, Report, Row, main
-from bench.worker import BASE, Worker, base_worker
+from bench.rows import Line, Results, Row, main
+from bench.worker import BASE, TreeWorker, base_worker
 from weft.core.schedule import Schedule
 from weft.plan.strategy import factors, most_machines
 from weft.schedule.reverse import reverse
@@ -36,7 +36,7 @@ NAMED = {
 """MB that dense attention may hold; 1,693, 7,549, 2,032 and 4,258 (without what is at home) at 45b0107."""
 
 
-class Case(NamedTuple):
+class MemoryCase(NamedTuple):
     name: str
     ranks: int
     nodes: str = ""
@@ -73,14 +73,14 @@ def names(ranks: int, kind: str) -> list[tuple[str, str]]:
     return [(name, "") for name in flat] + [(name, f"{machines}x{devices}xh100") for name in torus]
 
 
-def cases(ranks: int, kind: str) -> Iterable[tuple[Case, Schedule]]:
+def cases(ranks: int, kind: str) -> Iterable[tuple[MemoryCase, Schedule]]:
     """Every strategy, and each with balanced shares where that makes another schedule."""
     for name, nodes in names(ranks, kind):
-        case = Case(name, ranks, nodes, kind)
+        case = MemoryCase(name, ranks, nodes, kind)
         plain = case.schedule()
         yield case, plain
         if name != "zigzag":
-            case = Case(f"{name}+balanced", ranks, nodes, kind)
+            case = MemoryCase(f"{name}+balanced", ranks, nodes, kind)
             balanced = case.schedule()
             if balanced.ops != plain.ops:
                 yield case, balanced
@@ -137,15 +137,15 @@ def figures_there(cases: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
     from weft.schedule import measure
 
     peak: Any = getattr(measure, "peak_memory")  # noqa: B009 - it is not in this tree
-    found: list[dict[str, Any]] = []
+    listed: list[dict[str, Any]] = []
     for case in cases:
-        schedule = Case(*case).schedule()
+        schedule = MemoryCase(*case).schedule()
         each: dict[str, Any] = {}
         for direction in DIRECTIONS:
             ranks = peak(reverse(schedule) if direction == "backward" else schedule)
             each[direction] = max(ranks), DryRun(schedule, ranks.index(max(ranks))).held(direction)
-        found.append(each)
-    return found
+        listed.append(each)
+    return listed
 
 
 # Rows.
@@ -193,33 +193,33 @@ def named_row(case: str, most: int, here: Figures, there: Figures | None) -> Row
 
 
 def judge(
-    done: Sequence[tuple[Case, dict[str, Figures]]], there: Sequence[dict[str, Figures]] | None
-) -> Report:
+    done: Sequence[tuple[MemoryCase, dict[str, Figures]]], there: Sequence[dict[str, Figures]] | None
+) -> Results:
     """Rows of all programs, those with bars of their own first."""
-    report, rows = Report(), list[Row]()
+    report, rows = Results(), list[Row]()
     for place, (case, here) in enumerate(done):
         for direction, ours in here.items():
             theirs = there[place][direction] if there else None
             name = f"{case}, {DIRECTIONS[direction]}"
             if case.kind == "dense" and (most := NAMED.get((case.name, case.ranks, direction))):
                 report.rows.append(named_row(f"{name}, at most", most, ours, theirs))
-            found, missed = row(name, ours, theirs, forward=direction == "forward")
-            rows.append(found)
+            judged, missed = row(name, ours, theirs, forward=direction == "forward")
+            rows.append(judged)
             report.lines.extend(Line(case=name, name="missed", unit="MB", note=note) for note in missed)
     report.rows.extend(rows)
     return report
 
 
-def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - bench.rows calls it so
+def measure(quick: bool, progress: Progress) -> Results:  # noqa: FBT001 - bench.rows calls it so
     wanted = [(ranks, kind) for ranks in ((8,) if quick else NODES) for kind in ("dense", "sta")]
     task = progress.add_task("building", total=len(wanted) + 2)
-    built: list[tuple[Case, Schedule]] = []
+    built: list[tuple[MemoryCase, Schedule]] = []
     with base_worker() as worker:
         for ranks, kind in wanted:
             built += cases(ranks, kind)
             progress.advance(task)
         if quick:
-            built += [(case, case.schedule()) for case in [Case("ring", 32)]]
+            built += [(case, case.schedule()) for case in [MemoryCase("ring", 32)]]
         if worker:  # it works while this process does
             worker.begin("bench.memory:figures_there", [case for case, _ in built])
         progress.update(task, description="running here")
@@ -228,7 +228,7 @@ def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - bench.
         return judge(done, _answers(worker) if worker else None)
 
 
-def _answers(worker: Worker) -> list[dict[str, Figures]]:
+def _answers(worker: TreeWorker) -> list[dict[str, Figures]]:
     return [
         {direction: Figures(printed, Held(*held)) for direction, (printed, held) in each.items()}
         for each in worker.result()

@@ -31,10 +31,10 @@ def paced(contenders: dict[str, Callable[[], object]]) -> dict[str, Callable[[],
     def pace() -> None:
         kernel.attend(q, k, v, tiles, DIM**-0.5)
 
-    found: dict[str, Callable[[], object]] = {}
+    with_pace: dict[str, Callable[[], object]] = {}
     for name, contender in contenders.items():
-        found |= {name: contender, PACE + name: pace}
-    return found
+        with_pace |= {name: contender, PACE + name: pace}
+    return with_pace
 
 
 def seconds_of(name: str, rounds: Sequence[Round], topology: Topology) -> float:

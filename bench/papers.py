@@ -24,7 +24,7 @@ from rich.progress import Progress
 
 from bench import published as paper
 from bench.deals import dbsp_schedule
-from bench.rows import Report, Row, main
+from bench.rows import Results, Row, main
 from bench.volumes import stages_seconds, volumes
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
@@ -42,23 +42,23 @@ from weft.schedule.reverse import reverse
 from weft.simulate.clusters import cluster
 from weft.simulate.events import simulate
 from weft.simulate.gpus import DEVICES
-from weft.simulate.models import Model, model
-from weft.simulate.whole import step
+from weft.simulate.model_step import step
+from weft.simulate.models import ModelSizes, model
 
 NEAR = 0.25
 LINEAR = 0.6  # of the peak
 AMPERE = 190 / 312  # of the peak: FlashAttention-2 on A100
-HOPPER = 0.35  # of the peak: FlashAttention-2 on H100, sota.md 4.2
+HOPPER = 0.35  # of the peak: FlashAttention-2 on H100, assumed
 BLOCK = 64
 Times = dict[tuple[str, ...], list[float]]
 
 
-def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - bench.rows calls it so
+def measure(quick: bool, progress: Progress) -> Results:  # noqa: FBT001 - bench.rows calls it so
     of_dbsp = partial(dbsp, *((1, (paper.WAN,)) if quick else (4, (paper.WAN, paper.COG))))
     parts = (of_dbsp, streamfusion, dsp_volumes, open_sora, dsv_parallel, dsv_training)
-    report, task = Report(), progress.add_task("papers", total=len(parts))
-    for part in parts:
-        report.rows.extend(part())
+    report, task = Results(), progress.add_task("papers", total=len(parts))
+    for section in parts:
+        report.rows.extend(section())
         progress.advance(task)
     return report
 
@@ -84,7 +84,7 @@ def peak(device: str) -> float:
     return DEVICES[device].tflops * 1e12
 
 
-def problem_of(size: Model, tokens: int, ranks: int, *, text: int = 0, batch: int = 1) -> Problem:
+def problem_of(size: ModelSizes, tokens: int, ranks: int, *, text: int = 0, batch: int = 1) -> Problem:
     layout = Layout.even(tokens + text, ranks, prefix=text)
     heads = {"heads": size.heads, "kv_heads": size.heads, "head_dim": size.head_dim}
     return Problem(batch=batch, q=layout, kv=layout, dtype="bfloat16", **heads)
@@ -165,16 +165,16 @@ def _end_to_end(took: dict[tuple[str, ...], float], cases: list[paper.EndToEnd])
     }
     gains: list[tuple[float, float]] = []
     for case in cases:
-        found: list[float] = []
+        speedups: list[float] = []
         names = dict(zip(paper.WAYS[case.ranks], case.static, strict=False))
         names[f"{case.ranks}db-SP"] = case.dbsp
         for way, published in names.items():
             attention = took[case.model, case.law, case.device, way]
-            found.append(_whole(case.model, case.device, case.ranks, attention))
+            speedups.append(_whole(case.model, case.device, case.ranks, attention))
             head = f"{case.model} {case.law} {case.ranks}x{case.device} {way.lstrip('48')}"
             unknown = "Sparge's density is not known; 0.47 is assumed" * (case.law == "sparge")
-            yield row(head, "s", found[-1], published, unknown or why[case.device])
-        gains.append((min(found[:-1]) / found[-1], min(case.static) / case.dbsp))
+            yield row(head, "s", speedups[-1], published, unknown or why[case.device])
+        gains.append((min(speedups[:-1]) / speedups[-1], min(case.static) / case.dbsp))
     ours, theirs = map(mean, zip(*gains, strict=True))
     yield row(f"db-SP over the best static way, mean of {len(gains)}", "×", ours, theirs)
 

@@ -36,13 +36,13 @@ from bench.pipeline_peers import (
     SPARSE,
     ULYSSES,
     WEFT,
-    Model,
+    PeerModel,
     models,
 )
-from bench.pipeline_rank import Verdict, answer, play, prepare
+from bench.pipeline_rank import PeerVerdict, answer, play, prepare
 from bench.rows import (
     Line,
-    Report,
+    Results,
     Round,
     Row,
     Took,
@@ -54,8 +54,8 @@ from bench.rows import (
     undisturbed,
     walls,
 )
-from weft.run.pool import Pool
-from weft.run.rank import PRELOAD
+from weft.run.spawn.pool import Pool
+from weft.run.spawn.pool_rank import PRELOAD
 
 EQUAL, OVER_ONE, TRAINING, OVERHEAD = 0.98, 1.85, 1.1, 1.02
 Wall = dict[str, list[float]]
@@ -63,8 +63,8 @@ Wall = dict[str, list[float]]
 
 
 @dataclass(frozen=True)
-class Case:
-    model: Model
+class PipelineCase:
+    model: PeerModel
     what: str
     names: tuple[str, ...]
     seconds: float
@@ -80,7 +80,7 @@ class Case:
 FORWARD, BOTH, ONE = "forward", "forward + backward", "on one rank"
 
 
-def cases(*, quick: bool) -> list[Case]:
+def cases(*, quick: bool) -> list[PipelineCase]:
     """In a hurry, training and overhead are those of Wan, and there is always a process group."""
     scale = 0.8 if quick else 11.0
     alone = (ALONE, ONE_RANK) if quick else (ALONE, ONE_RANK, ALONE_TOO, NO_GROUP)
@@ -88,9 +88,9 @@ def cases(*, quick: bool) -> list[Case]:
         case
         for model in models(quick=quick)
         for case in (
-            Case(model, FORWARD, (ALONE, REST, *PEERS, WEFT, SPARSE), 5 * scale),
-            Case(model, BOTH, (ULYSSES, WEFT) if quick else (ULYSSES, RING, WEFT), 4 * scale),
-            Case(model, ONE, alone, 3 * scale),
+            PipelineCase(model, FORWARD, (ALONE, REST, *PEERS, WEFT, SPARSE), 5 * scale),
+            PipelineCase(model, BOTH, (ULYSSES, WEFT) if quick else (ULYSSES, RING, WEFT), 4 * scale),
+            PipelineCase(model, ONE, alone, 3 * scale),
         )
         if not quick or model.name == "Wan" or case.what == FORWARD
     ]
@@ -109,7 +109,7 @@ class Homes:
             self._pools[home] = self._stack.enter_context(Pool(ranks, threads=1, timeout=120.0))
         return self._pools[home]
 
-    def prepare(self, case: Case) -> dict[str, Verdict]:
+    def prepare(self, case: PipelineCase) -> dict[str, PeerVerdict]:
         pools: dict[Pool, list[str]] = {}
         for name in case.names:
             pools.setdefault(self.of(name), []).append(name)
@@ -119,11 +119,11 @@ class Homes:
         )
         for pool, names in pools.items():
             pool.start(prepare, case.model, names, right, sparse)
-        found: dict[str, Verdict] = {}
+        verdicts: dict[str, PeerVerdict] = {}
         for pool, names in pools.items():
             ranks = pool.finish()
-            found |= {name: max(rank[name] for rank in ranks) for name in names}
-        return found
+            verdicts |= {name: max(rank[name] for rank in ranks) for name in names}
+        return verdicts
 
     def play(self, names: list[str], turn: int) -> list[dict[str, Took]]:
         """A round, by rank: everybody once, in an order that turns, and weft right before each of the others.
@@ -153,9 +153,9 @@ def side_by_side(wall: Wall, one: str, other: str) -> tuple[list[float], list[fl
     return wall[one], wall[before(one)] if other == WEFT and before(one) in wall else wall[other]
 
 
-def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - the command line's call
+def measure(quick: bool, progress: Progress) -> Results:  # noqa: FBT001 - the command line's call
     PRELOAD.append("diffusers.models.transformers")  # seconds, in each of eight processes
-    report = Report()
+    report = Results()
     with ExitStack() as stack:
         homes = Homes(stack)
         for case in cases(quick=quick):
@@ -171,7 +171,7 @@ def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - the co
     return report
 
 
-def judge(case: Case, wall: Wall) -> list[Row]:
+def judge(case: PipelineCase, wall: Wall) -> list[Row]:
     """The rows of a case; of contenders that are in `wall`, which are right."""
     if case.what == ONE:
         pairs = [pair for pair in ((ONE_RANK, ALONE), (NO_GROUP, ALONE_TOO)) if pair[0] in case.names]
@@ -199,23 +199,25 @@ def _row(  # noqa: PLR0913 - of a table
 ) -> Row:
     """Of `other` / `own` of each round at least the bar; of overhead, `own` / `other` at most."""
     upper = bar == OVERHEAD
-    told = f"{own}/{other} ≤ {bar}" if upper else f"{other}/{own} ≥ {bar}"
-    found = 0.0
+    condition = f"{own}/{other} ≤ {bar}" if upper else f"{other}/{own} ≥ {bar}"
+    ratio = 0.0
     if own in wall and other in wall:
         pair = side_by_side(wall, own, other)
-        found = median_ratio(*pair) if upper else median_ratio(*reversed(pair))
+        ratio = median_ratio(*pair) if upper else median_ratio(*reversed(pair))
     return Row(
         case=case,
         measured=median(wall[own]) if own in wall else None,
         peer=median(wall[other]) if other in wall else None,
         peer_name=other,
         limit=median(limit) if limit else None,
-        bar=f"{told} (is {found:.3f})" if found else f"{told}: not measured",
-        holds=bool(found) and (found <= bar if upper else found >= bar),
+        bar=f"{condition} (is {ratio:.3f})" if ratio else f"{condition}: not measured",
+        holds=bool(ratio) and (ratio <= bar if upper else ratio >= bar),
     )
 
 
-def tell(case: Case, wall: Wall, verdicts: dict[str, Verdict], used: Sequence[Round]) -> list[Line]:
+def tell(
+    case: PipelineCase, wall: Wall, verdicts: dict[str, PeerVerdict], used: Sequence[Round]
+) -> list[Line]:
     busy = f"{median(one.others for one in used):.0%} of the machine to others" if used else "nobody is right"
     lines: list[Line] = []
     for name in case.names:

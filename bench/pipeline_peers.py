@@ -27,7 +27,7 @@ Inputs = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Model:
+class PeerModel:
     """A transformer and the inputs of one call; `tile` and `window` are those of its sparse attention."""
 
     name: str
@@ -52,16 +52,16 @@ class Model:
         return mask_from_spec(self.sparse, heads=self.heads, grid=self.grid, block=BLOCK)
 
 
-def models(*, quick: bool) -> tuple[Model, ...]:
+def models(*, quick: bool) -> tuple[PeerModel, ...]:
     """A second for a forward in one thread; in a hurry a third of it."""
     heads, layers = (4, 1) if quick else (6, 2)
     return (
-        Model("Wan", TokenGrid(8, 16, 16), heads, 2 * layers, (4, 4, 4), (2, 2, 2)),
-        Model("Flux", TokenGrid(1, 48, 48, prefix=TEXT), heads, layers, (1, 8, 8), (1, 3, 3)),
+        PeerModel("Wan", TokenGrid(8, 16, 16), heads, 2 * layers, (4, 4, 4), (2, 2, 2)),
+        PeerModel("Flux", TokenGrid(1, 48, 48, prefix=TEXT), heads, layers, (1, 8, 8), (1, 3, 3)),
     )
 
 
-def _wan(model: Model) -> tuple[nn.Module, Inputs]:
+def _wan(model: PeerModel) -> tuple[nn.Module, Inputs]:
     from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 
     grid = model.grid
@@ -81,7 +81,7 @@ def _wan(model: Model) -> tuple[nn.Module, Inputs]:
     }
 
 
-def _flux(model: Model) -> tuple[nn.Module, Inputs]:
+def _flux(model: PeerModel) -> tuple[nn.Module, Inputs]:
     from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 
     grid = model.grid
@@ -130,11 +130,11 @@ class Attending(nn.Module):
         return self.attention(query, key, value) if own else sdpa(query, key, value, **rest)
 
 
-def _without_attention(module: nn.Module, _: Model) -> nn.Module:
+def _without_attention(module: nn.Module, _: PeerModel) -> nn.Module:
     return Attending(module, lambda query, _key, _value: query)
 
 
-def masked(module: nn.Module, model: Model) -> nn.Module:
+def masked(module: nn.Module, model: PeerModel) -> nn.Module:
     """What sparse attention is to give: dense attention under the mask, whose tokens are in voxel order."""
     at = torch.as_tensor(model.grid.voxels(model.tile).order).argsort()
     tiles = torch.as_tensor(model.mask.tiles).repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
@@ -154,7 +154,7 @@ def diffusers(module: Any, backend: str = "native", **degrees: Any) -> nn.Module
     return module
 
 
-def _diffusers_ring(module: nn.Module, _: Model) -> nn.Module:
+def _diffusers_ring(module: nn.Module, _: PeerModel) -> nn.Module:
     """With torch's CPU kernel where Diffusers names the CUDA one; it takes and gives the same."""
     import diffusers.models.attention_dispatch as dispatch
 
@@ -175,14 +175,14 @@ def _block(
 def _block_backward(  # noqa: PLR0913 - as Diffusers calls it
     _: Any, grad_out: Tensor, *, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor
 ) -> list[Tensor]:
-    given = [x.transpose(1, 2) for x in (grad_out, query, key, value, out, lse)]
-    return [grad.transpose(1, 2) for grad in flash_backward(*given, 0.0, False)]  # noqa: FBT003
+    tensors = [x.transpose(1, 2) for x in (grad_out, query, key, value, out, lse)]
+    return [grad.transpose(1, 2) for grad in flash_backward(*tensors, 0.0, False)]  # noqa: FBT003
 
 
 # cache-dit 1.5.3
 
 
-def _cache_dit(module: nn.Module, _: Model) -> nn.Module:
+def _cache_dit(module: nn.Module, _: PeerModel) -> nn.Module:
     from cache_dit import ParallelismConfig
     from cache_dit.distributed.dispatch import enable_parallelism
 
@@ -192,19 +192,19 @@ def _cache_dit(module: nn.Module, _: Model) -> nn.Module:
 # weft
 
 
-def _weft(module: nn.Module, _: Model) -> nn.Module:
+def _weft(module: nn.Module, _: PeerModel) -> nn.Module:
     from weft import parallelize
 
     return parallelize(module)
 
 
-def _weft_sparse(module: nn.Module, model: Model) -> nn.Module:
+def _weft_sparse(module: nn.Module, model: PeerModel) -> nn.Module:
     from weft import parallelize
 
     return parallelize(module, sparse=f"{model.sparse},block={BLOCK},dense_steps=0,recall=0")
 
 
-def _weft_without_group(module: nn.Module, model: Model) -> nn.Module:
+def _weft_without_group(module: nn.Module, model: PeerModel) -> nn.Module:
     if dist.is_initialized():
         dist.destroy_process_group()
     return _weft(module, model)
@@ -214,7 +214,7 @@ def _weft_without_group(module: nn.Module, model: Model) -> nn.Module:
 class Contender:
     home: str
     ranks: int
-    build: Callable[[nn.Module, Model], nn.Module]
+    build: Callable[[nn.Module, PeerModel], nn.Module]
 
 
 ALONE, REST, ALONE_TOO = "one process", "one process, its attention left out", "one process (no group)"

@@ -12,20 +12,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bench.pipeline_peers import CONTENDERS, REST, SPARSE, Inputs, Model, masked
+from bench.pipeline_peers import CONTENDERS, REST, SPARSE, Inputs, PeerModel, masked
 from bench.rows import Took, take_turns
 
 OUTPUT, GRADIENT = 2e-5, 1e-4
 
 
-class Answer(NamedTuple):
+class PeerAnswer(NamedTuple):
     """An output, and the gradients of all parameters in one vector, if they were asked for."""
 
     out: Tensor
     grads: Tensor | None
 
 
-class Verdict(NamedTuple):
+class PeerVerdict(NamedTuple):
     """The largest error of the output, that of the gradients relative to their norm, or what was raised."""
 
     error: float
@@ -38,23 +38,25 @@ class Verdict(NamedTuple):
 
     def __str__(self) -> str:
         wrong = "" if self.correct or self.error == float("inf") else "WRONG: "
-        found = "" if self.error == float("inf") else f"error {self.error:.0e}"
-        return wrong + found + (f", gradients {self.grads:.0e}" if self.grads else "") + self.note
+        error = "" if self.error == float("inf") else f"error {self.error:.0e}"
+        return wrong + error + (f", gradients {self.grads:.0e}" if self.grads else "") + self.note
 
 
 _stage: dict[str, Callable[[], Tensor]] = {}
 
 
-def answer(model: Model, backward: bool, sparse: bool) -> Answer:  # noqa: FBT001 - a pool passes by position
+def answer(model: PeerModel, backward: bool, sparse: bool) -> PeerAnswer:  # noqa: FBT001 - a pool passes by position
     """One process's."""
     _hush()
     module, inputs = model.build()
     one = masked(module, model) if sparse else module
     out = _call(one, inputs, module if backward else None)()
-    return Answer(out, _gradients(module) if backward else None)
+    return PeerAnswer(out, _gradients(module) if backward else None)
 
 
-def prepare(model: Model, names: Iterable[str], right: Answer, sparse: Answer | None) -> dict[str, Verdict]:
+def prepare(
+    model: PeerModel, names: Iterable[str], right: PeerAnswer, sparse: PeerAnswer | None
+) -> dict[str, PeerVerdict]:
     """Ask some contenders once, and put on stage who is right; of gradients, if the right answer has them."""
     _hush()
     _stage.clear()
@@ -66,19 +68,19 @@ def prepare(model: Model, names: Iterable[str], right: Answer, sparse: Answer | 
     return verdicts
 
 
-def _ask(name: str, model: Model, right: Answer) -> Verdict:
+def _ask(name: str, model: PeerModel, right: PeerAnswer) -> PeerVerdict:
     module, inputs = model.build()
     try:
         built = CONTENDERS[name].build(module, model)
         call = _call(built, inputs, None if right.grads is None else module)
         out = call()
         error = float((out - right.out).abs().max())
-        verdict = Verdict(0.0, note=", not compared") if name == REST else Verdict(error)
+        verdict = PeerVerdict(0.0, note=", not compared") if name == REST else PeerVerdict(error)
         if right.grads is not None:
-            verdict = Verdict(error, *_nearest(_gradients(module), right.grads))
+            verdict = PeerVerdict(error, *_nearest(_gradients(module), right.grads))
     except Exception as error:
-        said = " ".join(str(error).split())
-        return Verdict(float("inf"), note=f"raises {type(error).__name__}: {said[:90]}")
+        reason = " ".join(str(error).split())
+        return PeerVerdict(float("inf"), note=f"raises {type(error).__name__}: {reason[:90]}")
     if verdict.correct:
         _stage[name] = call
     return verdict
@@ -109,8 +111,10 @@ def _nearest(own: Tensor, right: Tensor) -> tuple[float, str]:
     total = own.clone()
     dist.all_reduce(total)
     meant = {"summed": total, "averaged": total / dist.get_world_size()}
-    error, how = min((float((found - right).norm() / right.norm()), how) for how, found in meant.items())
-    return error, f" {how} over ranks"
+    error, meaning = min(
+        (float((expected - right).norm() / right.norm()), meaning) for meaning, expected in meant.items()
+    )
+    return error, f" {meaning} over ranks"
 
 
 def play(name: str) -> Took:

@@ -12,15 +12,15 @@ from __future__ import annotations
 from rich.progress import Progress
 
 from bench import blocks, heads
-from bench.rows import Report, main
+from bench.rows import Results, main
 
 
-def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - bench.rows calls it so
-    report = Report()
+def measure(quick: bool, progress: Progress) -> Results:  # noqa: FBT001 - bench.rows calls it so
+    report = Results()
     task = progress.add_task("heads", total=2)
-    for name, part in (("heads", heads), ("blocks", blocks)):
+    for name, module in (("heads", heads), ("blocks", blocks)):
         progress.update(task, description=name)
-        report.rows.extend(part.rows(quick))
+        report.rows.extend(module.rows(quick))
         progress.advance(task)
     return report
 

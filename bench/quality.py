@@ -30,15 +30,15 @@ import torch
 from rich.console import Console
 
 from bench.quality_table import MEAN, Result, density_of, read, show
-from weft.models.flow import normal
-from weft.models.video import VideoPipeline
-from weft.train.checker import accuracy
-from weft.train.data import HELD_OUT, Endless, generator, to_tensor
-from weft.train.evaluate import generated, held_out_loss
-from weft.train.pan import Pan, follow, steadiness
-from weft.train.recipe import DataPart, ModelPart, Recipe, SavePart, SparsePart, TrainPart
-from weft.train.results import exchanged
+from weft.train.artifacts import swapped_weights
+from weft.train.recipe import DataConfig, ModelConfig, Recipe, SaveConfig, SparseConfig, TrainConfig
 from weft.train.trainer import Trainer
+from weft.video.checker import accuracy
+from weft.video.dataset import HELD_OUT, to_tensor
+from weft.video.evaluation import generate_clips, held_out_loss
+from weft.video.flow import generator, randn
+from weft.video.pan import Pan, texture_mask, track_camera
+from weft.video.pipeline import VideoPipeline
 
 SEEDS = (0, 1, 2)
 JUDGED = 7001  # the seed of clips that no run sees
@@ -49,7 +49,7 @@ FORCED = 0.25
 
 
 @dataclass(frozen=True)
-class Size:
+class QualitySize:
     """Of a run and its evaluation."""
 
     steps: int = 1000
@@ -64,18 +64,18 @@ class Size:
     sampling: int = 10
 
 
-FULL = Size()
-QUICK = Size(steps=12, frames=4, width=32, depth=2, heads=2, clips=4, prompts=4, sampling=3)
+FULL = QualitySize()
+QUICK = QualitySize(steps=12, frames=4, width=32, depth=2, heads=2, clips=4, prompts=4, sampling=3)
 
 
-def arms(steps: int, matched: float | None = None) -> dict[str, SparsePart | None]:
+def arms(steps: int, matched: float | None = None) -> dict[str, SparseConfig | None]:
     """What [sparse] is in each arm; 25 is a forced budget of a quarter of the keys, vsa has pooled scores.
 
     The dense one is watched: weft's dense kernel answers its attentions, as in the others where they are
     dense, and each is profiled, with a predictor that learns beside it.
     """
     often = max(1, steps // 100)
-    dsv = SparsePart(cost_tokens=LONG, stage1=steps // 4, profile_every=often, profile_rarely=2 * often)
+    dsv = SparseConfig(cost_tokens=LONG, stage1=steps // 4, profile_every=often, profile_rarely=2 * often)
     forced = replace(dsv, budget=FORCED, gate=1.0)
     window = replace(forced, method="window")
     return {
@@ -90,51 +90,51 @@ def arms(steps: int, matched: float | None = None) -> dict[str, SparsePart | Non
     }
 
 
-def recipe_of(part: SparsePart | None, size: Size, seed: int) -> Recipe:
+def recipe_of(sparse: SparseConfig | None, size: QualitySize, seed: int) -> Recipe:
     return Recipe(
-        model=ModelPart(patch=(1, 2, 2), width=size.width, depth=size.depth, heads=size.heads),
-        data=DataPart(set="weft-pan", frames=size.frames, size=size.pixels, most=1, held_out=1),
-        train=TrainPart(
+        model=ModelConfig(patch=(1, 2, 2), width=size.width, depth=size.depth, heads=size.heads),
+        data=DataConfig(set="weft-pan", frames=size.frames, size=size.pixels, max_shapes=1, held_out=1),
+        train=TrainConfig(
             steps=size.steps,
             batch=size.batch,
-            rate=2e-3,
+            lr=2e-3,
             warmup=max(1, size.steps // 20),
             floor=0.05,
-            mean=MEAN,
+            logit_mean=MEAN,
             seed=seed,
         ),
-        save=SavePart(every=max(1, size.steps // 8), keep=1),
-        sparse=part,
+        save=SaveConfig(every=max(1, size.steps // 8), keep=1),
+        sparse=sparse,
     )
 
 
-def run(arm: str, part: SparsePart | None, size: Size, seed: int, out: Path) -> None:
+def run(arm: str, sparse: SparseConfig | None, size: QualitySize, seed: int, out: Path) -> None:
     """Train, or go on; evaluate; append the result."""
     folder, began = out / f"{arm}-{seed}", time.process_time()
     resumed = (folder / "checkpoints").exists()
-    trainer = Trainer(recipe_of(part, size, seed), folder, live=False)
+    trainer = Trainer(recipe_of(sparse, size, seed), folder, live=False)
     try:
         if trainer.run() < size.steps:
             sys.exit(1)  # it was told to stop
         trained = time.process_time() - began
-        with exchanged(trainer.model, trainer.average):
-            found = judge(trainer, size, folder)
+        with swapped_weights(trainer.model, trainer.ema):
+            judgement = judge(trainer, size, folder)
     finally:
         trainer.close()
     watched = density_of(folder, size.steps)
     cpu = None if resumed else trained  # else what was trained before is not in it
-    record = {"arm": arm, "seed": seed, "steps": size.steps, "cpu": cpu, **found, **watched}
+    record = {"arm": arm, "seed": seed, "steps": size.steps, "cpu": cpu, **judgement, **watched}
     with (out / "results.jsonl").open("a") as file:
         file.write(json.dumps(record) + "\n")
 
 
 @torch.no_grad()
-def judge(trainer: Trainer, size: Size, folder: Path) -> dict[str, Any]:
+def judge(trainer: Trainer, size: QualitySize, folder: Path) -> dict[str, Any]:
     """All that is measured of a model; clips that it makes go to a file, for distances among arms."""
-    pan = Pan(size.frames, size.pixels, patch=2, most=1, seed=JUDGED)
-    loss = held_out_loss(trainer.model, Endless(pan), clips=size.clips)
+    pan = Pan(size.frames, size.pixels, patch=2, max_shapes=1, seed=JUDGED)
+    loss = held_out_loss(trainer.model, pan, clips=size.clips)
     _, prompts = pan.batch(range(size.prompts))
-    made = generated(VideoPipeline(trainer.model), prompts, num_inference_steps=size.sampling)
+    made = generate_clips(VideoPipeline(trainer.model), prompts, num_inference_steps=size.sampling)
     clips = np.round(255 * made).astype(np.uint8)
     np.save(folder / "clips.npy", clips)
     right = accuracy(clips, prompts)
@@ -142,10 +142,24 @@ def judge(trainer: Trainer, size: Size, folder: Path) -> dict[str, Any]:
         "loss": np.round(loss, 7).tolist(),
         "right": right.right,
         "total": right.total,
-        "parts": {part: [each.right, each.total] for part, each in right.parts.items()},
-        "steady": float(np.nanmean([steadiness(clip, follow(clip)) for clip in clips])),
+        "parts": {kind: [each.right, each.total] for kind, each in right.parts.items()},
+        "steady": float(np.nanmean([steadiness(clip, track_camera(clip)) for clip in clips])),
         "camera": camera_errors(trainer, pan, size.clips),
     }
+
+
+def steadiness(frames: np.ndarray, velocity: np.ndarray) -> float:
+    """Return the PSNR in dB of each frame's texture against the previous one, shifted by `velocity`."""
+    is_ground = texture_mask(frames)
+    height, width = frames.shape[1:3]
+    errors = []
+    for t, (vx, vy) in enumerate(velocity):
+        now = (slice(max(0, -vy), height - max(0, vy)), slice(max(0, -vx), width - max(0, vx)))
+        then = (slice(max(0, vy), height + min(0, vy)), slice(max(0, vx), width + min(0, vx)))
+        both = is_ground[t + 1][now] & is_ground[t][then]
+        errors.append((frames[t + 1][now][both] / 255.0 - frames[t][then][both] / 255.0) ** 2)
+    error = np.concatenate(errors)
+    return float(-10 * np.log10(max(error.mean(), 1e-10))) if error.size else float("nan")
 
 
 def camera_errors(trainer: Trainer, pan: Pan, clips: int) -> list[float]:
@@ -153,28 +167,30 @@ def camera_errors(trainer: Trainer, pan: Pan, clips: int) -> list[float]:
     errors: list[float] = []
     for index in range(HELD_OUT, HELD_OUT + clips):
         pixels, captions = pan.batch([index])
-        video, words = to_tensor(pixels), torch.tensor([trainer.captions.encode(captions[0])])
-        noisy = (1 - NOISY) * video + NOISY * normal(video.shape, generator(JUDGED, index), video)
+        video, words = to_tensor(pixels), torch.tensor([trainer.clips.tokenizer.encode(captions[0])])
+        noisy = (1 - NOISY) * video + NOISY * randn(video.shape, generator(JUDGED, index), video)
         clean = trainer.model(noisy, torch.tensor([NOISY]), words)[0]
         frames = clean.add(1).mul(127.5).clamp(0, 255).permute(0, 2, 3, 1).numpy()
-        errors.append(float(np.abs(follow(frames) - pan.velocity(index)).mean()))
+        errors.append(float(np.abs(track_camera(frames) - pan.velocity(index)).mean()))
     return errors
 
 
-def experiment(size: Size, wanted: Sequence[str], seeds: Sequence[int], out: Path, console: Console) -> None:
+def experiment(
+    size: QualitySize, wanted: Sequence[str], seeds: Sequence[int], out: Path, console: Console
+) -> None:
     out.mkdir(parents=True, exist_ok=True)
     for seed in seeds:
         for arm in wanted:
             done = {(result.arm, result.seed): result for result in read(out, size.steps)}
             dsv: Result | None = done.get(("dsv", seed))
-            part = arms(size.steps, None if dsv is None else dsv.density)[arm]
+            sparse = arms(size.steps, None if dsv is None else dsv.density)[arm]
             if (arm, seed) in done:
                 continue
-            if part is None:
+            if sparse is None:
                 console.print(f"{arm}, seed {seed}: waits for dsv of this seed")
                 continue
             began = time.process_time()
-            run(arm, part, size, seed, out)
+            run(arm, sparse, size, seed, out)
             last = read(out, size.steps)[-1]
             console.print(
                 f"{arm}, seed {seed}: loss {last.loss.mean():.4f}, {time.process_time() - began:.0f} s of CPU"
@@ -201,7 +217,9 @@ def main() -> None:
         out = Path(scratch) if options.quick else options.out
         if not options.table:
             experiment(size, wanted, seeds[:1] if options.quick else seeds, out, console)
-        holds = show(out, size.steps, Pan(size.frames, size.pixels, most=1, seed=JUDGED), console, options)
+        holds = show(
+            out, size.steps, Pan(size.frames, size.pixels, max_shapes=1, seed=JUDGED), console, options
+        )
     sys.exit(0 if holds or options.quick else 1)
 
 

@@ -13,13 +13,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from bench.rows import Report, Row, write_json
+from bench.rows import Results, Row, write_json
 from bench.rows import show as show_rows
 from weft.report import training
-from weft.train.checker import Accuracy
-from weft.train.evaluate import TIMESTEPS, compare, paired
-from weft.train.features import features, frechet
-from weft.train.pan import Pan
+from weft.video.checker import Accuracy
+from weft.video.evaluation import TIMESTEPS, compare, paired_difference
+from weft.video.metrics import features, frechet
+from weft.video.pan import Pan
 
 MARGIN = 0.01
 """By how much of dense's held-out loss another's may be above it. Declared before the first run."""
@@ -68,11 +68,11 @@ def read(out: Path, steps: int) -> list[Result]:
     """The runs of so many steps that have ended."""
     file = out / "results.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    found: list[Result] = []
-    for said in (said for said in lines if said.pop("steps") == steps):
-        clips = np.load(out / f"{said['arm']}-{said['seed']}" / "clips.npy")
-        found.append(Result(**{**said, "loss": np.array(said["loss"])}, clips=clips))
-    return found
+    results: list[Result] = []
+    for record in (record for record in lines if record.pop("steps") == steps):
+        clips = np.load(out / f"{record['arm']}-{record['seed']}" / "clips.npy")
+        results.append(Result(**{**record, "loss": np.array(record["loss"])}, clips=clips))
+    return results
 
 
 def density_of(folder: Path, steps: int) -> dict[str, Any]:
@@ -99,7 +99,7 @@ def show(out: Path, steps: int, pan: Pan, console: Console, options: Namespace) 
         return False
     for table in (_losses(by_arm), _samples(by_arm, pan), _layers(by_arm)):
         console.print(table)
-    report = Report(_rows(by_arm))
+    report = Results(_rows(by_arm))
     show_rows(report, console)
     if options.json:
         write_json(report, options.json, quick=options.quick)
@@ -115,12 +115,12 @@ def _differences(arm: Sequence[Result], dense: Sequence[Result]) -> tuple[Any, A
     """Of the mean over timesteps, and of that by their share in training."""
     pairs = _same_seeds(arm, dense)
     losses = [np.stack([pair[side].loss for pair in pairs]) for side in (0, 1)]
-    return paired(*losses, seeds=True), paired(*map(as_trained, losses), seeds=True)
+    return paired_difference(*losses, seeds=True), paired_difference(*map(as_trained, losses), seeds=True)
 
 
-def _accuracy(arm: Sequence[Result], part: str | None = None) -> Accuracy:
+def _accuracy(arm: Sequence[Result], kind: str | None = None) -> Accuracy:
     """Over all seeds."""
-    counts = [(r.right, r.total) if part is None else tuple(r.parts[part]) for r in arm]
+    counts = [(r.right, r.total) if kind is None else tuple(r.parts[kind]) for r in arm]
     right, total = np.sum(counts, axis=0).tolist()
     return Accuracy(right, total)
 
@@ -134,10 +134,10 @@ def _losses(by_arm: dict[str, list[Result]]) -> Table:
         cpu = [r.cpu for r in runs if r.cpu]
         losses = [r.loss.mean() for r in runs], [as_trained(r.loss).mean() for r in runs]
         over = ("", "") if arm == DENSE else map(str, _differences(runs, by_arm[DENSE]))
-        told = [f"{np.mean(loss):.4f} ± {np.std(loss, ddof=len(loss) > 1):.4f}" for loss in losses]
+        texts = [f"{np.mean(loss):.4f} ± {np.std(loss, ddof=len(loss) > 1):.4f}" for loss in losses]
         table.add_row(
             arm, str(len(runs)), f"{np.mean([r.density for r in runs]):.2f}",
-            *(cell for pair in zip(told, over, strict=True) for cell in pair),
+            *(cell for pair in zip(texts, over, strict=True) for cell in pair),
             f"{np.mean([r.camera for r in runs]):.2f} px", f"{np.mean(cpu):.0f}" if cpu else "",
         )  # fmt: skip
     table.caption = (
@@ -158,7 +158,7 @@ def _samples(by_arm: dict[str, list[Result]], pan: Pan) -> Table:
         made = features(np.concatenate([r.clips for r in runs]))
         table.add_row(
             arm, f"{shown.right}/{shown.total} ({shown.low:.0%} to {shown.high:.0%})",
-            *(f"{each.right / each.total:.0%}" for each in (_accuracy(runs, part) for part in parts)),
+            *(f"{each.right / each.total:.0%}" for each in (_accuracy(runs, kind) for kind in parts)),
             f"{np.mean([r.steady for r in runs]):.1f} dB", f"{frechet(made, real[: len(made)]):.2f}",
             "" if arm == DENSE else f"{alike.psnr.clip(max=100).mean():.1f} dB, {alike.ssim.mean():.2f}",
         )  # fmt: skip

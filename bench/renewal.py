@@ -23,14 +23,14 @@ from rich.progress import Progress
 
 from bench.dry import DIM, HEADS, SCALE, DryRun
 from bench.heads import planner_of
-from bench.rows import Line, Report, Row, main
+from bench.rows import Line, Results, Row, main
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask, BoolArray
 from weft.core.problem import Problem
 from weft.core.schedule import Attend, Schedule
-from weft.plan.place import Place, Planned
+from weft.plan.place import AttentionId, Planned
 from weft.program.steps import Attention
-from weft.run.bind import Frame
+from weft.run.bind import RunFrame
 from weft.run.execute import FORWARD, Executor
 from weft.run.planner import Planner
 from weft.simulate.clusters import cluster
@@ -58,7 +58,7 @@ class Renewal(NamedTuple):
 def drifting(block: int, steps: int, tokens: int = TOKENS, heads: int = HEADS) -> list[BoolArray]:
     """Return the tiles [heads, q blocks, kv blocks] of each step."""
     blocks = -(-tokens // block)
-    found = [np.empty((heads, blocks, blocks), dtype=np.bool_) for _ in range(steps)]
+    masks = [np.empty((heads, blocks, blocks), dtype=np.bool_) for _ in range(steps)]
     for head in range(heads):
         random = np.random.default_rng(head)
         scores = random.random((blocks, blocks), dtype=np.float32)
@@ -69,8 +69,8 @@ def drifting(block: int, steps: int, tokens: int = TOKENS, heads: int = HEADS) -
                 scores.reshape(-1)[anew] = random.random(anew.size, dtype=np.float32)
                 density *= random.lognormal(0, DRIFT)
             last = min(blocks, max(1, round(density * blocks))) - 1
-            found[step][head] = scores <= np.partition(scores, last, axis=1)[:, last, None]
-    return found
+            masks[step][head] = scores <= np.partition(scores, last, axis=1)[:, last, None]
+    return masks
 
 
 def mask_of(tiles: BoolArray, block: int, tokens: int = TOKENS) -> BlockMask:
@@ -122,7 +122,7 @@ def inverted(executor: Executor) -> float:
     return took(invert)[1]
 
 
-class Switch(NamedTuple):
+class PlanChange(NamedTuple):
     """Milliseconds of a change to a new plan, besides planning."""
 
     prepared: float
@@ -131,19 +131,19 @@ class Switch(NamedTuple):
     """What the first call by the plan takes more than the next."""
 
 
-def switched(old: Schedule, new: Schedule, rank: int) -> Switch:
+def switched(old: Schedule, new: Schedule, rank: int) -> PlanChange:
     """Change from a plan that has run, as `World.prepare` and `World.change` do."""
     run = DryRun(old, rank)
     inputs: Any = {"home q": (run.q,), "home kv": (run.k, run.v)}
 
     def begin(executor: Executor) -> None:
-        frame = Frame(executor.comm, executor.kernel, SCALE, run.q.device, executor.tiles)
+        frame = RunFrame(executor.comm, executor.kernel, SCALE, run.q.device, executor.tiles)
         executor.begin(FORWARD, frame, inputs)
 
     begin(run.executor)
     executor, prepared = took(lambda: run.executor.renewed(new))
     first, again = (took(lambda: begin(executor))[1] for _ in range(2))
-    return Switch(prepared, first - again)
+    return PlanChange(prepared, first - again)
 
 
 class Changes(NamedTuple):
@@ -156,11 +156,11 @@ class Changes(NamedTuple):
 
 def planned(planner: Planner, problem: Problem, masks: list[BlockMask], ranks: int) -> Iterator[Changes]:
     way, machine = WAYS[ranks]
-    place = Place("wan", 0, 0, "topk")
+    place = AttentionId("wan", 0, 0, "topk")
     for step, mask in enumerate(masks):
         _ = mask.digest  # of the renewal
         began, own = time.process_time(), time.thread_time()
-        plan = planner.plan(place, problem, mask, step=step, topology=lambda: cluster(machine), asked=way)
+        plan = planner.plan(place, problem, mask, step=step, topology=lambda: cluster(machine), strategy=way)
         on_path = time.thread_time() - own
         planner.finish()
         yield Changes(1e3 * on_path, 1e3 * (time.process_time() - began - on_path), plan)
@@ -171,7 +171,7 @@ def problem_of(ranks: int, tokens: int = TOKENS, heads: int = HEADS) -> Problem:
     return Problem(batch=1, heads=heads, kv_heads=heads, head_dim=DIM, q=layout, kv=layout, dtype="bfloat16")
 
 
-def case(block: int, ranks: int, tiles: list[BoolArray], some: int) -> Report:
+def case(block: int, ranks: int, tiles: list[BoolArray], some: int) -> Results:
     """Measure the steps of one block size on one number of ranks."""
     name, problem = f"block {block}, {ranks} ranks {WAYS[ranks][0]}", problem_of(ranks)
     masks = [mask_of(each, block) for each in tiles]
@@ -196,7 +196,7 @@ def case(block: int, ranks: int, tiles: list[BoolArray], some: int) -> Report:
 
 def _report(
     name: str, block: int, by_rank: list[list[Renewal]], backward: list[float], changes: list[Changes]
-) -> Report:
+) -> Results:
     sums = [median(sum(each) for each in steps) for steps in by_rank]
     parts = [median(values) for values in zip(*by_rank[int(np.argmax(sums))], strict=True)]
     plans = [(old.plan, new.plan) for old, new in zip(changes, changes[1:], strict=False)]
@@ -205,7 +205,7 @@ def _report(
     beside = median(each.beside for each in changes) + prepared
     on_path = median(each.on_path for each in changes)
     low, high = BEFORE_MS[block]
-    report = Report()
+    report = Results()
     report.rows.append(
         Row(
             case=f"{name}: renewed mask",
@@ -239,17 +239,17 @@ def _report(
     return report
 
 
-def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - bench.rows calls it so
+def measure(quick: bool, progress: Progress) -> Results:  # noqa: FBT001 - bench.rows calls it so
     torch.set_num_threads(1)
-    report = Report()
+    report = Results()
     task = progress.add_task("masks", total=2 * len(WAYS))
     for block in MASK_MS:
         tiles = drifting(block, 4 if quick else 8)
         for ranks in WAYS:
             progress.update(task, description=f"block {block}, {ranks} ranks")
-            found = case(block, ranks, tiles, 2 if quick else 4)
-            report.rows.extend(found.rows)
-            report.lines.extend(found.lines)
+            times = case(block, ranks, tiles, 2 if quick else 4)
+            report.rows.extend(times.rows)
+            report.lines.extend(times.lines)
             progress.advance(task)
     return report
 

@@ -30,12 +30,12 @@ def publish(records: Iterable[Mapping[str, Any]], file: Path) -> None:
             continue
         sections[name] = section(record)
     kept = [re.search(r"(\d+) of (\d+) rows hold", body) for body in sections.values()]
-    hold, total = (sum(int(found[side]) for found in kept if found) for side in (1, 2))
-    failed = sum(found is None for found in kept)
+    hold, total = (sum(int(counts[side]) for counts in kept if counts) for side in (1, 2))
+    failed = sum(counts is None for counts in kept)
     line = f"{hold} of {total} rows hold" + (f"; {failed} benchmarks failed." if failed else ".")
     body = "\n\n".join([line, *(f"### bench.{name}\n\n{sections[name]}" for name in sorted(sections))])
-    with whole(file) as part:
-        part.write_text(f"{before}{BEGIN}\n{body}\n{END}{after}", encoding="utf-8")
+    with whole(file) as partial:
+        partial.write_text(f"{before}{BEGIN}\n{body}\n{END}{after}", encoding="utf-8")
 
 
 def section(record: Mapping[str, Any]) -> str:

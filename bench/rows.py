@@ -56,7 +56,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Report:
+class Results:
     rows: list[Row] = field(default_factory=list)
     lines: list[Line] = field(default_factory=list)
 
@@ -134,11 +134,11 @@ def _slowest(ranks: Sequence[Took]) -> Took:
 
 def followed(rounds: Iterable[Round], progress: Progress, task: TaskID) -> list[Round]:
     """The rounds, one after the other; the bar of a task, whose total is their seconds, goes along."""
-    found: list[Round] = []
+    ordered: list[Round] = []
     for played in rounds:
-        found.append(played)
+        ordered.append(played)
         progress.update(task, completed=played.spent)
-    return found
+    return ordered
 
 
 def undisturbed(rounds: Sequence[Round]) -> Sequence[Round]:
@@ -187,7 +187,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float]:
     return low, high
 
 
-def main(measure: Callable[[bool, Progress], Report], about: str) -> None:
+def main(measure: Callable[[bool, Progress], Results], about: str) -> None:
     """The command line of a benchmark: `measure(quick, progress)` does the work."""
     parser = argparse.ArgumentParser(description=about.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer cases and rounds, under 50 s")
@@ -206,7 +206,7 @@ def main(measure: Callable[[bool, Progress], Report], about: str) -> None:
     sys.exit(0 if all(row.holds for row in report.rows) else 1)
 
 
-def show(report: Report, console: Console) -> None:
+def show(report: Results, console: Console) -> None:
     rows = Table("case", "unit", *(_right(n) for n in ("measured", "peer")), "fastest peer")
     rows.add_column("limit", justify="right")
     rows.add_column("of limit", justify="right")
@@ -245,7 +245,7 @@ def _number(value: float | None, digits: int = 1) -> str:
     return "" if value is None else f"{value:,.{digits}f}"
 
 
-def write_json(report: Report, file: Path, *, quick: bool) -> None:
+def write_json(report: Results, file: Path, *, quick: bool) -> None:
     content = {
         "machine": machine(),
         "quick": quick,

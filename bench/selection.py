@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bench.rows import (
     Line,
-    Report,
+    Results,
     Round,
     Row,
     followed,
@@ -69,7 +69,7 @@ def contenders(q: Tensor, k: Tensor) -> dict[str, Callable[[], object]]:
     }
 
 
-def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - bench.rows calls it so
+def measure(quick: bool, progress: Progress) -> Results:  # noqa: FBT001 - bench.rows calls it so
     torch.set_num_threads(1)
     torch.manual_seed(0)
     calls = contenders(*torch.randn(2, 1, HEADS, TOKENS, DIM))
@@ -80,17 +80,17 @@ def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - bench.
     return report(undisturbed(followed(rounds, progress, task)))
 
 
-def report(rounds: Sequence[Round]) -> Report:
+def report(rounds: Sequence[Round]) -> Results:
     taken = {name: [1e3 * played.took[name].cpu for played in rounds] for name in rounds[0].took}
     work = HEADS * TOKENS**2 * DENSITY / (SMALL[1] * SMALL[0] ** 2)
     attention = median(taken[DENSE]) * work
     # The faster of the attention of this run and of the machine the bar was set for.
     bar = ALLOWED * min(attention, 4e3 * HEADS * TOKENS**2 * DIM * DENSITY / RATE)
-    found = Report()
+    rows = Results()
     for name, times in taken.items():
         if name not in (PEER, READ, DENSE):
             typical = median(times)
-            found.rows.append(
+            rows.rows.append(
                 Row(
                     case=name,
                     measured=typical,
@@ -107,8 +107,8 @@ def report(rounds: Sequence[Round]) -> Report:
         line = Line(
             case="one thread", name=name, measured=median(times), quartiles=quartiles(times), note=note
         )
-        found.lines.append(line)
-    return found
+        rows.lines.append(line)
+    return rows
 
 
 if __name__ == "__main__":

@@ -36,13 +36,14 @@ from typing import Any
 
 from rich.progress import Progress
 
-from bench.rows import Line, Report, Row, Took, interleave, main, median_ratio, quartiles, undisturbed
+from bench import serving_simulator
+from bench.rows import Line, Results, Row, Took, interleave, main, median_ratio, quartiles, undisturbed
 from bench.serving_estimates import busy_cores, estimates
 from bench.serving_isolation import OPTIONS, delete_of_longest, image_beside_longest
 from bench.serving_rank import each, prepare, shared
-from weft.run.pool import Pool
-from weft.serve import load, simulator
-from weft.serve.jobs import Shape
+from weft.run.spawn.pool import Pool
+from weft.serve import load_test
+from weft.serve.jobs import JobShape
 from weft.simulate.clusters import cluster
 
 OVERHEAD, BETTER, SHARE = 1.05, 1.3, 0.5
@@ -55,7 +56,7 @@ MIX = {"image": 0.8, "video": 0.2}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Size:
+class ServingSize:
     """How long all of it takes."""
 
     videos: int
@@ -71,11 +72,11 @@ class Size:
     seeds: tuple[int, ...]
 
 
-FULL = Size(
+FULL = ServingSize(
     videos=24, steps=20, rounds=3, seconds=200.0, mixed=60.0, frames=64, count=120, seeds=(7, 8),
     clusters=("8xh100", "2x8xh100", "4x8xh100", "8x8xh100"),
 )  # fmt: skip
-QUICK = Size(
+QUICK = ServingSize(
     videos=4, steps=10, rounds=2, seconds=2.0, mixed=0.0, frames=32, count=60, seeds=(7,),
     clusters=("8xh100", "2x8xh100"),
 )  # fmt: skip
@@ -107,8 +108,8 @@ def _url(process: subprocess.Popen[bytes], log: Path) -> str:
     return next(word for word in words if word.startswith("http://"))
 
 
-def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - the command line's call
-    size, report = QUICK if quick else FULL, Report()
+def measure(quick: bool, progress: Progress) -> Results:  # noqa: FBT001 - the command line's call
+    size, report = QUICK if quick else FULL, Results()
     with ExitStack() as stack:
         task = progress.add_task("starting servers", total=None)
         policies = POLICIES if size.mixed else POLICIES[:1]
@@ -145,7 +146,7 @@ def _together(policies: Sequence[str]) -> Iterator[list[str]]:
         yield list(threads.map(lambda policy: stack.enter_context(served(policy)), policies))
 
 
-def overhead(report: Report, url: str, pool: Pool, size: Size) -> None:
+def overhead(report: Results, url: str, pool: Pool, size: ServingSize) -> None:
     pool.run(prepare)
     case = f"{size.videos} videos of {size.steps} steps at once"
     made: list[str] = []
@@ -191,8 +192,8 @@ def overhead(report: Report, url: str, pool: Pool, size: Size) -> None:
 
 async def videos(url: str, seeds: Sequence[int], steps: int) -> list[str]:
     """Until the last is made. One of them is watched, and then those that are left are asked after."""
-    asks = load.Asks(steps=steps)
-    async with load.Client(url) as client:
+    asks = load_test.RequestTemplate(steps=steps)
+    async with load_test.ServerClient(url) as client:
         ids = [await client.create(asks.body("video", seed)) for seed in seeds]
         for id in reversed(ids):
             await client.end(id)
@@ -201,58 +202,63 @@ async def videos(url: str, seeds: Sequence[int], steps: int) -> list[str]:
 
 async def deleted(url: str, ids: list[str]) -> None:
     """Which nobody has to wait for: a loop keeps nothing either."""
-    async with load.Client(url) as client:
+    async with load_test.ServerClient(url) as client:
         await client.delete(ids)
     ids.clear()
 
 
-def mixed(report: Report, urls: Mapping[str, str], size: Size) -> None:
-    asks = load.Asks(frames=size.frames, steps=size.steps)
+def mixed(report: Results, urls: Mapping[str, str], size: ServingSize) -> None:
+    asks = load_test.RequestTemplate(frames=size.frames, steps=size.steps)
     alone = asyncio.run(isolated(urls["elastic"], asks))
     work = asyncio.run(isolated(urls["one"], asks))
     rate = LOAD * RANKS / sum(share * work[kind] for kind, share in MIX.items())
-    trace = load.arrivals(rate, size.mixed, MIX, seed=1)
-    found = {
-        policy: asyncio.run(load.measure(url, trace, slo=SLO, asks=asks, known=alone))
+    trace = load_test.poisson_arrivals(rate, size.mixed, MIX, seed=1)
+    shares = {
+        policy: asyncio.run(load_test.run_load_test(url, trace, slo=SLO, template=asks, alone=alone))
         for policy, url in urls.items()
     }
     case = f"{len(trace)} images and videos in {size.mixed:.0f} s on {RANKS} ranks"
     numbers = {
         policy: {"attained": each.attained(), "image_p95": each.percentile("image", 95) or float("inf"),
                  "video_p95": each.percentile("video", 95) or float("inf")}
-        for policy, each in found.items()
+        for policy, each in shares.items()
     }  # fmt: skip
     judge(report, case, numbers, bound=fluid(trace, alone, work), alone=alone["image"])
 
 
-async def isolated(url: str, asks: load.Asks) -> dict[str, float]:
-    async with load.Client(url) as client:
-        return await load.alone(client, sorted(MIX), asks)
+async def isolated(url: str, asks: load_test.RequestTemplate) -> dict[str, float]:
+    async with load_test.ServerClient(url) as client:
+        return await load_test.measure_alone(client, sorted(MIX), asks)
 
 
-def fluid(trace: Sequence[load.Arrival], alone: Mapping[str, float], work: Mapping[str, float]) -> float:
+def fluid(
+    trace: Sequence[load_test.RequestArrival], alone: Mapping[str, float], work: Mapping[str, float]
+) -> float:
     """The share in time of the best schedule there could be, of work that can be split as one likes."""
     shapes = {
-        kind: Shape(frames=n, height=1, width=1, steps=1, guided=False) for n, kind in enumerate(MIX, 1)
+        kind: JobShape(frames=n, height=1, width=1, steps=1, guided=False) for n, kind in enumerate(MIX, 1)
     }
     kinds = {shape: kind for kind, shape in shapes.items()}
     times = SimpleNamespace(
-        sizes=[1], whole=lambda shape, _ranks: work[kinds[shape]], topology=SimpleNamespace(ranks=RANKS)
+        sizes=[1], total=lambda shape, _ranks: work[kinds[shape]], topology=SimpleNamespace(ranks=RANKS)
     )
-    jobs = [simulator.Arrival(each.at, shapes[each.kind], each.at + SLO * alone[each.kind]) for each in trace]
-    return simulator.bound(jobs, times)  # type: ignore[arg-type]
+    jobs = [
+        serving_simulator.SimulatedJob(each.at, shapes[each.kind], each.at + SLO * alone[each.kind])
+        for each in trace
+    ]
+    return serving_simulator.bound(jobs, times)  # type: ignore[arg-type]
 
 
-def simulated(report: Report, size: Size) -> None:
+def simulated(report: Results, size: ServingSize) -> None:
     for name in size.clusters:
-        table = simulator.table([cluster(name)], loads=(LOAD,), count=size.count, seeds=size.seeds)
+        table = serving_simulator.table([cluster(name)], loads=(LOAD,), count=size.count, seeds=size.seeds)
         rows = {row["policy"]: row for row in table}
         case = f"simulated, {rows['elastic']['ranks']} ranks"
         judge(report, case, rows, bound=rows["elastic"]["bound"], alone=None)
 
 
 def judge(
-    report: Report, case: str, numbers: Mapping[str, Mapping[str, Any]], *, bound: float, alone: float | None
+    report: Results, case: str, numbers: Mapping[str, Mapping[str, Any]], *, bound: float, alone: float | None
 ) -> None:
     """Elastic against the better of the others, which may be another one for each question."""
     mine, others = numbers["elastic"], [policy for policy in numbers if policy != "elastic"]
@@ -275,11 +281,11 @@ def judge(
             bar=f"elastic/other ≤ {SHARE} (is {share:.2f})", holds=share <= SHARE,
         )
     )  # fmt: skip
-    for policy, said in numbers.items():
-        note = f"{said['attained']:.1%} in time, p95 of videos {said['video_p95']:.1f} s"
+    for policy, numbers_of in numbers.items():
+        note = f"{numbers_of['attained']:.1%} in time, p95 of videos {numbers_of['video_p95']:.1f} s"
         report.lines.append(
-            Line(case=case, name=NAMES[policy], measured=said["image_p95"], unit="s", note=note,
-                 ratio=said["image_p95"] / mine["image_p95"])
+            Line(case=case, name=NAMES[policy], measured=numbers_of["image_p95"], unit="s", note=note,
+                 ratio=numbers_of["image_p95"] / mine["image_p95"])
         )  # fmt: skip
 
 

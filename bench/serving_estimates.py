@@ -19,8 +19,8 @@ from typing import Any
 
 import httpx
 
-from bench.rows import Line, Report, Row
-from weft.serve import load
+from bench.rows import Line, Results, Row
+from weft.serve import load_test
 
 SEEN_STEPS = 20
 STAGES = ("encode", "denoise", "decode", "media")
@@ -28,21 +28,21 @@ CASE = "estimates after 20 steps of a server started under load"
 
 
 @dataclass(frozen=True)
-class Case:
+class EstimateCase:
     name: str
     kind: str
-    asks: load.Asks
+    asks: load_test.RequestTemplate
 
 
 STEPS = (
-    Case("8 steps", "video", load.Asks(steps=8)),
-    Case("40 steps", "video", load.Asks(steps=40)),
+    EstimateCase("8 steps", "video", load_test.RequestTemplate(steps=8)),
+    EstimateCase("40 steps", "video", load_test.RequestTemplate(steps=40)),
 )
 SIZES = (
-    Case("an image", "image", load.Asks(steps=20)),
-    Case("128x128", "video", load.Asks(size="128x128", steps=8)),
-    Case("32 frames", "video", load.Asks(frames=32, steps=8)),
-    Case("an image of 256x256", "image", load.Asks(size="256x256", steps=8)),
+    EstimateCase("an image", "image", load_test.RequestTemplate(steps=20)),
+    EstimateCase("128x128", "video", load_test.RequestTemplate(size="128x128", steps=8)),
+    EstimateCase("32 frames", "video", load_test.RequestTemplate(frames=32, steps=8)),
+    EstimateCase("an image of 256x256", "image", load_test.RequestTemplate(size="256x256", steps=8)),
 )
 BARS = {"other step counts": (STEPS, 1.25), "other sizes": (SIZES, 2.0)}
 
@@ -60,13 +60,15 @@ def busy_cores(each: int = 2) -> Iterator[None]:
             loop.wait()
 
 
-def estimates(report: Report, url: str, *, quick: bool) -> None:
+def estimates(report: Results, url: str, *, quick: bool) -> None:
     """Each case is made three times, of which the median counts; or half of the cases once."""
     bars = {name: (cases[: len(cases) // 2] if quick else cases, bar) for name, (cases, bar) in BARS.items()}
     with httpx.Client(base_url=url, timeout=60, trust_env=False) as http:
         cases = [case for some, _ in bars.values() for case in some]
         before = {case: predicted(http, case) for case in cases}
-        asyncio.run(seconds_of(url, Case("", "video", load.Asks(steps=SEEN_STEPS)), 1))
+        asyncio.run(
+            seconds_of(url, EstimateCase("", "video", load_test.RequestTemplate(steps=SEEN_STEPS)), 1)
+        )
         after = {case: predicted(http, case) for case in cases}
         took = {case: asyncio.run(seconds_of(url, case, 1 if quick else 3)) for case in cases}
     for name, (some, bar) in bars.items():
@@ -89,17 +91,17 @@ def error(one: float, other: float) -> float:
     return max(one / other, other / one)
 
 
-def predicted(http: httpx.Client, case: Case) -> float:
+def predicted(http: httpx.Client, case: EstimateCase) -> float:
     frames = 1 if case.kind == "image" else case.asks.frames
     asked = {"size": case.asks.size, "frames": frames, "steps": case.asks.steps}
     answer = http.get("/v1/plan", params={name: value for name, value in asked.items() if value})
     return float(answer.raise_for_status().json()["seconds"])
 
 
-async def seconds_of(url: str, case: Case, times: int) -> float:
+async def seconds_of(url: str, case: EstimateCase, times: int) -> float:
     """The median of what its ranks spent on it."""
     spent = []
-    async with load.Client(url) as client:
+    async with load_test.ServerClient(url) as client:
         for seed in range(times):
             id, _ = await client.make(case.kind, case.asks.body(case.kind, seed))
             spent.append(sum(await timings(url, id)))

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from bench.rows import Report, Row
+from bench.rows import Results, Row
 
 MAX_STEP_SECONDS = 12.0
 """Above the 5 s after which the ranks of a cancelled step are replaced."""
@@ -30,7 +30,7 @@ PROMPT = "a red circle moving left"
 CASE = "beside a video of the longest step that is admitted"
 
 
-def image_beside_longest(report: Report, url: str) -> None:
+def image_beside_longest(report: Results, url: str) -> None:
     with _client(url) as http:
         expected = _image(http)
         alone = _plan(http, frames=1)["seconds"]
@@ -51,7 +51,7 @@ def image_beside_longest(report: Report, url: str) -> None:
     )  # fmt: skip
 
 
-def delete_of_longest(report: Report, url: str) -> None:
+def delete_of_longest(report: Results, url: str) -> None:
     """Until all ranks are ready again; the job beside it must come out as it was alone."""
     beside = {"seed": 2, "num_inference_steps": 300}
     with _client(url) as http:

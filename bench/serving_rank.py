@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from weft import __version__
-from weft.models import media
-from weft.models.checkpoint import shipped
-from weft.models.parallelize import parallelize
-from weft.models.video import VideoPipeline
-from weft.serve.load import PROMPT
+from weft.diffusers.parallelize import parallelize
+from weft.generate import media
+from weft.serve.load_test import PROMPT
+from weft.video.pipeline import VideoPipeline
+from weft.video.saved_model import shipped
 
 FPS = 16.0
 _pipes: dict[str, Any] = {}

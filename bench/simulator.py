@@ -21,7 +21,7 @@ import torch.distributed as dist
 from rich.progress import Progress
 
 from bench.pace import paced, seconds_of
-from bench.rows import Line, Report, Row, interleave, main, undisturbed
+from bench.rows import Line, Results, Row, interleave, main, undisturbed
 from bench.stage import STAGE, play
 from bench.strategies import kendall
 from weft.core.layout import Layout
@@ -32,8 +32,8 @@ from weft.core.topology import Topology
 from weft.masks.random import random_mask
 from weft.plan.choose import build
 from weft.run.attention import attention
-from weft.run.calibrate import calibrate
-from weft.run.pool import Pool
+from weft.run.measure.calibrate import calibrate
+from weft.run.spawn.pool import Pool
 from weft.schedule.measure import attend_works
 from weft.simulate.clusters import cluster
 from weft.simulate.events import simulate
@@ -48,7 +48,7 @@ SMALL_SECONDS, LARGE_SECONDS, LARGE_BYTES = 5e-3, 10.0, 2e9
 
 
 @dataclass(frozen=True)
-class Case:
+class SimulatorCase:
     ranks: int
     kind: str
     tokens: int
@@ -68,15 +68,15 @@ class Case:
         return build(self.plan, problem, mask)
 
 
-def cases(ranks: int) -> list[Case]:
+def cases(ranks: int) -> list[SimulatorCase]:
     sizes = [(kind, size) for kind, sizes in SIZES.items() for size in sizes]
-    return [Case(ranks, kind, size, plan) for kind, size in sizes for plan in PLANS[ranks]]
+    return [SimulatorCase(ranks, kind, size, plan) for kind, size in sizes for plan in PLANS[ranks]]
 
 
 # On a rank.
 
 
-def prepare(wanted: Sequence[Case]) -> None:
+def prepare(wanted: Sequence[SimulatorCase]) -> None:
     torch.manual_seed(0)
     contenders: dict[str, Callable[[], object]] = {}
     for case in wanted:
@@ -92,8 +92,8 @@ def prepare(wanted: Sequence[Case]) -> None:
 # In the parent.
 
 
-def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - bench.rows calls it so
-    report = Report()
+def measure(quick: bool, progress: Progress) -> Results:  # noqa: FBT001 - bench.rows calls it so
+    report = Results()
     worlds = QUICK if quick else WORLDS
     task = progress.add_task("calibrating", total=len(worlds) + 1)
     topologies: dict[str, Topology] = {}
@@ -102,8 +102,8 @@ def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - bench.
         progress.update(task, description=f"{transport}, {ranks} ranks")
         with Pool(ranks, threads=1, timeout=120.0, transport=transport) as pool:
             if transport not in topologies:
-                found = topologies[transport] = pool.run(partial(calibrate, head_dim=DIM))[0]
-                report.lines.append(Line(case="calibrated", name=transport, note=_told(found)))
+                topology = topologies[transport] = pool.run(partial(calibrate, head_dim=DIM))[0]
+                report.lines.append(Line(case="calibrated", name=transport, note=_told(topology)))
             here = replace(topologies[transport], devices=ranks)
             points += _compare(
                 pool, f"{transport}, {ranks} ranks", cases(ranks), here, 11 if quick else 40, report
@@ -116,19 +116,19 @@ def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - bench.
 
 
 def _compare(  # noqa: PLR0913 - what ran where
-    pool: Pool, world: str, wanted: list[Case], topology: Topology, seconds: float, report: Report
+    pool: Pool, world: str, wanted: list[SimulatorCase], topology: Topology, seconds: float, report: Results
 ) -> list[tuple[float, float]]:
     """Time some cases; returns (predicted, measured) of each."""
     pool.run(prepare, wanted)
     rounds = undisturbed(list(interleave(partial(pool.run, play), seconds, least=6)))
-    found: list[tuple[float, float]] = []
+    pairs: list[tuple[float, float]] = []
     for case in wanted:
         measured = seconds_of(str(case), rounds, topology)
         predicted = simulate(case.schedule(), topology).seconds
-        found.append((predicted, measured))
+        pairs.append((predicted, measured))
         note = f"predicted {predicted * 1e3:.1f} ms, {predicted / measured - 1:+.0%}"
         report.lines.append(Line(case=world, name=str(case), measured=measured * 1e3, note=note))
-    return found
+    return pairs
 
 
 def _agreement(points: list[tuple[float, float]]) -> list[Row]:

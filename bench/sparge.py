@@ -28,19 +28,19 @@ from rich.progress import Progress
 from bench import published as paper
 from bench.heads import KV_BLOCKS, Q_BLOCKS, TRACE, planner_of
 from bench.papers import LINEAR, machine, peak, problem_of
-from bench.rows import Line, Report, Row, main
+from bench.rows import Line, Results, Row, main
 from weft.core.mask import BlockMask
 from weft.masks.grid import TokenGrid, nearest
 from weft.masks.random import random_mask
-from weft.masks.scores import made_up_scores
+from weft.masks.synthetic import synthetic_scores
 from weft.plan.balance import ratio
 from weft.plan.balanced import Balancer
 from weft.plan.choose import build, usp_names
-from weft.plan.place import Place
+from weft.plan.place import AttentionId
 from weft.plan.strategies import parse
 from weft.simulate.events import simulate
+from weft.simulate.model_step import step as step_of
 from weft.simulate.models import model
-from weft.simulate.whole import step as step_of
 
 MACHINES = ("8xh100", "4x8xh100")
 SIZE, BLOCK, RHO = model("wan2.1-14b"), 128, 0.97
@@ -65,8 +65,8 @@ def mask_of(layer: int, step: int) -> BlockMask:
     """Return the mask of a layer of the file; its steps belong together."""
     densities = np.load(TRACE)["counts"][step, layer] / (Q_BLOCKS * KV_BLOCKS)
     grid = TokenGrid(*SIZE.grid())
-    scores = made_up_scores(SIZE.heads, grid, grid.centres(BLOCK), seed=layer, step=step, rho=RHO)
-    tiles = [nearest(-score, part) for score, part in zip(scores, densities.tolist(), strict=True)]
+    scores = synthetic_scores(SIZE.heads, grid, grid.centers(BLOCK), seed=layer, step=step, rho=RHO)
+    tiles = [nearest(-score, density) for score, density in zip(scores, densities.tolist(), strict=True)]
     return grid.mask(np.stack(tiles), BLOCK)
 
 
@@ -87,7 +87,7 @@ def simulated(name: str, layers: list[int], steps: range) -> Steps:
     with TemporaryDirectory() as folder:
         planner = planner_of(topology.ranks, folder)
         for layer in layers:
-            place = Place(SIZE.name, layer, 0, "sparge")
+            place = AttentionId(SIZE.name, layer, 0, "sparge")
             for step in steps:
                 mask = mask_of(layer, step)
                 plan = planner.plan(place, problem, mask, step=step, topology=lambda: topology)
@@ -113,21 +113,21 @@ def simulated(name: str, layers: list[int], steps: range) -> Steps:
     )
 
 
-def report_of(name: str, found: Steps) -> Report:
-    topology, report = machine(name), Report()
+def report_of(name: str, steps: Steps) -> Results:
+    topology, report = machine(name), Results()
     device = name.rpartition("x")[2]
 
     def whole(attention: float) -> float:
         return step_of(SIZE, SIZE.grid(), attention, topology, linear_flops=LINEAR * peak(device)).seconds
 
-    static = {way: seconds for way, seconds in found.seconds.items() if way not in (WEFT, EVEN)}
+    static = {way: seconds for way, seconds in steps.seconds.items() if way not in (WEFT, EVEN)}
     best = min(static, key=static.__getitem__)
     ulysses = next(way for way in usp_names(topology.ranks) if way.startswith("usp:8x"))
-    ours = whole(found.seconds[WEFT])
+    ours = whole(steps.seconds[WEFT])
     for way in dict.fromkeys((best, ulysses)):
-        taken, busiest = whole(static[way]), found.imbalance[way]
+        taken, busiest = whole(static[way]), steps.imbalance[way]
         attention = SIZE.layers * static[way]
-        even, gain = taken / whole(found.seconds[EVEN]), taken / ours
+        even, gain = taken / whole(steps.seconds[EVEN]), taken / ours
         kind = "the best static" if way == best else "Ulysses"
         reported = CASE if (name, way) == ("8xh100", "usp:8x1") else MEAN
         report.rows.append(
@@ -143,24 +143,24 @@ def report_of(name: str, found: Steps) -> Report:
                 holds=gain >= min(reported, 1 + MOST * (even - 1)),
             )
         )
-    for way, seconds in found.seconds.items():
-        note = f"attention {1e3 * seconds:.1f} ms, imbalance {found.imbalance[way]:.3f}"
+    for way, seconds in steps.seconds.items():
+        note = f"attention {1e3 * seconds:.1f} ms, imbalance {steps.imbalance[way]:.3f}"
         if way == WEFT:
-            note += f"; {found.strategies}"
+            note += f"; {steps.strategies}"
         report.lines.append(
             Line(case=name, name=way, measured=1e3 * whole(seconds), ratio=whole(seconds) / ours, note=note)
         )
     return report
 
 
-def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - bench.rows calls it so
+def measure(quick: bool, progress: Progress) -> Results:  # noqa: FBT001 - bench.rows calls it so
     layers, steps = ([4, 14], range(12, 15)) if quick else ([0, 5, 10, 15], range(30))
-    report, task = Report(), progress.add_task("machines", total=len(MACHINES))
+    report, task = Results(), progress.add_task("machines", total=len(MACHINES))
     for name in MACHINES:
         progress.update(task, description=name)
-        found = report_of(name, simulated(name, layers, steps))
-        report.rows.extend(found.rows)
-        report.lines.extend(found.lines)
+        outcome = report_of(name, simulated(name, layers, steps))
+        report.rows.extend(outcome.rows)
+        report.lines.extend(outcome.lines)
         progress.advance(task)
     return report
 

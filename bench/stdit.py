@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from weft.core.errors import InputError
-from weft.models.dit import waves
-from weft.models.stages import Stages, stages
+from weft.switching.stages import Stages, stages
+from weft.video.transformer import timestep_embedding
 
 AXES = ("time space", "time height width")
 
@@ -69,7 +69,7 @@ class STDiT(nn.Module):
         x = self.embed(x.permute(0, 2, 3, 5, 1, 4, 6).reshape(B, T, *grid, -1))
         if "space" in self.axes:
             x = x.flatten(2, 3)
-        condition = self.clock(waves(times, self.width).to(x.dtype))
+        condition = self.clock(timestep_embedding(times, self.width).to(x.dtype))
         for layer in self.blocks:
             for block in layer.values():  # pyright: ignore[reportCallIssue]
                 x = block(x, condition, text)
@@ -104,7 +104,7 @@ class AxialBlock(nn.Module):
         if self.modulate is not None:
             assert condition is not None, "the block was made with conditioned=True"
             shape = (len(x), *(1 for _ in x.shape[1:-1]), -1)
-            parts = [part.view(shape) for part in self.modulate(F.silu(condition)).chunk(6, -1)]
+            parts = [chunk.view(shape) for chunk in self.modulate(F.silu(condition)).chunk(6, -1)]
         x = x + parts[2] * self.attend(self.norms[0](x) * (1 + parts[1]) + parts[0])
         if self.cross is not None:
             assert text is not None, "the block was made to read a text"
@@ -114,7 +114,7 @@ class AxialBlock(nn.Module):
     def attend(self, x: Tensor) -> Tensor:
         rows = x.movedim(self.dim, -2)
         q, k, v = self.qkv(rows).unflatten(-1, (3, self.heads, -1)).unbind(-3)  # [B, …, L, H, D]
-        q, k, v = (part.flatten(0, -4).transpose(1, 2) for part in (rotated(q), rotated(k), v))
+        q, k, v = (tensor.flatten(0, -4).transpose(1, 2) for tensor in (rotated(q), rotated(k), v))
         out = F.scaled_dot_product_attention(q, k, v)
         return self.out(out.transpose(1, 2).reshape(rows.shape)).movedim(-2, self.dim)
 
@@ -131,7 +131,7 @@ class CrossAttention(nn.Module):
     def forward(self, x: Tensor, text: Tensor) -> Tensor:
         q = self.q(self.norm(x)).flatten(1, -2).unflatten(-1, (self.heads, -1))
         k, v = self.kv(text).unflatten(-1, (2, self.heads, -1)).unbind(-3)
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
         out = F.scaled_dot_product_attention(q, k, v)
         return self.out(out.transpose(1, 2).reshape(x.shape))
 

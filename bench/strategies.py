@@ -3,7 +3,7 @@
     python -m bench.strategies [--quick] [--json FILE]
 
 Links and kernel are calibrated once, in the same world. Then each family's masks run under every
-U × R, as it comes and balanced, interleaved, wall time until the slowest rank is done. Two questions:
+U × R, unbalanced and balanced, interleaved, wall time until the slowest rank is done. Two questions:
 does the predicted order agree with the measured one (Kendall's tau over all pairs), and is the plan
 that would be chosen within 5 % of the best that was measured? Four ranks share this machine's cores,
 and the predictor knows it.
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from rich.progress import Progress
 
 from bench.pace import paced, seconds_of
-from bench.rows import Line, Report, Row, interleave, main, undisturbed
+from bench.rows import Line, Results, Row, interleave, main, undisturbed
 from bench.stage import STAGE, play
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
@@ -33,8 +33,8 @@ from weft.plan.choose import build, choose
 from weft.plan.strategies.usp import Usp
 from weft.plan.strategy import factors
 from weft.run.attention import attention
-from weft.run.calibrate import calibrate
-from weft.run.pool import Pool
+from weft.run.measure.calibrate import calibrate
+from weft.run.spawn.pool import Pool
 from weft.simulate.predict import predict
 
 RANKS, HEADS, DIM, BLOCK = 4, 8, 64, 64
@@ -84,8 +84,8 @@ def prepare(family: str, topology: Topology, plans: Sequence[str]) -> None:
 # In the parent.
 
 
-def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - bench.rows calls it so
-    report = Report()
+def measure(quick: bool, progress: Progress) -> Results:  # noqa: FBT001 - bench.rows calls it so
+    report = Results()
     families = list(FAMILIES)[1:4] if quick else list(FAMILIES)
     task = progress.add_task("calibrating", total=len(families) + 1)
     points: list[tuple[float, float]] = []
@@ -111,7 +111,7 @@ def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - bench.
 
 
 def _family(
-    pool: Pool, family: str, topology: Topology, seconds: float, report: Report
+    pool: Pool, family: str, topology: Topology, seconds: float, report: Results
 ) -> list[tuple[float, float]]:
     """Time one family; returns (predicted, measured) of each plan."""
     mask, problem = mask_of(family), problem_of(RANKS)

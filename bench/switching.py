@@ -38,7 +38,7 @@ from torch.profiler import ProfilerActivity, profile
 from bench.baselines import METHODS, Trunk, bytes_of_layer
 from bench.links import exchange
 from bench.rows import (
-    Report,
+    Results,
     Round,
     Row,
     Took,
@@ -54,8 +54,8 @@ from bench.rows import (
 from bench.stage import STAGE
 from bench.stdit import STDiT
 from weft.core.errors import MissingError
-from weft.run.pool import Pool
-from weft.run.testbed import Testbed
+from weft.run.spawn.pool import Pool
+from weft.run.spawn.testbed import Testbed
 from weft.run.world import world_of
 
 WEFT, ULYSSES, MEGATRON, COMPUTE, WIRE = "switching", "ulysses", "megatron", "blocks alone", "bytes alone"
@@ -69,7 +69,7 @@ RATES = {"2x2, 1 Gbit/s": "1gbit", "2x2, 400 Mbit/s": "400mbit", "2x2, 100 Mbit/
 
 
 @dataclass(frozen=True)
-class Case:
+class SwitchCase:
     place: str
     shape: tuple[int, int, int, int]
     training: bool
@@ -102,7 +102,7 @@ class Facts(NamedTuple):
 # On a rank.
 
 
-def prepare(case: Case) -> dict[str, Facts]:
+def prepare(case: SwitchCase) -> dict[str, Facts]:
     """Run every method for the first time, look at it, and put it on stage."""
     STAGE.clear()
     os.environ["KINETO_LOG_LEVEL"] = "99"  # the profiler's own words would tear the progress bar
@@ -114,10 +114,10 @@ def prepare(case: Case) -> dict[str, Facts]:
     x, condition, weights = torch.randn(case.shape), torch.randn(B, C), _trunk(C).state_dict()
     with torch.no_grad():
         truth = _trunk(C, weights)(x, condition).tensor_split(ranks, 1)[rank]
-    found: dict[str, Facts] = {}
+    facts: dict[str, Facts] = {}
     for name, method in METHODS.items():
         step = partial(_step, method(_trunk(C, weights)), x, condition)
-        found[name] = _look(step, case.training, truth)
+        facts[name] = _look(step, case.training, truth)
         STAGE[name] = partial(step, case.training)
     mine = x.tensor_split(ranks, 1)[rank].contiguous()
     STAGE[COMPUTE] = partial(_step, _trunk(C, weights), mine, condition, case.training)
@@ -127,10 +127,10 @@ def prepare(case: Case) -> dict[str, Facts]:
         call()
     gc.collect()
     gc.freeze()
-    return found
+    return facts
 
 
-def crossing(case: Case, ranks: int) -> int:
+def crossing(case: SwitchCase, ranks: int) -> int:
     """Bytes of switching that a rank sends to the other machine; of two ranks, to the other one."""
     return case.passes * case.formula(WEFT, ranks) * (ranks // 2) // (ranks - 1)
 
@@ -187,8 +187,8 @@ def play(turn: int) -> dict[str, Took]:
 # In the parent.
 
 
-def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - the command line's call
-    report = Report()
+def measure(quick: bool, progress: Progress) -> Results:  # noqa: FBT001 - the command line's call
+    report = Results()
     rates = {place: rate for place, rate in RATES.items() if not quick or rate == "400mbit"}
     for place, transport in PLACES.items():
         if quick and transport != "group":
@@ -205,10 +205,10 @@ def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - the co
     return report
 
 
-def rows(report: Report, pool: Pool, place: str, quick: bool, progress: Progress) -> None:  # noqa: FBT001
+def rows(report: Results, pool: Pool, place: str, quick: bool, progress: Progress) -> None:  # noqa: FBT001
     for shape in SHAPES[:1] if quick or place in RATES else SHAPES:
         for training in (False, True):
-            case, seconds = Case(place, shape, training), 3.0 if quick else 10.0
+            case, seconds = SwitchCase(place, shape, training), 3.0 if quick else 10.0
             task = progress.add_task(str(case), total=seconds)
             facts = pool.run(prepare, case)
             played = followed(interleave(partial(pool.run, play), seconds, least=5), progress, task)
@@ -217,7 +217,9 @@ def rows(report: Report, pool: Pool, place: str, quick: bool, progress: Progress
             tell(report, case, facts, used)
 
 
-def judge(report: Report, case: Case, facts: list[dict[str, Facts]], wall: dict[str, list[float]]) -> None:
+def judge(
+    report: Results, case: SwitchCase, facts: list[dict[str, Facts]], wall: dict[str, list[float]]
+) -> None:
     over = {name: median_ratio(wall[name], wall[WEFT]) for name in METHODS if name != WEFT}
     best = min(over, key=lambda name: over[name])
     moving = 1 - median_ratio(wall[COMPUTE], wall[ULYSSES])
@@ -230,7 +232,8 @@ def judge(report: Report, case: Case, facts: list[dict[str, Facts]], wall: dict[
         for rank in facts
         for name, fact in rank.items()
     )
-    told = ", ".join(f"{text} (is {value:.2f})" for text, value, _ in bars)
+    conditions = ", ".join(f"{text} (is {value:.2f})" for text, value, _ in bars)
+    exactness = "answers and bytes exact" if exact else "NOT EXACT"
     report.rows.append(
         Row(
             case=str(case),
@@ -238,13 +241,13 @@ def judge(report: Report, case: Case, facts: list[dict[str, Facts]], wall: dict[
             peer=median(wall[best]),
             peer_name=best,
             limit=max(median(wall[COMPUTE]), median(wall[WIRE])),
-            bar=f"{told}; ulysses moves {moving:.0%}; {'answers and bytes exact' if exact else 'NOT EXACT'}",
+            bar=f"{conditions}; ulysses moves {moving:.0%}; {exactness}",
             holds=exact and all(value >= bar for _, value, bar in bars),
         )
     )
 
 
-def tell(report: Report, case: Case, facts: list[dict[str, Facts]], used: Sequence[Round]) -> None:
+def tell(report: Results, case: SwitchCase, facts: list[dict[str, Facts]], used: Sequence[Round]) -> None:
     """A line for each contender: time, tokens, bytes, memory."""
     wall, tokens, ranks = walls(used), prod(case.shape[:-1]), len(facts)
     others = median(one.others for one in used)

@@ -23,15 +23,14 @@ from rich.progress import Progress
 
 from bench import bed
 from bench.bed import COMPUTE, DEVICES, TIMER, WIRE
-from bench.rows import Line, Report, Row, interleave, main, median_ratio, quartiles, undisturbed, walls
+from bench.rows import Line, Results, Row, interleave, main, median_ratio, quartiles, undisturbed, walls
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem
 from weft.core.schedule import Schedule
 from weft.core.topology import Topology
 from weft.plan.choose import build, choose
 from weft.plan.strategies.torus import Torus
-from weft.run.machines import MachinePool
-from weft.run.testbed import Testbed
+from weft.run.spawn.testbed import MachinePool, Testbed
 from weft.simulate.predict import predict
 
 MACHINES = (2, 3, 4)
@@ -66,13 +65,13 @@ def cells(place: str, topology: Topology, problem: Problem, speeds: dict[float, 
     make = partial(build, problem=problem, mask=mask, topology=topology)
     plain = {USP: make(f"usp:{devices}x{machines}"), SWAPPED: make(f"swapped:{machines}x{devices}")}
     tori = [make(name) for name in torus_names(machines, devices)]
-    found: list[Cell] = []
+    table: list[Cell] = []
     for rho, flops in speeds.items():
         here = replace(topology, flops=flops)
         best = min(tori, key=lambda torus: predict(torus, here).seconds)
         plans = {**plain, TORUS: best, PLANNER: choose(problem, mask, here).schedule}
-        found.append(Cell(f"{place} rho {rho:g}", here, problem, rho, plans))
-    return found
+        table.append(Cell(f"{place} rho {rho:g}", here, problem, rho, plans))
+    return table
 
 
 def torus_names(machines: int, devices: int) -> list[str]:
@@ -84,8 +83,8 @@ def torus_names(machines: int, devices: int) -> list[str]:
     ]
 
 
-def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - the command line's call
-    report = Report()
+def measure(quick: bool, progress: Progress) -> Results:  # noqa: FBT001 - the command line's call
+    report = Results()
     rates, rhos = (["400mbit"], (1.0,)) if quick else (list(TOKENS), RHOS)
     for machines in MACHINES:
         with Testbed(machines) as testbed, testbed.pool(DEVICES, timeout=120.0) as pool:
@@ -104,27 +103,27 @@ def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - the co
 def timed(pool: MachinePool, rate: str, rhos: Sequence[float]) -> list[Cell]:
     machines = pool.size // DEVICES
     problem = bed.problem_of(TOKENS[rate], pool.size)
-    found: Topology = pool.run(bed.links, machines)[0]
-    speeds = {rho: bed.flops_for(rho, problem, found.nic_bandwidth) for rho in rhos}
-    return cells(f"{machines}x{DEVICES} {rate}", found, problem, speeds)
+    links: Topology = pool.run(bed.links, machines)[0]
+    speeds = {rho: bed.flops_for(rho, problem, links.nic_bandwidth) for rho in rhos}
+    return cells(f"{machines}x{DEVICES} {rate}", links, problem, speeds)
 
 
 def real(pool: MachinePool, rate: str) -> list[Cell]:
     """With the compiled kernel and as many tokens as make rho 1; machines divide the cores of this one."""
     machines = pool.size // DEVICES
-    found: Topology = pool.run(bed.links, machines)[0]
+    measured: Topology = pool.run(bed.links, machines)[0]
     flops: float = pool.run(bed.kernel_flops)[0]
     share = min(1.0, bed.cores() / pool.size)
-    tokens = pool.size * flops * share / found.nic_bandwidth  # float32: 4 bytes, and 4 FLOPs a product
+    tokens = pool.size * flops * share / measured.nic_bandwidth  # float32: 4 bytes, and 4 FLOPs a product
     problem = bed.problem_of(round(tokens / 64) * 64, pool.size, REAL_HEADS[rate])
     # Sockets take core time, which timers would not miss.
     lost: float = pool.run(bed.slowdown)[0]
-    found = replace(found, cores=max(1, bed.cores() // machines), comm_slowdown=lost)
-    made = cells(f"{machines}x{DEVICES} {rate} real compute", found, problem, {1.0: flops})
+    measured = replace(measured, cores=max(1, bed.cores() // machines), comm_slowdown=lost)
+    made = cells(f"{machines}x{DEVICES} {rate} real compute", measured, problem, {1.0: flops})
     return [replace(cell, kernel="auto") for cell in made]
 
 
-def _run(report: Report, pool: MachinePool, made: list[Cell], progress: Progress, *, quick: bool) -> None:
+def _run(report: Results, pool: MachinePool, made: list[Cell], progress: Progress, *, quick: bool) -> None:
     plans = {plan.name: plan for cell in made for plan in cell.plans.values()}
     pool.run(bed.prepare, list(plans.values()), made[0].kernel)
     for cell in made:
@@ -133,7 +132,7 @@ def _run(report: Report, pool: MachinePool, made: list[Cell], progress: Progress
         progress.remove_task(task)
 
 
-def rounds(report: Report, pool: MachinePool, cell: Cell, seconds: float, least: int) -> None:
+def rounds(report: Results, pool: MachinePool, cell: Cell, seconds: float, least: int) -> None:
     names = [plan.name for plan in cell.plans.values()] + [WIRE] + [COMPUTE] * (cell.kernel != TIMER)
     unique, flops = list(dict.fromkeys(names)), cell.topology.flops
     played = list(interleave(lambda turn: pool.run(bed.play, unique, flops, turn), seconds, least))
@@ -160,7 +159,7 @@ def rounds(report: Report, pool: MachinePool, cell: Cell, seconds: float, least:
         report.lines.append(line)
 
 
-def judge(report: Report, cell: Cell, wall: dict[str, list[float]], bound: list[float]) -> None:
+def judge(report: Results, cell: Cell, wall: dict[str, list[float]], bound: list[float]) -> None:
     """The two rows of a cell: the torus, and the planner's choice."""
     simulated = predict(cell.plans[TORUS], cell.topology).seconds * 1e3
     asked = [(f"≤ {NEAR_SIMULATED} x simulated", median(wall[TORUS]) / simulated, -NEAR_SIMULATED)]

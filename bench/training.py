@@ -26,7 +26,7 @@ from rich.progress import Progress
 
 from bench.rows import (
     Line,
-    Report,
+    Results,
     Round,
     Row,
     Took,
@@ -48,11 +48,11 @@ from bench.training_rank import (
     TRAINED,
     ULYSSES,
     WEFT,
-    Case,
+    TrainingCase,
     play,
     prepare,
 )
-from weft.run.pool import Pool
+from weft.run.spawn.pool import Pool
 
 FAST, EQUAL, SMALL = 2.5, 0.98, 0.10
 LONG = 16384
@@ -60,19 +60,19 @@ Wall = dict[str, list[float]]
 """By contender, milliseconds of each round."""
 
 
-def cases(*, quick: bool) -> list[tuple[Case, float]]:
+def cases(*, quick: bool) -> list[tuple[TrainingCase, float]]:
     """And seconds for each."""
     if quick:
         return [
-            (Case(4096, 1, depth=1), 4.0),
-            (Case(LONG, 1, depth=1, heads=2), 0.0),
-            (Case(4096, 2, depth=1), 2.0),
+            (TrainingCase(4096, 1, depth=1), 4.0),
+            (TrainingCase(LONG, 1, depth=1, heads=2), 0.0),
+            (TrainingCase(4096, 2, depth=1), 2.0),
         ]
     seconds = {4096: 40.0, 8192: 60.0, LONG: 180.0}
-    return [(Case(tokens, ranks), seconds[tokens]) for ranks in (1, 2) for tokens in seconds]
+    return [(TrainingCase(tokens, ranks), seconds[tokens]) for ranks in (1, 2) for tokens in seconds]
 
 
-def names_of(case: Case, *, quick: bool) -> tuple[str, ...]:
+def names_of(case: TrainingCase, *, quick: bool) -> tuple[str, ...]:
     """In a hurry, of the long one only a pair."""
     dense = (TORCH,) if case.ranks == 1 else (ULYSSES, WEFT)
     if case.tokens == LONG:
@@ -80,8 +80,8 @@ def names_of(case: Case, *, quick: bool) -> tuple[str, ...]:
     return (*dense, REST, FORCED, TRAINED, REFUSED)
 
 
-def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - the command line's call
-    report = Report()
+def measure(quick: bool, progress: Progress) -> Results:  # noqa: FBT001 - the command line's call
+    report = Results()
     with ExitStack() as stack:
         pools: dict[int, Pool] = {}
         for case, seconds in cases(quick=quick):
@@ -110,7 +110,7 @@ def turn(pool: Pool, names: tuple[str, ...], number: int) -> list[dict[str, Took
     return ranks
 
 
-def judge(case: Case, wall: Wall, facts: dict[str, Any]) -> list[Row]:
+def judge(case: TrainingCase, wall: Wall, facts: dict[str, Any]) -> list[Row]:
     dense = min(
         (name for name in (TORCH, ULYSSES, WEFT) if name in wall), key=lambda name: median(wall[name])
     )
@@ -120,7 +120,7 @@ def judge(case: Case, wall: Wall, facts: dict[str, Any]) -> list[Row]:
             continue
         density, bar = facts[name][0], FAST if (case.tokens, name) == (LONG, FORCED) else EQUAL
         pairs = zip(wall[dense], wall[REST], strict=True)
-        found = median_ratio(wall[dense], wall[name])
+        ratio = median_ratio(wall[dense], wall[name])
         rows.append(
             Row(
                 case=f"{case}, {name}, density {density:.2f}",
@@ -128,8 +128,8 @@ def judge(case: Case, wall: Wall, facts: dict[str, Any]) -> list[Row]:
                 peer=median(wall[dense]),
                 peer_name=dense,
                 limit=median(rest + density * (whole - rest) for whole, rest in pairs),
-                bar=f"{dense}/DSV ≥ {bar} (is {found:.2f})",
-                holds=found >= bar,
+                bar=f"{dense}/DSV ≥ {bar} (is {ratio:.2f})",
+                holds=ratio >= bar,
             )
         )
     if case.tokens == LONG:
@@ -137,7 +137,7 @@ def judge(case: Case, wall: Wall, facts: dict[str, Any]) -> list[Row]:
     return rows
 
 
-def _share(case: Case, wall: Wall) -> Row:
+def _share(case: TrainingCase, wall: Wall) -> Row:
     share = median_ratio(wall[FORCED + LOOKING], wall[FORCED])
     return Row(
         case=f"{case}, {FORCED}{LOOKING}",
@@ -148,7 +148,7 @@ def _share(case: Case, wall: Wall) -> Row:
     )
 
 
-def tell(case: Case, wall: Wall, facts: dict[str, Any], used: Sequence[Round]) -> list[Line]:
+def tell(case: TrainingCase, wall: Wall, facts: dict[str, Any], used: Sequence[Round]) -> list[Line]:
     busy = f"{len(used)} rounds, {median(one.others for one in used):.0%} of the machine to others"
     lines: list[Line] = []
     for name in (name for name in wall if not name.endswith(LOOKING)):

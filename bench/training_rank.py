@@ -18,22 +18,26 @@ from torch.nn.utils import clip_grad_norm_
 
 from bench.rows import Took, take_turns
 from weft.core.layout import Layout
-from weft.models import attend, flow
-from weft.models.context import AttentionContext
-from weft.models.dit import DiTConfig, VideoDiT
-from weft.models.parallelize import parallelize
+from weft.diffusers import attention_hook
+from weft.diffusers.parallelize import parallelize
 from weft.run.switch import switch
-from weft.train.costs import Costs
+from weft.sparse.context import AttentionContext
+from weft.train.attention_cost import AttentionCost
+from weft.train.attention_stats import AttentionStats
 from weft.train.dispatcher import Dispatcher
 from weft.train.dsv import DSV
-from weft.train.look import Look
-from weft.train.optimise import adamw
-from weft.train.recipe import SparsePart, TrainPart
+from weft.train.optimizer import adamw
+from weft.train.recipe import SparseConfig, TrainConfig
+from weft.video import flow
+from weft.video.transformer import DiTConfig, VideoDiT
 
 TORCH, ULYSSES, WEFT, REST = "torch SDPA", "Ulysses on torch SDPA", "weft, dense", "no attention"
 FORCED, TRAINED, REFUSED = "DSV at 0.1", "DSV as trained", "DSV, nothing sparse"
 LOOKING = ": selection and predictor"
-SPARSE = {FORCED: SparsePart(budget=0.1, stage1=0), **dict.fromkeys((TRAINED, REFUSED), SparsePart(stage1=0))}
+SPARSE = {
+    FORCED: SparseConfig(budget=0.1, stage1=0),
+    **dict.fromkeys((TRAINED, REFUSED), SparseConfig(stage1=0)),
+}
 NEEDED = (
     (0.86, 0.85, 0.84, 0.81),
     (0.84, 0.80, 0.77, 0.76),
@@ -45,7 +49,7 @@ half, means over three seeds, heads of a layer sorted)."""
 
 
 @dataclass(frozen=True)
-class Case:
+class TrainingCase:
     """A model and a clip. As many tokens for its width as a model 12 times as wide has at 200,000."""
 
     tokens: int
@@ -108,22 +112,22 @@ class Told(Dispatcher):
         super().observe(layer, self.needs[layer], 1.0)
 
 
-class Step:
+class TrainingStep:
     """A model with its optimisers; a call is one training step."""
 
-    def __init__(self, name: str, case: Case) -> None:
+    def __init__(self, name: str, case: TrainingCase) -> None:
         torch.manual_seed(0)
         config = case.config
         self.model, self.sparse = VideoDiT(config), None
         for layer in (self.model.modulate, self.model.head):  # from 0 on, nothing of attention would count
             nn.init.normal_(layer.weight, std=0.02)
-        self.attention = INSTEAD.get(name, attend.attention)
+        self.attention = INSTEAD.get(name, attention_hook.attention)
         sparse: Any = NeverSparse() if name in INSTEAD else None
         if name in SPARSE:
             sparse = self.sparse = _dsv(name, case)
         if sparse is not None or case.ranks > 1:
             parallelize(self.model, sparse=sparse, plan="ulysses" if name == WEFT else "auto", cfg="off")
-        self.optimiser = adamw(self.model.parameters(), TrainPart())
+        self.optimiser = adamw(self.model.parameters(), TrainConfig())
         self.words = torch.ones(1, config.length, dtype=torch.long)
         frames, height, width = config.video
         self.video = torch.randn(1, frames, config.channels, height, width)
@@ -140,7 +144,7 @@ class Step:
         if self.sparse is not None:
             self.sparse.begin(self.number)
         random = torch.Generator().manual_seed(self.number)
-        with patch.object(attend, "attention", self.attention):
+        with patch.object(attention_hook, "attention", self.attention):
             loss = flow.loss(self.model, video, self.words, generator=random)
         loss.backward()
         _average([p.grad for p in self.model.parameters() if p.grad is not None])
@@ -152,16 +156,18 @@ class Step:
         return loss.item()
 
 
-def _dsv(name: str, case: Case) -> DSV:
+def _dsv(name: str, case: TrainingCase) -> DSV:
     """In stage 2: predictors, whatever they have learned, select."""
-    part, config = SPARSE[name], case.config
-    dsv = DSV(part, heads=config.heads, width=config.width, depth=config.depth)
+    sparse, config = SPARSE[name], case.config
+    dsv = DSV(sparse, heads=config.heads, width=config.width, depth=config.depth)
     if name != FORCED:
-        dsv.dispatcher = Told(part, layers=case.depth, heads=case.heads)
+        dsv.dispatcher = Told(sparse, layers=case.depth, heads=case.heads)
         dsv.dispatcher.needs = case.needed(name)
         for layer in range(case.depth):
             dsv.dispatcher.observe(layer, [], 1.0)
-    dsv.dispatcher.costs = Costs.measure(case.tokens + config.length, case.heads, case.dim, part=part)
+    dsv.dispatcher.costs = AttentionCost.measure(
+        case.tokens + config.length, case.heads, case.dim, config=sparse
+    )
     return dsv
 
 
@@ -175,34 +181,34 @@ def _average(grads: list[Tensor]) -> None:
         grad.copy_(mean.view_as(grad))
 
 
-_stage: dict[str, Step] = {}
+_stage: dict[str, TrainingStep] = {}
 _spent: defaultdict[str, Took] = defaultdict(lambda: Took(0.0, 0.0))
 """DSV's own work, by what it is."""
 
 
-def prepare(case: Case, names: tuple[str, ...]) -> dict[str, Any]:
+def prepare(case: TrainingCase, names: tuple[str, ...]) -> dict[str, Any]:
     """Build contenders, and let the sparse ones take a step: density and seconds of profiling of each."""
-    _clock(DSV, "_looked_at", "looking")
+    _clock(DSV, "_compute_mask", "looking")
     _clock(DSV, "step", "looking")
-    _clock(Look, "profile", "profiling")
+    _clock(AttentionStats, "profile", "profiling")
     _stage.clear()
-    found: dict[str, Any] = {}
+    models: dict[str, Any] = {}
     for name in names:
-        _stage[name] = step = Step(name, case)
+        _stage[name] = step = TrainingStep(name, case)
         if step.sparse is None:
             dense = _stage[names[0]].first
             assert name == REST or abs(step.first - dense) < 1e-4 * dense, (
                 f"{name}: {step.first}, not {dense}"
             )
             continue
-        step.number = step.sparse.part.profile_rarely - 1
+        step.number = step.sparse.config.profile_rarely - 1
         _spent.clear()
         step()
         now = step.sparse.dispatcher
         shares = [now.budgets(layer) for layer in range(case.depth)]
         density = float(np.mean([1.0 if share is None else share.mean() for share in shares]))
-        found[name] = density, _spent["profiling"].wall / step.sparse.part.profile_rarely
-    return found
+        models[name] = density, _spent["profiling"].wall / step.sparse.config.profile_rarely
+    return models
 
 
 def _clock(owner: type, name: str, what: str) -> None:

@@ -26,7 +26,18 @@ import torch.distributed as dist
 from rich.progress import Progress
 
 from bench.links import exchange
-from bench.rows import Report, Round, Row, followed, interleave, main, median_ratio, timed, undisturbed, walls
+from bench.rows import (
+    Results,
+    Round,
+    Row,
+    followed,
+    interleave,
+    main,
+    median_ratio,
+    timed,
+    undisturbed,
+    walls,
+)
 from bench.stage import STAGE, play
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
@@ -37,9 +48,9 @@ from weft.run.comm import shm
 from weft.run.comm.group import GroupComm
 from weft.run.comm.onesided import OneSidedComm
 from weft.run.execute import Executor
-from weft.run.kernels import Kernel, choose
+from weft.run.kernels import AttentionKernel, choose
 from weft.run.kernels.tiles import Tiles
-from weft.run.pool import Pool
+from weft.run.spawn.pool import Pool
 
 RANKS, HEADS, DIM = 2, 8, 64
 CPU = torch.device("cpu")
@@ -63,7 +74,7 @@ def _comm(kind: str) -> Any:
     base = GroupComm(dist.group.WORLD, TIMEOUTS[GLOO])
     if kind == GLOO:
         return base
-    return OneSidedComm(base, shm.meet, base.timeout, sync="flags" if kind == FLAGS else "barrier")
+    return OneSidedComm(base, shm.rendezvous, base.timeout, sync="flags" if kind == FLAGS else "barrier")
 
 
 def _message(num_bytes: int, *, copied: bool) -> Callable[[], None]:
@@ -74,9 +85,9 @@ def _message(num_bytes: int, *, copied: bool) -> Callable[[], None]:
     def call() -> None:
         lender = comm.begin(CPU)
         out = lender.lend({"message": num_bytes})["message"]
-        found = comm.post([(peer, out)], [(peer, nowhere)], "op 0 (message)", 0).wait_for(peer)
+        message = comm.post([(peer, out)], [(peer, nowhere)], "op 0 (message)", 0).wait_for(peer)
         if copied:
-            own.copy_(found)
+            own.copy_(message)
         lender.end()
         if copied:
             comm.window.barrier(comm.calls, comm.timeout)
@@ -111,16 +122,16 @@ def prepare_attention(tokens: int) -> None:
 class _Sleepy:
     """A kernel that sleeps before one of its next calls."""
 
-    def __init__(self, kernel: Kernel) -> None:
+    def __init__(self, kernel: AttentionKernel) -> None:
         self.kernel, self.name, self.awake = kernel, kernel.name, -1
         self.grouped = kernel.grouped
         self.attend_backward = kernel.attend_backward
 
-    def attend(self, *given: Any, **named: Any) -> Any:
+    def attend(self, *args: Any, **named: Any) -> Any:
         if self.awake == 0:
             time.sleep(SLEEP)
         self.awake -= 1
-        return self.kernel.attend(*given, **named)
+        return self.kernel.attend(*args, **named)
 
 
 def prepare_straggler(tokens: int) -> None:
@@ -148,8 +159,8 @@ def prepare_straggler(tokens: int) -> None:
 # In the parent.
 
 
-def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - the command line's call
-    report = Report()
+def measure(quick: bool, progress: Progress) -> Results:  # noqa: FBT001 - the command line's call
+    report = Results()
     sizes = (1, 16) if quick else (1, 4, 16, 64)
     lengths = (4096,) if quick else (4096, 8192)
     share = 4.0 if quick else 12.0
@@ -168,7 +179,7 @@ def measure(quick: bool, progress: Progress) -> Report:  # noqa: FBT001 - the co
     return report
 
 
-def _messages(report: Report, case: str, played: Sequence[Round]) -> None:
+def _messages(report: Results, case: str, played: Sequence[Round]) -> None:
     wall = walls(played)
     for name, least in ((SHM, 5.0), (COPY, 3.0)):
         ratio = median_ratio(wall[GLOO], wall[name])
@@ -185,7 +196,7 @@ def _messages(report: Report, case: str, played: Sequence[Round]) -> None:
     report.lines.extend([timed(case, name, played, SHM) for name in wall])
 
 
-def _attention(report: Report, tokens: int, played: Sequence[Round]) -> None:
+def _attention(report: Results, tokens: int, played: Sequence[Round]) -> None:
     wall = walls(played)
     over_limit = median_ratio(wall[SHM], wall[COMPUTE])
     report.rows.append(
@@ -202,7 +213,7 @@ def _attention(report: Report, tokens: int, played: Sequence[Round]) -> None:
     report.lines.extend([timed(f"attention S={tokens}", name, played, SHM) for name in wall])
 
 
-def _straggler(report: Report, played: Sequence[Round]) -> None:
+def _straggler(report: Results, played: Sequence[Round]) -> None:
     wall = walls(played)
     lost = {
         kind: median(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from weft.core.topology import Topology
-from weft.simulate.models import Model
-from weft.simulate.whole import ITEM_BYTES
+from weft.simulate.model_step import ITEM_BYTES
+from weft.simulate.models import ModelSizes
 
 
 class Volumes(NamedTuple):
@@ -31,7 +31,7 @@ def volumes(activation: float, ranks: int) -> Volumes:
 COLLECTIVES = Volumes(8, 1, 4, 2)
 
 
-def stages_seconds(model: Model, grid: tuple[int, int, int], topology: Topology, way: str) -> float:
+def stages_seconds(model: ModelSizes, grid: tuple[int, int, int], topology: Topology, way: str) -> float:
     """Both attentions of a layer of an ST-DiT and what they exchange, by a field of `Volumes`.
 
     Attention within frames has frames to share out, attention along time has places (or heads, for Ulysses

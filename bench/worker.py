@@ -20,7 +20,7 @@ BASE = "45b0107"
 """The last commit before programs were lowered: each message had a buffer of its own for the whole call."""
 
 
-class Worker:
+class TreeWorker:
     """A process that imports weft and bench from a tree and calls functions there, on one thread."""
 
     def __init__(self, root: Path) -> None:
@@ -29,7 +29,7 @@ class Worker:
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self._process = subprocess.Popen(words, cwd=root, env=environment, **pipes)
 
-    def __enter__(self) -> Worker:
+    def __enter__(self) -> TreeWorker:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -64,12 +64,12 @@ def serve() -> None:
 
 
 @contextmanager
-def base_worker(root: Path = ROOT, commit: str = BASE) -> Iterator[Worker | None]:
+def base_worker(root: Path = ROOT, commit: str = BASE) -> Iterator[TreeWorker | None]:
     """Yield a worker in a worktree of `commit` with this tree's bench/; None where git does not have it."""
     with ExitStack() as stack:
         worker = None
         with suppress(ComparisonError, OSError):  # not a clone, a shallow one, or no git
             tree = stack.enter_context(worktree(root, commit))
             shutil.copytree(ROOT / "bench", tree / "bench", dirs_exist_ok=True)
-            worker = stack.enter_context(Worker(tree))
+            worker = stack.enter_context(TreeWorker(tree))
         yield worker

@@ -198,7 +198,7 @@ class AdversaryComm:
         self.group.post(work)
         return AdversaryTransit(self.group, work)
 
-    def gather_numbers(self, numbers: list[int]) -> list[list[int]]:
+    def all_gather_ints(self, numbers: list[int]) -> list[list[int]]:
         self._gathered += 1
         with self.group.changed:
             gathered = self.group.numbers[self._gathered]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 
 from tests.worlds import close_worlds, world
-from weft.run.pool import Pool
+from weft.run.spawn.pool import Pool
 
 # The same examples in every run, so that a change is judged by what it changed; `make soak` takes new ones,
 # and a failing one prints the blob that brings it back. No deadline: the machine is shared, and a first

@@ -51,8 +51,8 @@ masks = [random_mask(40, 1024, 1024, block=64, density=(0.3,), seed=seed) for se
 """,
     "docs/switching.md": """
 import torch
-from tests.models.toys import Video
-from tests.models import test_latte
+from tests.diffusers.toys import Video
+from tests.diffusers import test_latte
 model, x = Video(), torch.randn(1, 17, 1024, 6)
 transformer = test_latte.model(frames=3)
 video, t, text = test_latte.video(batch=1, frames=3).values()

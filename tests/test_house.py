@@ -21,6 +21,8 @@ TORCH_FREE = ("core", "masks", "schedule", "program", "simulate", "plan")
 HOMELESS = {"util", "utils", "helper", "helpers", "common", "misc", "manager", "base"}
 MAX_FILE = 300
 MAX_FUNCTION = 60
+VAGUE = {"found", "said", "told", "given", "how", "part"}
+"""Names that say that somebody has a thing, not what it is: see CONTRIBUTING.md."""
 
 
 def sources(*folders: str) -> list[Path]:
@@ -67,6 +69,37 @@ def test_everything_has_a_home_with_a_name() -> None:
 def test_every_module_says_what_it_is() -> None:
     silent = [place(p) for p in sources("weft", "bench") if not ast.get_docstring(ast.parse(p.read_text()))]
     assert silent == []
+
+
+def test_names_say_what_a_thing_is() -> None:
+    vague = [
+        f"{place(path)}:{node.lineno} {name}"
+        for path in sources("weft", "bench")
+        for node in ast.walk(ast.parse(path.read_text()))
+        for name in [assigned(node)]
+        if name in VAGUE
+    ]
+    assert vague == []
+
+
+def assigned(node: ast.AST) -> str:
+    """The name that a node assigns or declares: a variable, a field, a parameter, an attribute, an import."""
+    if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+        return node.id if isinstance(node, ast.Name) else node.attr
+    if isinstance(node, ast.arg):
+        return node.arg
+    if isinstance(node, ast.alias):
+        return node.asname or ""
+    return ""
+
+
+def test_a_class_name_stands_once() -> None:
+    homes: dict[str, list[str]] = {}
+    for path in sources("weft", "bench"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(f"{place(path)}:{node.lineno}")
+    assert {name: places for name, places in homes.items() if len(places) > 1} == {}
 
 
 def test_only_streams_asks_torch_for_streams_and_events() -> None:

@@ -27,8 +27,8 @@ PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["
 # What code reads beside the modules; each was missing from a wheel of somebody once.
 NEEDED = {
     "weft/py.typed",
-    "weft/models/shipped/config.json",
-    "weft/models/shipped/model.safetensors",
+    "weft/video/shipped/config.json",
+    "weft/video/shipped/model.safetensors",
     "weft/report/page.html",
     "weft/run/comm/csrc/signals.c",
     "weft/run/kernels/csrc/forward.c",
@@ -127,7 +127,7 @@ for line in sys.stdin.read().splitlines():
 def test_a_bare_installation_plans_and_says_what_the_rest_needs(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("")
     (tmp_path / "model_index.json").write_text("{}")
-    places = {"folder": tmp_path, "shipped": ROOT / "weft" / "models" / "shipped"}
+    places = {"folder": tmp_path, "shipped": ROOT / "weft" / "video" / "shipped"}
     calls = "\n".join("|".join(word.format(**places) for word in call) for call in BARE)
     done = subprocess.run(
         [sys.executable, "-c", ALONE], input=calls, cwd=ROOT, capture_output=True, text=True, timeout=60

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from weft.run.pool import Pool
+from weft.run.spawn.pool import Pool
 
 SIZES = (2, 3, 4)  # of the worlds that tests of real ranks are parametrised by
 

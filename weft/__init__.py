@@ -16,32 +16,32 @@ if TYPE_CHECKING:
     from weft.core.problem import Problem
     from weft.core.schedule import Schedule
     from weft.core.topology import Topology
-    from weft.models.adapter import Adapter, Cut
-    from weft.models.explain import explain
-    from weft.models.parallelize import parallelize, restore
-    from weft.models.stages import stages
+    from weft.diffusers.adapter import Adapter, Shard
+    from weft.diffusers.explain import explain
+    from weft.diffusers.parallelize import parallelize, restore
     from weft.run.attention import attention
     from weft.run.devices import device
-    from weft.run.switch import gather, keep, split, switch
-    from weft.run.trace import trace
+    from weft.run.measure.trace import trace
+    from weft.run.switch import assert_sharded, gather, split, switch
+    from weft.switching.stages import stages
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Adapter",
     "BlockMask",
-    "Cut",
     "Layout",
     "Mesh",
     "Problem",
     "Schedule",
+    "Shard",
     "Topology",
     "WeftError",
+    "assert_sharded",
     "attention",
     "device",
     "explain",
     "gather",
-    "keep",
     "parallelize",
     "restore",
     "split",
@@ -51,26 +51,26 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Adapter": "weft.models.adapter",
-    "explain": "weft.models.explain",
-    "Cut": "weft.models.adapter",
+    "Adapter": "weft.diffusers.adapter",
+    "explain": "weft.diffusers.explain",
     "BlockMask": "weft.core.mask",
     "Layout": "weft.core.layout",
     "Mesh": "weft.core.mesh",
     "Problem": "weft.core.problem",
     "Schedule": "weft.core.schedule",
+    "Shard": "weft.diffusers.adapter",
     "Topology": "weft.core.topology",
     "WeftError": "weft.core.errors",
+    "assert_sharded": "weft.run.switch",
     "attention": "weft.run.attention",
     "device": "weft.run.devices",
     "gather": "weft.run.switch",
-    "keep": "weft.run.switch",
-    "parallelize": "weft.models.parallelize",
-    "restore": "weft.models.parallelize",
+    "parallelize": "weft.diffusers.parallelize",
+    "restore": "weft.diffusers.parallelize",
     "split": "weft.run.switch",
-    "stages": "weft.models.stages",
+    "stages": "weft.switching.stages",
     "switch": "weft.run.switch",
-    "trace": "weft.run.trace",
+    "trace": "weft.run.measure.trace",
 }
 
 
@@ -78,7 +78,7 @@ def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'weft' has no attribute {name!r}")
     try:
-        found = getattr(import_module(_HOMES[name]), name)
+        attribute = getattr(import_module(_HOMES[name]), name)
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
@@ -87,8 +87,8 @@ def __getattr__(name: str) -> object:
         raise MissingError(
             f"weft.{name} needs torch, which is not installed.", hint="Add it with: pip install 'weft[torch]'"
         ) from error
-    globals()[name] = found  # asked once: the next access does not come through here
-    return found
+    globals()[name] = attribute  # asked once: the next access does not come through here
+    return attribute
 
 
 def __dir__() -> list[str]:

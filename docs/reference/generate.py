@@ -32,11 +32,13 @@ def _help(command: Any, name: str) -> str:
 
 def routes() -> str:
     """A section for each route, and a table for each schema."""
-    from weft.serve.app import create_app
-    from weft.serve.document import document
-    from weft.serve.uploads import Limits
+    from weft.serve.api.app import create_app
+    from weft.serve.api.limits import RequestLimits
+    from weft.serve.api.openapi import openapi_schema
 
-    said = document(create_app(SimpleNamespace(on_event=[]), limits=Limits()), key=False)
+    said = openapi_schema(
+        create_app(SimpleNamespace(on_event=[], disk=None), limits=RequestLimits()), key=False
+    )
     parts: list[str] = []
     for path, methods in said["paths"].items():
         for method, about in methods.items():

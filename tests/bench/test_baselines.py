@@ -11,10 +11,10 @@ from torch import Tensor
 
 from bench.baselines import METHODS, Trunk, bytes_of_layer
 from bench.stdit import STDiT
-from tests.models.toys import normal, seeded
+from tests.diffusers.toys import normal, seeded
 from tests.worlds import SIZES
 from weft.core.indices import split_evenly
-from weft.run.pool import Pool
+from weft.run.spawn.pool import Pool
 from weft.run.world import world_of
 
 Answer = tuple[Tensor, Tensor, dict[str, Tensor], int, int]

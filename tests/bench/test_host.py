@@ -10,7 +10,7 @@ import torch
 from bench import host
 from bench.dry import DryRun, Launches, fused_launches, schedule_of
 from bench.host import Rounds, alternate, count_row, growth, growth_rows, time_row
-from bench.worker import Worker, base_worker
+from bench.worker import TreeWorker, base_worker
 from weft.core.mask import BlockMask
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +74,7 @@ def test_workers_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_worker_calls_functions_of_its_tree(capfd: pytest.CaptureFixture[str]) -> None:
-    with Worker(ROOT) as worker:
+    with TreeWorker(ROOT) as worker:
         assert worker.call("math:hypot", 3, 4) == 5.0
         assert worker.call("builtins:print", "aside") is None
         worker.begin("math:sqrt", -1)
@@ -93,7 +93,7 @@ def test_seconds_are_cpu_time_of_one_call() -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in host.CASES if case.launches], ids=str)
-def test_a_copy_is_one_launch_on_a_gpu(case: host.Case) -> None:
+def test_a_copy_is_one_launch_on_a_gpu(case: host.HostCase) -> None:
     ((launches, _),) = host.counts(case.name, case.ranks, case.nodes, [3])
     assert 0 < launches <= case.launches
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.dry import DryRun, Held, Kernel, Storages, schedule_of
-from bench.memory import Case, Figures, cases, figures, judge, names, row
+from bench.dry import DryKernel, DryRun, Held, Storages, schedule_of
+from bench.memory import Figures, MemoryCase, cases, figures, judge, names, row
 from weft.core.mask import BlockMask
 
 MB = 1_000_000
@@ -47,7 +47,10 @@ def test_printed_bytes_are_compared_in_the_forward_only_and_with_a_peer() -> Non
 
 
 def test_named_cases_come_first_with_a_bar_of_their_own() -> None:
-    done = [(Case("ulysses", 8), {"forward": of(9, 9)}), (Case("ring", 32), {"forward": of(301, 301)})]
+    done = [
+        (MemoryCase("ulysses", 8), {"forward": of(9, 9)}),
+        (MemoryCase("ring", 32), {"forward": of(301, 301)}),
+    ]
     report = judge(done, None)
     assert [(each.case, each.bar, each.holds) for each in report.rows[:1]] == [
         ("ring on 32, dense, forward, at most", "≤ 300", False)
@@ -69,7 +72,7 @@ def test_balanced_is_a_case_only_where_it_differs() -> None:
 
 
 def test_storages_count_what_is_alive_and_kernel_returns_beyond_one_call() -> None:
-    kernel = Kernel()
+    kernel = DryKernel()
     q = torch.empty(1, 1, 4, 8, device="meta")  # 128 bytes
     with Storages(kernel, [q]) as storages:
         a = torch.empty(64, dtype=torch.uint8, device="meta")

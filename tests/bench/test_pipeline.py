@@ -13,25 +13,25 @@ import torch
 pytest.importorskip("diffusers")
 
 from bench import pipeline as bench  # noqa: E402
-from bench.pipeline_peers import ALONE, ONE_RANK, REST, RING, SPARSE, ULYSSES, WEFT, Model, masked  # noqa: E402
+from bench.pipeline_peers import ALONE, ONE_RANK, REST, RING, SPARSE, ULYSSES, WEFT, PeerModel, masked  # noqa: E402
 from bench.rows import Row  # noqa: E402
-from tests.models.toys import check, on_ranks  # noqa: E402
-from tests.models.toys import normal as drawn  # noqa: E402
-from tests.models.zoo import ZOO  # noqa: E402
+from tests.diffusers.toys import check, on_ranks  # noqa: E402
+from tests.diffusers.toys import normal as drawn  # noqa: E402
+from tests.diffusers.zoo import ZOO  # noqa: E402
 from weft import parallelize  # noqa: E402
 from weft.core.errors import InputError  # noqa: E402
+from weft.diffusers.adapters import adapter_of  # noqa: E402
 from weft.masks.grid import TokenGrid  # noqa: E402
-from weft.models.adapters import adapter_of  # noqa: E402
 
-SMALL = Model("Wan", TokenGrid(4, 8, 8), 3, 1, (4, 4, 4), (1, 1, 1))
-HALF = Model("Flux", TokenGrid(1, 16, 8, prefix=64), 3, 1, (1, 8, 8), (1, 1, 1))
+SMALL = PeerModel("Wan", TokenGrid(4, 8, 8), 3, 1, (4, 4, 4), (1, 1, 1))
+HALF = PeerModel("Flux", TokenGrid(1, 16, 8, prefix=64), 3, 1, (1, 8, 8), (1, 1, 1))
 
 
-def verdicts(what: str, model: Model = SMALL, **times: float) -> list[Row]:
+def verdicts(what: str, model: PeerModel = SMALL, **times: float) -> list[Row]:
     names = {"one": ALONE, "rest": REST, "rank": ONE_RANK, "ring": RING, "sparse": SPARSE}
     names |= {"ulysses": ULYSSES, "weft": WEFT}
     wall = {names[name]: [time] * 3 for name, time in times.items()}
-    return bench.judge(bench.Case(model, what, tuple(wall), 1.0), wall)
+    return bench.judge(bench.PipelineCase(model, what, tuple(wall), 1.0), wall)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_who_was_not_timed_holds_nothing() -> None:
 
 
 @pytest.mark.parametrize("model", [SMALL, HALF], ids=["Wan", "Flux"])
-def test_masked_is_attention_under_the_mask(model: Model) -> None:
+def test_masked_is_attention_under_the_mask(model: PeerModel) -> None:
     """Of tokens in raster order, from a mask whose tokens are in the order of voxels."""
     at = model.grid.voxels(model.tile).order
     q, k, v = (drawn(1, 3, model.grid.tokens, 8, seed=seed, dtype=torch.float32) for seed in range(3))

@@ -7,8 +7,8 @@ import pytest
 pytest.importorskip("httpx")
 
 from bench import serving as bench  # noqa: E402
-from bench.rows import Report  # noqa: E402
-from weft.serve.load import Arrival  # noqa: E402
+from bench.rows import Results  # noqa: E402
+from weft.serve.load_test import RequestArrival  # noqa: E402
 
 
 def numbers(attained: float, image: float) -> dict[str, float]:
@@ -25,7 +25,7 @@ def numbers(attained: float, image: float) -> dict[str, float]:
     ],
 )
 def test_elastic_is_held_against_the_better_of_the_others(elastic, every, one, holds) -> None:
-    report = Report()
+    report = Results()
     found = {"elastic": numbers(*elastic), "all": numbers(*every), "one": numbers(*one)}
     bench.judge(report, "case", found, bound=0.95, alone=0.5)
     assert [row.holds for row in report.rows] == holds
@@ -37,9 +37,11 @@ def test_elastic_is_held_against_the_better_of_the_others(elastic, every, one, h
 
 def test_a_fluid_is_in_time_as_far_as_two_ranks_carry_it() -> None:
     alone, work = {"image": 1.0, "video": 4.0}, {"image": 1.0, "video": 8.0}
-    at_once = [Arrival(0.0, "image", 0)] * 6
+    at_once = [RequestArrival(0.0, "image", 0)] * 6
     assert bench.fluid(at_once, alone, work) == 1.0  # 6 s of work, 2 ranks for 3 s
     assert bench.fluid([*at_once, *at_once], alone, work) == 0.5
     # The images first, then 18 of 16 s are left until the video is due.
-    assert bench.fluid([*at_once, Arrival(0.0, "video", 0)], alone, work) == 1.0
-    assert bench.fluid([*at_once, *[Arrival(0.0, "video", 0)] * 3], alone, work) == pytest.approx(8.25 / 9)
+    assert bench.fluid([*at_once, RequestArrival(0.0, "video", 0)], alone, work) == 1.0
+    assert bench.fluid([*at_once, *[RequestArrival(0.0, "video", 0)] * 3], alone, work) == pytest.approx(
+        8.25 / 9
+    )

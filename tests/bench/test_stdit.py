@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench.stdit import AXES, AxialBlock, STDiT, rotated
-from tests.models.toys import AxialForecast, normal, seeded
+from tests.diffusers.toys import AxialForecast, normal, seeded
 from weft.core.errors import InputError
 
 TIMES = torch.tensor([3.0, 500.0], dtype=torch.float64)

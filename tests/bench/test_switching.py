@@ -7,16 +7,16 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bench.baselines import METHODS
-from bench.rows import Report, Row
-from bench.switching import COMPUTE, SHAPES, WIRE, Case, Facts, _peak, judge
+from bench.rows import Results, Row
+from bench.switching import COMPUTE, SHAPES, WIRE, Facts, SwitchCase, _peak, judge
 
-CASE = Case("2x2", SHAPES[0], training=False)
+CASE = SwitchCase("2x2", SHAPES[0], training=False)
 
 
 def verdict(*, alone: float, error: float = 0.0, extra: int = 0, **times: float) -> Row:
     walls = {"switching": 10.0, **times, COMPUTE: alone, WIRE: 3.0}
     facts = {name: Facts(error, CASE.formula(name, 4) + extra, 0, 0) for name in METHODS}
-    report = Report()
+    report = Results()
     judge(report, CASE, [facts] * 4, {name: [wall] * 3 for name, wall in walls.items()})
     return report.rows[0]
 

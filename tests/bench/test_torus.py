@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench import bed, torus
-from bench.rows import Report
+from bench.rows import Results
 from weft.core.mask import BlockMask
 from weft.core.topology import Link, Topology
 from weft.plan.choose import build
@@ -91,7 +91,7 @@ def test_rows_say_what_is_not_kept(monkeypatch, who, change, holds):
     found = cell()
     simulated = replace(predict(found.plans[torus.TORUS], found.topology), seconds=times["simulated"])
     monkeypatch.setattr(torus, "predict", lambda *_: simulated)
-    report, wall = Report(), {name: [1e3 * t] * 3 for name, t in times.items()}
+    report, wall = Results(), {name: [1e3 * t] * 3 for name, t in times.items()}
     torus.judge(report, found, wall, [1e3] * 3)
     rows = {row.case.split(": ")[1]: row for row in report.rows}
     assert rows[who].holds is holds

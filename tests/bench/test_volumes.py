@@ -12,9 +12,9 @@ from weft.core.topology import Link, Topology
 from weft.plan.choose import build
 from weft.schedule.measure import measure
 from weft.simulate.clusters import cluster
-from weft.simulate.models import Model, model
+from weft.simulate.models import ModelSizes, model
 
-SMALL = Model(name="small", layers=3, heads=2, head_dim=8, mlp=4)
+SMALL = ModelSizes(name="small", layers=3, heads=2, head_dim=8, mlp=4)
 BARE = Topology(flops=1e9, call_seconds=0.0)
 
 

@@ -21,7 +21,7 @@ from weft.simulate.clusters import cluster
     [
         (("-o", "nowhere/at/all.toml"), "no folder nowhere/at for all.toml"),
         (("-o", "/"), "/ is a folder"),
-        (("--ranks", "-1"), "ranks=-1"),
+        (("--ranks", "-1"), "must be >= 1 if given, got -1"),
         (("--dtype", "int8"), "dtype 'int8' is not supported"),
         (("--backend", "fa5"), "backend='fa5' is unknown"),
     ],
@@ -42,7 +42,9 @@ def pool(monkeypatch):
     """Ranks that have measured TWO; what they were asked for."""
     asked = []
     ranks = SimpleNamespace(run=lambda work: asked.append(work.keywords) or [TWO, None])
-    monkeypatch.setattr("weft.run.pool.Pool", lambda size, **_: nullcontext(ranks) if size == 8 else None)
+    monkeypatch.setattr(
+        "weft.run.spawn.pool.Pool", lambda size, **_: nullcontext(ranks) if size == 8 else None
+    )
     return asked
 
 
@@ -69,7 +71,7 @@ def test_what_was_measured_as_json(pool, tmp_path, capsys):
 
 def test_under_a_launcher_one_rank_writes(tmp_path, monkeypatch):
     monkeypatch.setattr("weft.run.world.is_launched", lambda: True)
-    monkeypatch.setattr("weft.run.calibrate.calibrate", lambda **_: TWO)
+    monkeypatch.setattr("weft.run.measure.calibrate.calibrate", lambda **_: TWO)
     for rank in (1, 0):
         world = SimpleNamespace(comm=SimpleNamespace(rank=rank, size=2))
         monkeypatch.setattr("weft.run.world.world_of", lambda *_, world=world: world)

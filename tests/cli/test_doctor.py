@@ -13,7 +13,7 @@ import pytest
 from weft.cli import doctor
 from weft.cli.main import main
 from weft.cli.packages import PACKAGES
-from weft.run.nodes import Outcome
+from weft.run.spawn.nodes import LaunchOutcome
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
@@ -32,7 +32,7 @@ def test_the_report_covers_the_machine() -> None:
     found = rows()
     expected = {"python", "torch", "CPU kernels", "backends", "cores", "memory", "C compiler"}
     assert expected | set(PACKAGES) <= set(found)
-    assert "gloo" in found["backends"].found
+    assert "gloo" in found["backends"].value
 
 
 def test_json_holds_the_same_rows(capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,7 +88,7 @@ def test_no_compiler_is_a_row_with_a_command(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_ranks_that_cannot_share_memory_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.run.comm.shm.missing", lambda: "no C compiler")
+    monkeypatch.setattr("weft.run.comm.shm.unavailable_reason", lambda: "no C compiler")
     shared = rows()["shared memory"]
     assert shared.status == "limited" and "no C compiler" in shared.note
 
@@ -103,14 +103,14 @@ def test_gpus_are_named_with_memory_and_peers() -> None:
     )
     found = doctor._gpus(SimpleNamespace(cuda=cuda))
     assert [row.name for row in found] == ["GPU 0", "GPU 1"]
-    assert found[0].found == "H100, 80 GiB, sm 9.0"
+    assert found[0].value == "H100, 80 GiB, sm 9.0"
     assert found[0].note == "reaches 1 peer directly"
 
 
 def test_a_gpu_that_torch_does_not_see_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_lines", lambda *_: ["GPU 0: NVIDIA L40S", "GPU 1: NVIDIA L40S"])
     [found] = doctor._gpus(None)
-    assert (found.status, found.found) == ("limited", "2")
+    assert (found.status, found.value) == ("limited", "2")
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_gpu_is_refused_before_anything_starts(
     gpus = 2 if "3" in words else 0
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpus > 0)
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
-    monkeypatch.setattr("weft.run.launch.launch", lambda *_, **__: pytest.fail("launched"))
+    monkeypatch.setattr("weft.run.spawn.launch.launch", lambda *_, **__: pytest.fail("launched"))
     with pytest.raises(SystemExit) as end:
         main(["doctor", "--gpu", *words.split()])
     assert end.value.code == 2
@@ -140,13 +140,13 @@ def test_gpu_is_refused_before_anything_starts(
 def test_gpu_starts_a_rank_for_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[int] = []
 
-    def launch(command: list[str], ranks: int, **_: object) -> Outcome:
+    def launch(command: list[str], ranks: int, **_: object) -> LaunchOutcome:
         started.append(ranks)
-        return Outcome(code=1, rank=0, reason="ended with code 1")
+        return LaunchOutcome(code=1, rank=0, reason="ended with code 1")
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
-    monkeypatch.setattr("weft.run.launch.launch", launch)
+    monkeypatch.setattr("weft.run.spawn.launch.launch", launch)
     for words in ([], ["--ranks", "3"]):
         with pytest.raises(SystemExit) as end:
             main(["doctor", "--gpu", *words])
@@ -156,7 +156,7 @@ def test_gpu_starts_a_rank_for_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_last_line_is_the_next_command() -> None:
     def finding(name: str) -> doctor.Finding:
-        return doctor.Finding(name=name, status="ok", found="2 of 2")
+        return doctor.Finding(name=name, status="ok", value="2 of 2")
 
     rows = [finding("torch"), finding("cores")]
     assert doctor._verdict(rows).endswith("Next: weft verify")

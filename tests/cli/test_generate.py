@@ -15,9 +15,9 @@ from tests.worlds import world
 from weft.cli.main import main
 from weft.core.errors import InputError
 from weft.core.units import clock
-from weft.models import media
-from weft.models.progress import Step, line
-from weft.models.request import Request, arguments
+from weft.generate import media
+from weft.generate.progress import StepStats, line
+from weft.generate.request import Request, arguments
 
 pytest.importorskip("transformers")
 pytest.importorskip("av")
@@ -29,7 +29,7 @@ FLUX = ("--size", "48x80", "--steps", "3", "--set", "max_sequence_length=17")
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with tiny checkpoints, written once."""
-    from tests.models import checkpoints
+    from tests.diffusers import checkpoints
 
     folder = tmp_path_factory.mktemp("models")
     for name in ("ltx", "flux"):
@@ -62,7 +62,7 @@ def request(model: Path, **options: Any) -> Request:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("-o", "out.webp"), "out.webp is none of .mp4, .gif, .png"),
+        (("-o", "out.webp"), "out.webp must end in one of .mp4, .gif, .png"),
         (("-o", "no/such/out.mp4"), "There is no folder no/such for out.mp4"),
         (("-o", "{tmp}/folder.mp4"), "cannot be written"),
         (("-o", "{tmp}/out.mp4"), "is no Diffusers checkpoint directory: it has no model_index.json"),
@@ -77,11 +77,11 @@ def test_a_target_or_a_model_that_is_not_there_is_refused_at_once(words, says, t
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--ranks", "0"), "ranks=0"),
+        (("--ranks", "0"), "--ranks must be >= 1"),
         (("--size", "96"), "'96' is not width x height"),
-        (("--seed", "-1"), "seed=-1 is out of range"),
+        (("--seed", "-1"), "--seed must be in [0, 2⁶³ - 1], got -1"),
         (("--set", "steps"), "--set steps is not NAME=VALUE"),
-        (("--image", "none.png"), "image=none.png"),
+        (("--image", "none.png"), "--image a file, got 2 and none.png"),
         (("--dtype", "int8"), "dtype 'int8' is not supported"),
         (("--backend", "fa5"), "backend='fa5' is unknown. Use one of auto, exact, flash"),
     ],
@@ -144,7 +144,7 @@ def test_guidance_that_is_not_distilled_is_that_of_two_branches(models, tmp_path
 
 
 def test_the_live_line_has_pace_and_time_left() -> None:
-    slow, fast = (Step(seconds=s, imbalance=1.25, exposed=0.041) for s in (9.0, 2.0))
+    slow, fast = (StepStats(seconds=s, imbalance=1.25, exposed=0.041) for s in (9.0, 2.0))
     pace = "step 3/50 · 2.00 s/step · 1:34 left"
     assert line([slow, fast, fast], 50) == f"{pace} · imbalance in time 1.25 · exposed communication 4.1%"
     assert line([replace(fast, imbalance=None)], 1).startswith("step 1/1 · 2.00 s/step · 0:00 left · exposed")
@@ -248,12 +248,12 @@ def test_the_transformer_of_a_checkpoint_is_verified(models, capfd, monkeypatch)
     assert row["error"] <= row["tolerance"] == 2e-5
     assert row["sent"] > 0
     monkeypatch.setenv("COLUMNS", "150")
-    monkeypatch.setattr("weft.models.equal.TOLERANCE", {"float32": -1.0})
+    monkeypatch.setattr("weft.generate.rank_parity.TOLERANCE", {"float32": -1.0})
     assert ended("verify", models / "flux", "--ranks", "2", "--plan", "gather") == 4
     out, err = capfd.readouterr()
     assert "DIFFERS" in out
     assert "gather" in out
-    assert err.endswith("weft: 1 of 1 checks differ from one rank by more than they may.\n")
+    assert err.endswith("weft: 1 of 1 checks exceed their tolerance.\n")
 
 
 @pytest.mark.usefixtures("ranks")

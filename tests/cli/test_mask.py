@@ -127,11 +127,11 @@ def test_without_a_mask_all_are_listed(capsys: pytest.CaptureFixture[str]) -> No
         (("sta:width=3",), "Known: window, tile, dense"),
         (("sta", "--grid", "3x4"), "like 21x30x52"),
         (("sta", "--grid", "0x4x4"), "is not frames x rows x columns"),
-        (("sta", "--head", "40"), "no head 40 of 40"),
-        (("sta", "--heads", "0"), "heads=0"),
-        (("sta", "--text", "-1"), "--text -1 is no number of tokens"),
-        (("sta", "--ranks", "0"), "0 ranks"),
-        (("sta", "--block", "0"), "block=0"),
+        (("sta", "--head", "40"), "--head must be in [0, 39], got 40"),
+        (("sta", "--heads", "0"), "heads must be ≥ 1, got 0"),
+        (("sta", "--text", "-1"), "--text must be >= 0, got -1"),
+        (("sta", "--ranks", "0"), "--ranks must be >= 1, got 0"),
+        (("sta", "--block", "0"), "block must be ≥ 1 token, got 0"),
         (("trace:gone.npz",), "no file 'gone.npz'"),
     ],
 )
@@ -164,7 +164,7 @@ def test_a_pipe_gets_plain_text_and_no_torch_is_loaded() -> None:
     assert second.startswith("25 blocks of 16 · density ")
 
 
-def test_a_terminal_gets_colours_unless_it_wants_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminal_gets_colors_unless_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)

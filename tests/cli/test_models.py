@@ -10,8 +10,8 @@ import pytest
 
 from weft.cli import models
 from weft.cli.main import main
-from weft.models import adapters
-from weft.models.adapters import ADAPTERS
+from weft.diffusers import adapters
+from weft.diffusers.adapters import ADAPTERS
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -47,7 +47,7 @@ def test_the_vaes_of_every_model_are_found_in_diffusers(capsys, monkeypatch) -> 
     assert found["FluxTransformer2DModel"] == {"AutoencoderKL"}
     whole = {row["model"] for row in json.loads(said(capsys, "--json")) if row["vae"] is not True}
     assert whole == {"CosmosTransformer3DModel", "EasyAnimateTransformer3DModel", "VideoDiT"}
-    monkeypatch.setattr("weft.models.decode.KNOWN", {"AutoencoderKLWan"})
+    monkeypatch.setattr("weft.diffusers.vae.TILED_VAES", {"AutoencoderKLWan"})
     assert {row["model"]: row["vae"] for row in models._rows()}["FluxTransformer2DModel"] is False
 
 
@@ -58,17 +58,17 @@ def test_without_diffusers_nothing_is_said_of_vaes(monkeypatch) -> None:
 
 def test_a_file_in_the_folder_is_an_adapter(tmp_path, monkeypatch) -> None:
     (tmp_path / "painter.py").write_text(
-        "from weft.models.adapter import Adapter\n"
+        "from weft.diffusers.adapter import Adapter\n"
         'ADAPTERS = (Adapter("Painter", attention={"blocks.*.attn": "video"}),)\n'
     )
     monkeypatch.setattr(adapters, "__path__", [*adapters.__path__, str(tmp_path)])
-    assert adapters.found().keys() - ADAPTERS.keys() == {"Painter"}
+    assert adapters.load_adapters().keys() - ADAPTERS.keys() == {"Painter"}
 
 
 def test_the_readme_counts_as_many() -> None:
     """Those of Diffusers: by name, and how many more."""
     text = " ".join((Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8").split())
-    found = re.search(r"named\. ((?:\w+, )+\w+) and (\d+) more of Diffusers \(`weft models`\)", text)
+    found = re.search(r"the module\. ((?:\w+, )+\w+) and (\d+) more of Diffusers \(`weft models`\)", text)
     assert found is not None
     named = found[1].split(", ")
     assert all(any(each.startswith(name) for each in ADAPTERS) for name in named)

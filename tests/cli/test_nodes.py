@@ -19,7 +19,7 @@ import pytest
 from tests.watch import canary, listening
 from tests.worlds import becomes_true
 from weft.core.errors import MissingError
-from weft.run.testbed import Testbed
+from weft.run.spawn.testbed import Testbed
 
 ROOT = Path(__file__).parents[2]
 TOKEN, OTHER = "c0ffee-c0ffee-c0ffee-c0ffee", "decaf-decaf-decaf-decaf-decaf"
@@ -54,8 +54,8 @@ with open(sys.argv[1], "wb", buffering=0) as file:
 RELAY = """
 import socket, sys, threading
 from pathlib import Path
-from weft.run.listener import forward
-from weft.run.tls import TLSSocket, client_context, self_signed, server_context
+from weft.run.net.listener import forward
+from weft.run.net.tls import TLSSocket, client_context, self_signed, server_context
 context = server_context(self_signed(Path(sys.argv[1])))
 middle = socket.create_server(("", int(sys.argv[3])))
 print("ready", flush=True)

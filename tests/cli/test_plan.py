@@ -59,7 +59,7 @@ def test_what_is_saved_is_a_schedule_that_loads(tmp_path, capsys):
     [
         ("{", "plan.json holds no schedule: This is not JSON"),
         ("[1]", "plan.json holds no schedule."),
-        ('{"kind": "Car"}', "'Car' is not a value"),
+        ('{"kind": "Car"}', "kind of value 'Car'"),
         (None, "plan.json cannot be read"),
     ],
 )
@@ -79,13 +79,13 @@ def test_what_is_no_schedule_is_refused(text, says, tmp_path):
         (("960x6x16", "--mask", "stq"), "no mask 'stq'. Did you mean 'sta'"),
         (("wan2.1-14b", "--size", "big"), "'big' is not width x height. Write it like"),
         (("wan2.1-14b", "--size", "0x0"), "'0x0' is not width x height. Write it like"),
-        (("wan2.1-14b", "--frames", "-1"), "--frames -1 is no number of frames. Give 1 or more"),
+        (("wan2.1-14b", "--frames", "-1"), "--frames must be >= 0, got -1. 0 takes the default"),
         (("960x6",), "no model '960x6'. Known: wan2.1-1.3b"),
         (("960x6",), "Or write a shape, TOKENSxHEADSxDIM"),
         (("960x6x16", "--topology", "none.toml"), "none.toml cannot be read"),
         (("960x6x16", "--dtype", "int8"), "dtype 'int8' is not supported"),
-        (("0x6x16",), "0x6x16 is empty"),
-        (("960x6x16", "--size", "1280x720"), "960x6x16 has its tokens already"),
+        (("0x6x16",), "All sizes of 0x6x16 must be >= 1"),
+        (("960x6x16", "--size", "1280x720"), "960x6x16 already has its token count"),
         (("99999999999x6x16",), "Use blocks of"),
     ],
 )

@@ -7,22 +7,27 @@ import pytest
 from tests.worlds import world
 from weft.cli import ranks
 from weft.core.errors import InputError
-from weft.run.launch import Outcome
-from weft.run.pool import RankFailure
+from weft.run.spawn.launch import LaunchOutcome
+from weft.run.spawn.pool import RankFailure
 
 
 @pytest.mark.parametrize(
     ("end", "says"),
     [
-        (Outcome(), ""),
-        (Outcome(code=1, rank=2, reason="was killed by SIGKILL"), "weft: rank 2 was killed by SIGKILL.\n"),
+        (LaunchOutcome(), ""),
         (
-            Outcome(code=1, rank=0, reason="failed", traceback="Traceback …\nValueError\n\n"),
+            LaunchOutcome(code=1, rank=2, reason="was killed by SIGKILL"),
+            "weft: rank 2 was killed by SIGKILL.\n",
+        ),
+        (
+            LaunchOutcome(code=1, rank=0, reason="failed", traceback="Traceback …\nValueError\n\n"),
             "Traceback …\nValueError\n",
         ),
     ],
 )
-def test_a_launch_ends_with_its_code_and_one_reason(end: Outcome, says: str, monkeypatch, capsys) -> None:
+def test_a_launch_ends_with_its_code_and_one_reason(
+    end: LaunchOutcome, says: str, monkeypatch, capsys
+) -> None:
     monkeypatch.setattr(ranks, "launch", lambda *_, **__: end)
     assert ranks.launched(3) == end.code
     assert capsys.readouterr().err == says

@@ -123,15 +123,15 @@ def test_mistakes_get_a_sentence_and_exit_2(tmp_path, capsys):
     for words, says in (
         ((tmp_path / "empty",), "holds 0 timelines"),
         ((tmp_path / "text.json",), "holds no schedule"),
-        ((tmp_path / "broken.jsonl",), "no timeline"),
+        ((tmp_path / "broken.jsonl",), "not a timeline"),
         ((tmp_path / "none.json",), "cannot be read"),
         (
             ("wan2.1-14",),
-            "'wan2.1-14' is no file or folder here. There is no model 'wan2.1-14'. Did you mean",
+            "'wan2.1-14' is not a file or folder. There is no model 'wan2.1-14'. Did you mean",
         ),
         (("wan2.1-14b", "--size", "big"), "weft: 'big' is not width x height"),
         ((saved, "--topology", "8xh100"), "for 4 ranks, 8xh100 has 8"),
-        (("a", "b", "c"), "3 things are too many"),
+        (("a", "b", "c"), "At most 2 can be compared, got 3"),
         ((saved, "-o", tmp_path / "text.json"), "cannot be written"),
     ):
         assert call(*words) == 2

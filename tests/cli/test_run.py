@@ -15,8 +15,8 @@ import pytest
 
 from tests.worlds import becomes_true, running
 from weft.cli.main import main
-from weft.run.launch import Outcome, _first_failure, launch, usable_cores
-from weft.run.network import LOOPBACK
+from weft.run.net.interfaces import LOOPBACK
+from weft.run.spawn.launch import LaunchOutcome, _first_failure, launch, usable_cores
 
 LOSE = """
 def lose_rank_1():
@@ -58,10 +58,10 @@ def ended(*words: str) -> object:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("none.py",), "There is no script none.py"),
+        (("none.py",), "Script none.py not found"),
         ((__file__, "--ranks", "0"), "--ranks must be >= 1, got 0."),
         ((__file__, "--nodes", "2", "--node", "2"), "--node 2"),
-        ((__file__, "--nodes", "2", "--master", "127.0.0.1:29500"), "--token-file is missing"),
+        ((__file__, "--nodes", "2", "--master", "127.0.0.1:29500"), "--nodes 2 requires --token-file"),
         ((__file__, "--nodes", "2"), "--master is ''"),
         ((__file__, "--nodes", "2", "--master", "10.0.0.1"), "HOST:PORT"),
         ((__file__, "--nodes", "2", "--master", "10.0.0.1:70000"), "HOST:PORT"),
@@ -85,8 +85,8 @@ def free_port() -> int:
 
 
 def test_name_of_machine_0_that_is_its_loopback_is_refused(token, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("weft.run.nodes.listen", None)
-    monkeypatch.setattr("weft.run.network.resolve", lambda _: "127.0.1.1")
+    monkeypatch.setattr("weft.run.spawn.nodes.listen", None)
+    monkeypatch.setattr("weft.run.net.interfaces.resolve", lambda _: "127.0.1.1")
     given = ("--nodes", "2", "--master", "machine0:29500", "--token-file", str(token))
     assert ended(__file__, *given) == 2
     assert "--master machine0 resolves to 127.0.1.1" in " ".join(capsys.readouterr().err.split())
@@ -103,7 +103,7 @@ def test_name_of_machine_0_that_is_its_loopback_is_refused(token, monkeypatch, c
     ],
 )
 def test_network_mistakes_are_told_before_anything_listens(words, says, token, monkeypatch, capsys) -> None:
-    monkeypatch.setattr("weft.run.nodes.listen", None)  # calling it would raise
+    monkeypatch.setattr("weft.run.spawn.nodes.listen", None)  # calling it would raise
     given = ("--nodes", "2", "--master", "127.0.0.1:29500", "--token-file", str(token), *words)
     assert ended(__file__, *given) == 2
     assert says in " ".join(capsys.readouterr().err.split())
@@ -111,7 +111,7 @@ def test_network_mistakes_are_told_before_anything_listens(words, says, token, m
 
 def test_no_certificate_can_be_made_is_told_before_anything_listens(token, monkeypatch, capsys) -> None:
     monkeypatch.setattr("weft.cli.packages.find_spec", lambda _: None)
-    monkeypatch.setattr("weft.run.nodes.listen", None)
+    monkeypatch.setattr("weft.run.spawn.nodes.listen", None)
     given = ("--nodes", "2", "--master", "127.0.0.1:29500", "--token-file", str(token))
     assert ended(__file__, *given) == 3
     assert "This needs cryptography (for TLS between machines, unless --tls-cert" in capsys.readouterr().err
@@ -125,10 +125,10 @@ def test_port_that_is_taken_is_one_sentence(token, capfd) -> None:
 
 
 def test_missing_machines_are_named(token, monkeypatch, capfd) -> None:
-    monkeypatch.setattr("weft.run.nodes.JOIN_SECONDS", 0.2)
+    monkeypatch.setattr("weft.run.spawn.nodes.JOIN_SECONDS", 0.2)
     given = ("--nodes", "3", "--master", f"127.0.0.1:{free_port()}", "--token-file", str(token))
     assert ended(__file__, *given) == 4
-    assert "Machines 1, 2 have not come in 0 s." in capfd.readouterr().err
+    assert "Machines 1, 2 have not joined within 0 s." in capfd.readouterr().err
 
 
 class Other:
@@ -216,14 +216,14 @@ def test_group_of_a_rank_is_killed_when_the_rank_ends_and_never_again(script, tm
         (tmp_path / "killed").touch()
         real(pid, number)
 
-    monkeypatch.setattr("weft.run.launch.os.killpg", killpg)
+    monkeypatch.setattr("weft.run.spawn.launch.os.killpg", killpg)
     path = script(
         "for _ in range(rank * 10_000):\n"
         "    if (here / 'killed').exists(): break\n"
         "    time.sleep(0.001)\n"
         "else: sys.exit(rank)"
     )
-    assert launch([path], 2) == Outcome()
+    assert launch([path], 2) == LaunchOutcome()
     assert len(killed) == len({*killed}) == 2
 
 
@@ -330,7 +330,7 @@ def test_rank_that_was_killed_comes_before_those_that_ended_by_themselves(code: 
 
 
 def test_stopped_rank_does_not_hold_up_the_end(script, tmp_path, monkeypatch, capfd) -> None:
-    monkeypatch.setattr("weft.run.launch.FAILURE_GRACE_SECONDS", 0.5)
+    monkeypatch.setattr("weft.run.spawn.launch.FAILURE_GRACE_SECONDS", 0.5)
     path = script(
         "(here / f'pid{rank}').write_text(str(os.getpid()))\n"
         "if rank == 0: os.kill(os.getpid(), signal.SIGSTOP)\n"
@@ -350,7 +350,7 @@ def test_a_script_that_does_not_parse_is_told_by_its_line(script, capfd) -> None
 
 
 def test_a_module_can_be_run_too(capfd) -> None:
-    assert launch(["-m", "calendar", "2026", "2"], 2) == Outcome()
+    assert launch(["-m", "calendar", "2026", "2"], 2) == LaunchOutcome()
     assert capfd.readouterr().out.count("February 2026") == 2
 
 
@@ -390,7 +390,7 @@ def test_ctrl_c_is_one_keyboard_interrupt_on_every_rank(script, tmp_path, capfd)
 
 
 def test_a_second_ctrl_c_kills(script, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("weft.run.launch.GRACE_SECONDS", 1000)
+    monkeypatch.setattr("weft.run.spawn.launch.GRACE_SECONDS", 1000)
     pids = [tmp_path / f"pid{rank}" for rank in (0, 1)]
 
     def ready(count: int) -> bool:

@@ -21,7 +21,7 @@ from tests.serve.hosting import ROOT, Process, until  # noqa: E402
 from weft.cli.main import main  # noqa: E402
 from weft.cli.numbers import amount, duration  # noqa: E402
 from weft.core.errors import InputError  # noqa: E402
-from weft.run.nodes import Nodes  # noqa: E402
+from weft.run.spawn.nodes import Nodes  # noqa: E402
 
 
 def ended(*words: object) -> object:
@@ -56,7 +56,7 @@ def engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
         (("--quota", "10 GO"), "quota='10 GO'"),
         (("--max-time", "10"), "max-time='10'"),
         (("--max-step", "0s"), "max-step='0s'"),
-        (("--served-name", "../x"), "'../x' is no name"),
+        (("--served-name", "../x"), "Invalid model name '../x'"),
         (("--host", "0.0.0.0", "--port", "0"), "--api-key-file"),
         (("--host", "192.0.2.1", "--port", "0", "--api-key-file", "KEY"), "192.0.2.1:0"),
         (("--api-key-file", "none"), "none cannot be read"),
@@ -93,9 +93,9 @@ def test_a_package_that_is_missing_is_named_with_what_adds_it(monkeypatch, engin
 
 
 def test_words_become_settings(monkeypatch, engines, tmp_path) -> None:
-    monkeypatch.setattr("weft.serve.app.create_app", lambda *_, **__: None)
-    monkeypatch.setattr("weft.serve.host.log_events", lambda *_, **__: None)
-    monkeypatch.setattr("weft.serve.host.host", lambda *_, **__: None)
+    monkeypatch.setattr("weft.serve.api.app.create_app", lambda *_, **__: None)
+    monkeypatch.setattr("weft.serve.api.server.log_events", lambda *_, **__: None)
+    monkeypatch.setattr("weft.serve.api.server.serve", lambda *_, **__: None)
     words = ("--ttl", "15m", "--quota", "1.5GiB", "--policy", "one", "--sparse", "sta", "--max-queue", "3")
     words += ("--max-time", "10m", "--max-step", "1.5s")
     assert ended("--port", "0", *words) in (0, None)
@@ -199,7 +199,7 @@ def test_ranks_that_cannot_start_end_the_server(folder) -> None:
     with Process(folder, STATE="failed") as server:
         code, said = server.ended()
     assert code == 4
-    assert "weft: The ranks do not start. There is no such GPU." in said
+    assert "weft: The ranks failed to start. There is no such GPU." in said
 
 
 BROKEN = """
@@ -207,7 +207,7 @@ import sys
 
 class Refuses:
     def find_spec(self, name, path=None, target=None):
-        if name == "weft.serve.rank":
+        if name == "weft.serve.worker":
             raise ImportError("libgpu.so.9 is not there")
 
 sys.meta_path.insert(0, Refuses())
@@ -224,7 +224,7 @@ def test_ranks_that_cannot_even_be_imported_end_the_server_too(folder, tmp_path)
     )  # fmt: skip
     assert ended.returncode == 4
     assert ended.stderr.splitlines()[-1] == (
-        "weft: The ranks do not start. ImportError: libgpu.so.9 is not there"
+        "weft: The ranks failed to start. ImportError: libgpu.so.9 is not there"
     )
     assert ended.stderr.count("Traceback") >= 3
 

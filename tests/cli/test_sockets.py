@@ -18,7 +18,7 @@ import pytest
 from tests import watch
 from tests.cli.test_train import RECIPE
 from weft.core.errors import MissingError
-from weft.run.testbed import Testbed
+from weft.run.spawn.testbed import Testbed
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """

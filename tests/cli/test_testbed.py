@@ -11,7 +11,7 @@ from tests.worlds import becomes_true
 from weft.cli import testbed
 from weft.cli.main import main
 from weft.core.errors import MissingError
-from weft.run.testbed import NAMES, SETTINGS, Testbed
+from weft.run.spawn.testbed import NAMES, SETTINGS, Testbed
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +35,8 @@ def ended(*words: str) -> object:
         (("two",), "'two' is not machines x devices"),
         (("0x2",), "'0x2' is not machines x devices"),
         (("--", "train.py"), "a script goes after --"),
-        (("999x1",), "1 to 250 machines, not 999"),
-        (("2x1", "--rate", "fast"), "'fast' is not a speed"),
+        (("999x1",), "machines must be 1 to 250, got 999"),
+        (("2x1", "--rate", "fast"), "got 'fast'"),
     ],
 )
 def test_mistakes_are_told(words, says, capsys) -> None:

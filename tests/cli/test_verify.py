@@ -10,8 +10,8 @@ import pytest
 from weft.cli import verify
 from weft.cli.main import main
 from weft.core.errors import InputError
-from weft.run.check import Outcome, Trial
-from weft.run.pool import Failure, Pool, RankFailure
+from weft.run.measure.compare import Trial, TrialResult
+from weft.run.spawn.pool import CallFailure, Pool, RankFailure
 
 
 def call(*words: str) -> int:
@@ -27,8 +27,8 @@ def call(*words: str) -> int:
         (("--plan", "usp:1x2", "--ranks", "2,3"), "usp:1x2 needs 2 ranks; there are 3."),
         (("--dtype", "int8"), "dtype 'int8' is not supported."),
         (("--backend", "fa5"), "backend='fa5' is unknown."),
-        (("--device", "tpu"), "--device tpu is unknown."),
-        (("--tokens", "0"), "tokens=0 is no size."),
+        (("--device", "tpu"), "--device must be cuda or cpu, got 'tpu'."),
+        (("--tokens", "0"), "Sizes must be >= 1, got tokens=0."),
         (("--ranks", "two"), "ranks='two' is not a list of counts."),
     ],
 )
@@ -39,7 +39,7 @@ def test_mistakes_are_told_before_ranks_are_started(words, says, capsys, monkeyp
 
 
 def test_what_all_ranks_refuse_is_told_once(capsys, monkeypatch):
-    refused = Failure.of(InputError("6 heads cannot share 4.", hint="Use 3."))
+    refused = CallFailure.of(InputError("6 heads cannot share 4.", hint="Use 3."))
 
     def run(*_: object) -> None:
         raise RankFailure({0: refused, 1: refused}, 2)
@@ -84,15 +84,15 @@ def test_all_gpus_are_tried_where_there_are_any(device, worlds, monkeypatch):
 def test_gpus_are_tried_in_bfloat16_and_blocks_that_their_kernels_have(monkeypatch):
     asked: list[Trial] = []
 
-    def check(ranks: Pool, trial: Trial) -> Outcome:
+    def check(ranks: Pool, trial: Trial) -> TrialResult:
         asked.append(trial)
         sizes = {"output_error": 0.0, "gradient_error": 0.0, "seconds": 1.0, "bytes_sent": 1}
-        return Outcome(plan="ring", proved_steps=1, tolerance=1.0, **sizes)
+        return TrialResult(plan="ring", proved_steps=1, tolerance=1.0, **sizes)
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     monkeypatch.setattr(Pool, "_fresh_ranks", lambda _: None)
-    monkeypatch.setattr("weft.run.check.check", check)
+    monkeypatch.setattr("weft.run.measure.compare.check", check)
     assert call("--plan", "ring") == 0
     assert {(trial.device, trial.dtype, trial.block) for trial in asked} == {("cuda", "bfloat16", 64)}
 
@@ -101,12 +101,12 @@ def test_gpus_are_tried_in_bfloat16_and_blocks_that_their_kernels_have(monkeypat
 @pytest.mark.parametrize("error", [0.0, 1.0])
 def test_under_a_launcher_one_rank_tells_and_all_end_alike(rank, error, capsys, monkeypatch):
     sizes = {"gradient_error": 0.0, "seconds": 1.0, "bytes_sent": 1, "proved_steps": 0}
-    outcome = Outcome(plan="ring", output_error=error, tolerance=1e-6, **sizes)
+    outcome = TrialResult(plan="ring", output_error=error, tolerance=1e-6, **sizes)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", str(rank))
     world = SimpleNamespace(comm=SimpleNamespace(rank=rank, size=2))
     monkeypatch.setattr("weft.run.world.world_of", lambda *_: world)
-    monkeypatch.setattr("weft.run.check.compare", lambda _: outcome)
+    monkeypatch.setattr("weft.run.measure.compare.compare", lambda _: outcome)
     monkeypatch.setattr(Pool, "__init__", lambda *_: pytest.fail("started ranks"))
     assert bool(call("--plan", "ring", "--device", "cpu", "--json")) == bool(error)
     said = capsys.readouterr()

@@ -34,13 +34,13 @@ def test_sums_are_float32_or_better(dtype, item, sums):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"batch": 0}, "batch=0. It must be 1 or more"),
-        ({"heads": 0}, "heads=0"),
-        ({"kv_heads": 0}, "kv_heads=0"),
-        ({"head_dim": -1}, "head_dim=-1"),
-        ({"kv_heads": 4}, r"6 query heads cannot share 4 .* may be one of \[1, 2, 3, 6\]"),
+        ({"batch": 0}, "batch must be ≥ 1, got 0"),
+        ({"heads": 0}, "heads must be ≥ 1, got 0"),
+        ({"kv_heads": 0}, "kv_heads must be ≥ 1, got 0"),
+        ({"head_dim": -1}, "head_dim must be ≥ 1, got -1"),
+        ({"kv_heads": 4}, r"6 query heads cannot share 4 .* must be one of \[1, 2, 3, 6\]"),
         ({"kv_heads": 12}, "6 query heads cannot share 12"),
-        ({"kv": Layout.even(7, 2)}, "over 3 ranks, the key/value tokens over 2. Give both"),
+        ({"kv": Layout.even(7, 2)}, "must have the same number of ranks, got 3 and 2"),
         ({"dtype": "int8"}, f"'int8' is not supported. Use one of .*{list(ITEM_BYTES)[-1]}"),
     ],
 )

@@ -41,7 +41,7 @@ def test_text_reads_back():
 
 def test_what_is_no_timeline_says_so():
     for text in ("", "{", '{"name": "x", "ranks": 1, "colour": 3}', '{"name": "x", "ranks": 1}\n{"rank": 0}'):
-        with pytest.raises(InputError, match="no timeline"):
+        with pytest.raises(InputError, match="not a timeline"):
             Timeline.from_jsonl(text)
 
 

@@ -55,7 +55,7 @@ def test_every_cube_is_one_run_whole_ones_first_and_in_raster_order(v: Voxels) -
 
 def test_wrong_sizes_are_refused() -> None:
     for bad in ({"grid": (0, 1, 1), "cube": (1, 1, 1)}, {"grid": (1, 1, 1), "cube": (1, 1, 0)}):
-        with pytest.raises(InputError, match="no box"):
+        with pytest.raises(InputError, match="must be three sizes"):
             Voxels(**bad)
-    with pytest.raises(InputError, match="prefix=-1"):
+    with pytest.raises(InputError, match="must be ≥ 0, got -1"):
         Voxels((1, 1, 1), (1, 1, 1), prefix=-1)

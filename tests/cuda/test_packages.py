@@ -22,7 +22,7 @@ import pytest
 from tests.cuda.case import KEYS, Case
 from tests.cuda.fake_gpu import environment
 from weft.run.kernels.choice import RULES, installed
-from weft.run.kernels.rules import Work
+from weft.run.kernels.rules import KernelSpec
 
 pytestmark = [
     pytest.mark.skipif(
@@ -174,8 +174,8 @@ def test_rules_are_those_of_the_package(case: tuple[Case, ...], answer: Answer) 
     assert not differ, "\n".join(differ)
 
 
-def work_of(case: Case) -> Work:
-    return Work(
+def work_of(case: Case) -> KernelSpec:
+    return KernelSpec(
         case.blocks is not None,
         case.directions == BACKWARD,
         case.head_dim,

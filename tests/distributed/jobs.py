@@ -14,7 +14,7 @@ from tests.run.dense import Truth
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem
-from weft.run.pool import Pool
+from weft.run.spawn.pool import Pool
 
 Worlds = Callable[[int], Pool]
 Answer = tuple[Tensor, tuple[Tensor, ...]]

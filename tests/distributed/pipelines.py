@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import weft
-from tests.models.checkpoints import TINY, arguments, diffusers
-from weft.run.rank import PRELOAD
+from tests.diffusers.checkpoints import TINY, arguments, diffusers
+from weft.run.spawn.pool_rank import PRELOAD
 
 diffusers.logging.set_verbosity_error()
 for name in ("AllegroPipeline", "FluxPipeline", "HunyuanVideoPipeline", "LTXPipeline", "WanPipeline"):

@@ -14,7 +14,7 @@ from tests.distributed.jobs import Worlds, tiles_with_empty_rows, works
 from tests.worlds import SIZES
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
-from weft.run.pool import Failure, Pool, RankFailure
+from weft.run.spawn.pool import CallFailure, Pool, RankFailure
 
 ODD = 1
 MASK, OTHER_MASK = (tiles_with_empty_rows(3, 15, 15, block) for block in (4, 5))
@@ -65,7 +65,7 @@ def call(common: Sizes, odd: Sizes, times: int = 1) -> None:
         weft.attention(q, k, v, **sizes)
 
 
-def failures(pool: Pool, *args: Any) -> dict[int, Failure]:
+def failures(pool: Pool, *args: Any) -> dict[int, CallFailure]:
     with pytest.raises(RankFailure) as caught:
         pool.run(call, *args)
     return caught.value.failures

@@ -17,8 +17,8 @@ from weft.core.mask import AnyMask, BlockMask
 from weft.core.problem import Problem
 from weft.core.schedule import Schedule
 from weft.plan.choose import build
-from weft.run.attention import MASKS
-from weft.run.pool import RankFailure
+from weft.run.attention import MAX_MASKS
+from weft.run.spawn.pool import RankFailure
 from weft.run.world import world_of
 from weft.schedule.verify import verify
 
@@ -61,7 +61,7 @@ def runs(name: str, rank: int) -> list[tuple[float, list[torch.Tensor], int]]:
         out = weft.attention(*leaves, mask=mask(seed), plan=plan, scale=truth.scale)
         out.backward(truth.slope(rank))
         grads = [x.grad for x in leaves if x.grad is not None]
-        found.append((truth.output_error_of(out.detach(), rank), grads, len(world_of(None, 60.0).compiled)))
+        found.append((truth.output_error_of(out.detach(), rank), grads, len(world_of(None, 60.0).executors)))
     return found
 
 
@@ -108,12 +108,12 @@ def many() -> tuple[int, int]:
     alone = Problem(batch=1, heads=HEADS, kv_heads=HEADS, head_dim=8, q=layout, kv=layout, dtype="float64")
     plan = build("ring", alone, AnyMask.like(mask(0)))
     q, k, v = (torch.randn(1, HEADS, TOKENS, 8, dtype=torch.float64) for _ in range(3))
-    for seed in range(20, 20 + 2 * MASKS):
+    for seed in range(20, 20 + 2 * MAX_MASKS):
         weft.attention(q, k, v, mask=mask(seed), plan=plan)
-    executors = [each for each in world_of(None, 60.0).compiled.values() if each.masked]
+    executors = [each for each in world_of(None, 60.0).executors.values() if each.masked]
     return len(executors), max(len(each.masked) for each in executors)
 
 
 def test_masks_of_old_are_let_go() -> None:
     executors, masks = many()
-    assert executors >= 1 and masks == MASKS
+    assert executors >= 1 and masks == MAX_MASKS

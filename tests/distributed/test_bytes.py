@@ -15,13 +15,13 @@ from tests.cases import kinds, names, random_case, token_mask
 from tests.distributed import limits
 from tests.distributed.jobs import Worlds, problem
 from tests.run.dense import Truth
+from tests.threads import ThreadComm, run_threads
 from tests.worlds import SIZES
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem
 from weft.core.schedule import Schedule
 from weft.plan.choose import build, usp_names
 from weft.run.comm import Comm
-from weft.run.comm.threads import ThreadComm, run_threads
 from weft.run.execute import Executor
 from weft.run.kernels import choose
 from weft.run.world import world_of

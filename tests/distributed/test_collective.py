@@ -16,7 +16,7 @@ from tests.distributed.jobs import attend, check, problem
 from tests.distributed.test_switch import GRID, there_and_back
 from tests.run.dense import Truth
 from weft.run.comm.group import GroupComm
-from weft.run.pool import Pool
+from weft.run.spawn.pool import Pool
 from weft.run.world import world_of
 
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import weft
+from tests.diffusers.toys import normal
 from tests.distributed.jobs import Worlds
-from tests.models.toys import normal
 from tests.run.dense import dense
 from weft.core.layout import Layout
 
@@ -50,7 +50,7 @@ def steps(
     name: str, grids: tuple[Grid, ...], backend: str = "", train: bool = True, **options: Any
 ) -> tuple[list[Step], int, int]:
     """A step of each size in turn, and of each once more; how many graphs there are in between and after."""
-    from tests.models.zoo import ZOO
+    from tests.diffusers.zoo import ZOO
 
     torch.compiler.reset()
     model: Any = ZOO[name].make(torch.float32).train(train).requires_grad_(train)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import weft
 from tests.distributed.jobs import works
 from tests.worlds import becomes_true, running
-from weft.run.pool import Failure, Pool, RankFailure
+from weft.run.spawn.pool import CallFailure, Pool, RankFailure
 
 VICTIM, OTHERS = 2, (0, 1, 3)
 TIMEOUT = 3.0
@@ -46,7 +46,9 @@ def pool() -> Iterator[Pool]:
         yield pool
 
 
-def struck(pool: Pool, plan: str, directory: Path, blow: signal.Signals) -> tuple[dict[int, Failure], float]:
+def struck(
+    pool: Pool, plan: str, directory: Path, blow: signal.Signals
+) -> tuple[dict[int, CallFailure], float]:
     """What became of the ranks after one was hit in the middle, and when it was, in the run's seconds."""
     began = time.monotonic()
     pool.start(attend_on_and_on, plan, str(directory))

@@ -23,10 +23,10 @@ from torch.distributed import distributed_c10d as c10d
 from tests.distributed.test_resume import SPARSE, complete, losses
 from tests.distributed.test_resume import train as run_training
 from tests.worlds import world
-from weft.models.checkpoint import shipped
-from weft.models.generate import generate
-from weft.models.request import Request
-from weft.run.calibrate import calibrate
+from weft.generate.generate import generate
+from weft.generate.request import Request
+from weft.run.measure.calibrate import calibrate
+from weft.video.saved_model import shipped
 
 READERS = [
     (pickle, "loads"), (pickle, "load"), (pickle, "Unpickler"), (pickle, "_Unpickler"),

@@ -14,9 +14,9 @@ diffusers = pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
 
 import weft  # noqa: E402
+from tests.diffusers.checkpoints import TINY  # noqa: E402
 from tests.distributed.jobs import Worlds  # noqa: E402
 from tests.distributed.pipelines import Case, call, changes, look, pipeline  # noqa: E402
-from tests.models.checkpoints import TINY  # noqa: E402
 from weft.core.errors import InputError  # noqa: E402
 
 
@@ -100,18 +100,18 @@ WRONG: dict[str, tuple[Callable[[], None], str]] = {
     ),
     "a model": (_unknown, r"no adapter for a DiTTransformer2DModel.*adapter=weft.Adapter\("),
     "a UNet": (_unet, "A DDPMPipeline has no transformer; its parts are unet"),
-    "a thing": (lambda: weft.parallelize(3), "weft.parallelize was given a int.*Diffusers pipeline"),
+    "a thing": (lambda: weft.parallelize(3), "weft.parallelize needs a Diffusers pipeline.*got a int"),
     "restored": (lambda: weft.restore(pipeline("wan")), "This WanPipeline is not parallelized"),
     "a cache": (
         _cached,
-        "A cache of Diffusers', a FBCHeadBlockHook, is enabled on this FluxTransformer2DModel.*disable_cache",
+        "A cache of Diffusers, a FBCHeadBlockHook, is enabled on this FluxTransformer2DModel.*disable_cache",
     ),
-    "cfg": (_options(cfg="yes"), "cfg='yes' is none of auto, on, off"),
-    "check": (_options(check="all"), "check='all' is none of always, first, none"),
+    "cfg": (_options(cfg="yes"), "cfg must be one of auto, on, off, got 'yes'"),
+    "check": (_options(check="all"), "check must be one of always, first, none, got 'all'"),
     "a plan": (_options(plan="rign"), "rign"),
     "a mask": (_options(sparse="stta"), "stta"),
-    "a share": (_options(sparse="topk:much"), "topk:much cannot be read"),
-    "a mask's type": (_options(sparse=3), "sparse is a int"),
+    "a share": (_options(sparse="topk:much"), "topk:much cannot be parsed"),
+    "a mask's type": (_options(sparse=3), "sparse must be a name or an object.*got a int"),
     "a mesh": (_options(mesh="all"), "mesh='all' is a str"),
 }
 ODD = "cfg='on' needs two halves of the ranks, of which there are 3.*Start 2 or 4 ranks"

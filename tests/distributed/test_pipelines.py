@@ -17,11 +17,11 @@ pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
 
 import weft  # noqa: E402
+from tests.diffusers.checkpoints import NEGATIVE, PROMPT, TINY  # noqa: E402
 from tests.distributed.jobs import Worlds  # noqa: E402
 from tests.distributed.pipelines import Case, call, changes, error, generate, look, pipeline  # noqa: E402
-from tests.models.checkpoints import NEGATIVE, PROMPT, TINY  # noqa: E402
 from weft.core.errors import CommError  # noqa: E402
-from weft.models import attend  # noqa: E402
+from weft.diffusers import attention_hook  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:CPU Autocast", "ignore:In CPU autocast", "ignore:__array__ implementation"
@@ -182,14 +182,14 @@ def test_restore_leaves_nothing_behind(worlds: Worlds, name: str) -> None:
 
 def broken(name: str) -> str:
     """What check says of attention over a rank's own tokens only."""
-    plain, pipe = attend.attention, pipeline(name)
-    attend.attention = lambda q, k, v, **_: F.scaled_dot_product_attention(q, k, v)
+    plain, pipe = attention_hook.attention, pipeline(name)
+    attention_hook.attention = lambda q, k, v, **_: F.scaled_dot_product_attention(q, k, v)
     try:
         generate(name, [Case()], {"check": "first"})
     except CommError as error:
         return str(error)
     finally:
-        attend.attention = plain
+        attention_hook.attention = plain
     assert not hasattr(pipe, "_weft")
     return "nothing"
 

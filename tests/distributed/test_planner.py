@@ -17,14 +17,14 @@ from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem
 from weft.core.topology import Topology
-from weft.plan.place import Place
+from weft.plan.place import AttentionId
 from weft.program import lower as lowering
 from weft.run import agree as agreement
-from weft.run import attention, execute
+from weft.run import execute
 from weft.run.world import World, world_of
 
 TOKENS, HEADS, LAYERS = 310, 6, 2
-PLACES = [Place("test", layer, 0, "topk") for layer in range(LAYERS)]
+PLACES = [AttentionId("test", layer, 0, "topk") for layer in range(LAYERS)]
 
 
 def problem(ranks: int = 4) -> Problem:
@@ -45,17 +45,17 @@ class Step(NamedTuple):
 
 
 def run(steps: int, asked: str, rank: int, slow: int | None = None) -> list[list[Step]]:
-    agreed, lowered = [], []
+    agreed, lowered, original = [], [], agreement.agree
 
     def agree(*args: Any, **how: Any) -> Any:
         agreed.append(threading.current_thread())
-        return agreement.agree(*args, **how)
+        return original(*args, **how)
 
     def lower(*args: Any) -> Any:
         lowered.append(threading.current_thread())
         return lowering.lower(*args)
 
-    with patch.object(attention, "agree", agree), patch.object(execute, "lower", lower):
+    with patch.object(agreement, "agree", agree), patch.object(execute, "lower", lower):
         found = _run(World(world_of(None, 60.0).comm), steps, asked, rank, slow)
     if asked != "auto":  # plans of one strategy: only the first ones are agreed on and lowered in a step
         assert len(agreed) == lowered.count(threading.current_thread()) == LAYERS < len(lowered)
@@ -69,7 +69,7 @@ def _run(here: World, steps: int, asked: str, rank: int, slow: int | None) -> li
         for place, mask in zip(PLACES, masks(step), strict=True):
             truth = Truth.of(problem(), mask, seed=step)
             plan = here.planner.plan(
-                place, problem(), mask, step=step, topology=lambda: Topology.local(4), asked=asked
+                place, problem(), mask, step=step, topology=lambda: Topology.local(4), strategy=asked
             )
             if rank == slow and step == steps // 2:
                 time.sleep(1.0)
@@ -96,7 +96,7 @@ def run_twice() -> tuple[list[list[int]], int, bool]:
     rank = here.comm.rank
     for step in [*range(5), *range(4)]:
         for place, mask in zip(PLACES, masks(step), strict=True):
-            how = {"topology": lambda: Topology.local(4), "asked": "usp:2x2+balanced"}
+            how = {"topology": lambda: Topology.local(4), "strategy": "usp:2x2+balanced"}
             plan = here.planner.plan(place, problem(), mask, step=step, **how)
             truth = Truth.of(problem(), mask, seed=step)
             out = weft.attention(*truth.inputs(rank), mask=mask, plan=plan, mesh=here, scale=truth.scale)

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 import weft
-from tests.models.toys import normal, seeded
+from tests.diffusers.toys import normal, seeded
 from tests.worlds import world
 from weft.core.errors import CommError
 from weft.core.mask import BlockMask
-from weft.models.context import AttentionContext
-from weft.models.dit import DiTConfig, VideoDiT
-from weft.plan.place import Judged
-from weft.run.pool import RankFailure
-from weft.run.world import SoloComm, World, world_of
+from weft.plan.place import StepReport
+from weft.run.spawn.pool import RankFailure
+from weft.run.world import LocalComm, World, world_of
+from weft.sparse.context import AttentionContext
+from weft.video.transformer import DiTConfig, VideoDiT
 
 CONFIG = DiTConfig(words=11, length=8, video=(6, 20, 32), patch=(1, 2, 2), width=48, depth=1, heads=6)
 BLOCK = 16
@@ -116,7 +116,7 @@ class Run(NamedTuple):
     plans: list[list[tuple[int, str]]]
     """By step and layer, the version and the strategy."""
     why: list[str]
-    judged: list[list[Judged]]
+    judged: list[list[StepReport]]
     """By layer, on rank 0."""
 
 
@@ -184,7 +184,7 @@ def alone(sparse: str, depth: int, heads: int) -> list[Tensor]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     case = Case(sparse=sparse, plan="auto", steps=STEPS, depth=depth, heads=heads)
-    found = run(case, World(SoloComm())).outs
+    found = run(case, World(LocalComm())).outs
     torch.set_num_threads(threads)
     return found
 

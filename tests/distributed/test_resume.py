@@ -16,8 +16,8 @@ import pytest
 import torch.distributed as dist
 
 from tests.worlds import world
-from weft.run.pool import RankFailure
-from weft.run.rank import PRELOAD
+from weft.run.spawn.pool import RankFailure
+from weft.run.spawn.pool_rank import PRELOAD
 from weft.train.recipe import Recipe
 from weft.train.trainer import Trainer
 
@@ -60,7 +60,7 @@ class Troubled(Trainer):
 
     def _step(self, step: int) -> bool:
         trouble = self.trouble
-        if trouble is None or self.ranks.rank != trouble.rank or step < trouble.step:
+        if trouble is None or self.mesh.rank != trouble.rank or step < trouble.step:
             return super()._step(step)
         if trouble.what == "full":
             limit_files(2000)
@@ -161,7 +161,7 @@ def test_other_ranks_go_on_where_two_were(ranks: int, calm: Path, tmp_path: Path
 
 def test_muon_and_weights_on_every_rank_are_the_same_on_other_ranks(tmp_path: Path) -> None:
     """Three ranks that have all of the weights go on where two with a half each were."""
-    muon = DENSE | {"train": DENSE["train"] | {"optimiser": "muon"}}
+    muon = DENSE | {"train": DENSE["train"] | {"optimizer": "muon"}}
     train(muon, tmp_path / "alone")
     world(2).run(train, muon, tmp_path / "ranks")
     assert losses(tmp_path / "ranks") == pytest.approx(losses(tmp_path / "alone"), rel=1e-4)

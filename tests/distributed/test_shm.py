@@ -20,7 +20,7 @@ from tests.distributed.jobs import Answer, Worlds, attend, check, problem, tiles
 from tests.run.dense import Truth
 from tests.worlds import SIZES, becomes_true, running
 from weft.run.comm.onesided import OneSidedComm
-from weft.run.pool import Pool, RankFailure
+from weft.run.spawn.pool import Pool, RankFailure
 from weft.run.world import world_of
 
 MASK = tiles_with_empty_rows(5, 53, 53, 8)

@@ -13,14 +13,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import weft
 from bench.stdit import STDiT
+from tests.diffusers.toys import DIMS, TURNS, AxialForecast, Video, check, normal, seeded, step
 from tests.distributed.jobs import Worlds
-from tests.models.toys import DIMS, TURNS, AxialForecast, Video, check, normal, seeded, step
 from tests.worlds import SIZES
 from weft.core.indices import split_evenly
 from weft.core.layout import Layout
 from weft.core.problem import Switch
-from weft.run.pool import RankFailure
-from weft.run.trace import read_trace
+from weft.run.measure.trace import read_trace
+from weft.run.spawn.pool import RankFailure
 from weft.run.world import world_of
 from weft.schedule.measure import measure
 from weft.schedule.reverse import reverse

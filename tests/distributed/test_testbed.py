@@ -22,9 +22,8 @@ from tests.worlds import becomes_true, running
 from weft.core.errors import InputError, MissingError, WeftError
 from weft.core.problem import Problem
 from weft.plan.strategies import parse
-from weft.run.machines import MachinePool
-from weft.run.pool import RankFailure
-from weft.run.testbed import NAMES, Testbed
+from weft.run.spawn.pool import RankFailure
+from weft.run.spawn.testbed import NAMES, MachinePool, Testbed
 from weft.run.world import machines
 
 DEVICES = 2
@@ -239,13 +238,13 @@ def test_several_beds_live_side_by_side() -> None:
 
 @pytest.mark.parametrize("machines", [0, -1, 251])
 def test_sizes_that_make_no_bed_are_refused(machines: int) -> None:
-    with pytest.raises(InputError, match=f"1 to 250 machines, not {machines}"):
+    with pytest.raises(InputError, match=f"machines must be 1 to 250, got {machines}"):
         Testbed(machines)
 
 
 @pytest.mark.parametrize("rate", ["fast", "400", "0mbit", "-1mbit", "400mbit; reboot", ""])
 def test_rates_that_are_no_speed_are_refused(rate: str) -> None:
-    with pytest.raises(InputError, match="is not a speed"):
+    with pytest.raises(InputError, match="rate must be"):
         Testbed(2, rate=rate)
 
 
@@ -263,7 +262,7 @@ def test_an_exception_leaves_nothing_behind_and_ends_what_ran_inside() -> None:
 
 
 def test_a_bed_that_cannot_be_built_leaves_nothing_behind(monkeypatch) -> None:
-    monkeypatch.setattr("weft.run.testbed.QUEUE", "burst nonsense")
+    monkeypatch.setattr("weft.run.spawn.testbed.QUEUE", "burst nonsense")
     before = named("weft-")
     with pytest.raises(MissingError, match="cannot limit a link to 400mbit: .*burst"):
         Testbed(2)
@@ -283,7 +282,7 @@ def test_a_bed_is_removed_without_its_clean_up_and_while_another_process_holds_o
 
 OWNER = """
 import subprocess, time
-from weft.run.testbed import Testbed
+from weft.run.spawn.testbed import Testbed
 bed = Testbed(2)
 inside = subprocess.Popen(bed.command(0, "sleep", "1000"))
 time.sleep(0.2)

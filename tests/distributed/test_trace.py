@@ -18,8 +18,8 @@ from weft.plan.choose import build
 from weft.program.lower import lower_all
 from weft.program.steps import Attention, Gradient
 from weft.report.perfetto import chrome_trace
-from weft.run import trace
-from weft.run.trace import read_trace
+from weft.run.measure import trace
+from weft.run.measure.trace import read_trace
 from weft.run.world import world_of
 from weft.schedule.measure import measure
 from weft.schedule.reverse import reverse

@@ -15,12 +15,12 @@ pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
 
 import weft  # noqa: E402
+from tests.diffusers.checkpoints import TINY  # noqa: E402
+from tests.diffusers.encoders import TEXT  # noqa: E402
+from tests.diffusers.toys import normal, seeded  # noqa: E402
+from tests.diffusers.zoo import ZOO  # noqa: E402
 from tests.distributed.jobs import Worlds  # noqa: E402
 from tests.distributed.pipelines import changes, look_at  # noqa: E402
-from tests.models.checkpoints import TINY  # noqa: E402
-from tests.models.encoders import TEXT  # noqa: E402
-from tests.models.toys import normal, seeded  # noqa: E402
-from tests.models.zoo import ZOO  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:CPU Autocast", "ignore:In CPU autocast")
 

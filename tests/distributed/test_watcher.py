@@ -12,7 +12,7 @@ from weft.core.errors import CommError
 from weft.run import streams
 from weft.run.comm import rollcall
 from weft.run.comm.group import GroupComm
-from weft.run.pool import Pool
+from weft.run.spawn.pool import Pool
 
 Worlds = Callable[[int], Pool]
 LIMIT = 60.0

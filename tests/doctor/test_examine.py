@@ -12,46 +12,48 @@ import pytest
 
 from weft.core.errors import InputError
 from weft.doctor import examine
-from weft.doctor.child import Order
+from weft.doctor.child import AttemptSpec
 from weft.doctor.examine import Examination, as_json, topology_text, write
-from weft.doctor.keeper import Account
-from weft.doctor.part import Part
-from weft.doctor.parts import UNASKED
+from weft.doctor.suite import CheckSuite
+from weft.doctor.suites import NOT_COVERED
+from weft.doctor.supervisor import AttemptResult
 
-PARTS = [Part(name=name, title=name, function="toy:checks", seconds=100, claims=(name,)) for name in "abc"]
+PARTS = [CheckSuite(name=name, title=name, seconds=100, claims=(name,)) for name in "abc"]
 
 
 def check(name: str, data: Any = None) -> dict[str, Any]:
     return {"name": name, "status": "ok", "note": "", "numbers": {}, "data": data}
 
 
-class FakeKeepers:
-    """Answer orders at once, each as the test says, by a clock that only answers move."""
+class FakeSupervisors:
+    """Answer attempts at once, each as the test says, by a clock that only answers move."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, answers: Any, seconds: float = 10.0) -> None:
-        self.now, self.orders, self.answers, self.seconds = 0.0, list[Order](), answers, seconds
+        self.now, self.specs, self.answers, self.seconds = 0.0, list[AttemptSpec](), answers, seconds
         self.is_stopped = threading.Event()
         monkeypatch.setattr(time, "monotonic", lambda: self.now)
 
-    def ask(self, order: Order) -> list[Account]:
-        if order.part == "machine":
-            return [Account(rank=rank, checks=[check("machine", {"torch": "2.13"})]) for rank in range(2)]
-        self.orders.append(order)
+    def run_attempt(self, spec: AttemptSpec) -> list[AttemptResult]:
+        if spec.suite == "machine":
+            return [
+                AttemptResult(rank=rank, checks=[check("machine", {"torch": "2.13"})]) for rank in range(2)
+            ]
+        self.specs.append(spec)
         self.now += self.seconds
-        return self.answers(order)
+        return self.answers(spec)
 
     def examined(self, **options: Any) -> dict[str, Any]:
-        examination = Examination(parts=PARTS, device="cpu", **options)
-        keepers: Any = self
-        return examine._examined(examination, keepers, lambda _: None, lambda _: None, ["zebulon"])
+        examination = Examination(suites=PARTS, device="cpu", **options)
+        supervisors: Any = self
+        return examine._examined(examination, supervisors, ["zebulon"])
 
 
-def done(order: Order) -> list[Account]:
-    return [Account(rank=0, checks=[check(f"of {order.part} by zebulon")])]
+def done(spec: AttemptSpec) -> list[AttemptResult]:
+    return [AttemptResult(rank=0, checks=[check(f"of {spec.suite} by zebulon")])]
 
 
 def test_report_has_the_whole_schema(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = FakeKeepers(monkeypatch, done).examined()
+    report = FakeSupervisors(monkeypatch, done).examined()
     assert set(report) == {
         "schema", "weft", "date", "is_rehearsal", "made_up", "seconds", "never_ran", "machine", "parts",
         "topology",
@@ -61,26 +63,30 @@ def test_report_has_the_whole_schema(monkeypatch: pytest.MonkeyPatch) -> None:
         "checks",
     }  # fmt: skip
     assert report["machine"] == {"machines": 1, "ranks": 2, "device": "cpu", "gpus": [], "torch": "2.13"}
-    assert report["never_ran"] == ["a", "b", "c", *UNASKED]
+    assert report["never_ran"] == ["a", "b", "c", *NOT_COVERED]
     assert report["is_rehearsal"] and not report["made_up"]
     assert report["parts"][0]["checks"][0]["name"] == "of a by …"
 
 
 def test_limit_is_cut_to_what_is_left_and_later_parts_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    keepers = FakeKeepers(monkeypatch, done, seconds=40.0)
-    report = keepers.examined(seconds=61.0)
-    assert [order.seconds for order in keepers.orders] == [61.0, 21.0]
-    assert [part["status"] for part in report["parts"]] == ["ok", "ok", "skipped"]
+    supervisors = FakeSupervisors(monkeypatch, done, seconds=40.0)
+    report = supervisors.examined(seconds=61.0)
+    assert [spec.seconds for spec in supervisors.specs] == [61.0, 21.0]
+    assert [suite["status"] for suite in report["parts"]] == ["ok", "ok", "skipped"]
     assert report["parts"][2]["message"].startswith("no time left")
 
 
 def test_part_that_the_budget_cut_is_not_hung(monkeypatch: pytest.MonkeyPatch) -> None:
-    def hung(order: Order) -> list[Account]:
+    def hung(spec: AttemptSpec) -> list[AttemptResult]:
         checks = [check("done")]
-        return [Account(rank=0, how="hung", under_way="x", is_in_check=True, message="still", checks=checks)]
+        return [
+            AttemptResult(
+                rank=0, ending="hung", under_way="x", is_in_check=True, message="still", checks=checks
+            )
+        ]
 
-    report = FakeKeepers(monkeypatch, hung, seconds=100.0).examined(seconds=130.0)
-    assert [part["status"] for part in report["parts"]] == ["hung", "skipped", "skipped"]
+    report = FakeSupervisors(monkeypatch, hung, seconds=100.0).examined(seconds=130.0)
+    assert [suite["status"] for suite in report["parts"]] == ["hung", "skipped", "skipped"]
     assert report["parts"][1]["message"] == "the budget left it 30 of its 100 s"
     assert [each["name"] for each in report["parts"][1]["checks"]] == ["done"]
 
@@ -88,59 +94,59 @@ def test_part_that_the_budget_cut_is_not_hung(monkeypatch: pytest.MonkeyPatch) -
 def test_part_goes_on_after_crashes_with_what_is_left_at_most_four_times(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def crash(order: Order) -> list[Account]:
-        name = f"check {len(order.finished)}"
-        return [Account(rank=0, how="crashed", under_way=name, is_in_check=True, message="died")]
+    def crash(spec: AttemptSpec) -> list[AttemptResult]:
+        name = f"check {len(spec.finished)}"
+        return [AttemptResult(rank=0, ending="crashed", under_way=name, is_in_check=True, message="died")]
 
-    keepers = FakeKeepers(monkeypatch, crash)
-    report = keepers.examined(seconds=1000.0)
-    first = [order for order in keepers.orders if order.part == "a"]
-    assert [order.seconds for order in first] == [100.0, 90.0, 80.0, 70.0]
-    assert [len(order.finished) for order in first] == [0, 1, 2, 3]
-    assert [order.is_first for order in first] == [True, False, False, False]
+    supervisors = FakeSupervisors(monkeypatch, crash)
+    report = supervisors.examined(seconds=1000.0)
+    first = [spec for spec in supervisors.specs if spec.suite == "a"]
+    assert [spec.seconds for spec in first] == [100.0, 90.0, 80.0, 70.0]
+    assert [len(spec.finished) for spec in first] == [0, 1, 2, 3]
+    assert [spec.is_first for spec in first] == [True, False, False, False]
     assert report["parts"][0]["status"] == "crashed" and len(report["parts"][0]["checks"]) == 4
 
 
 def test_no_attempt_begins_without_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    def crash(order: Order) -> list[Account]:
-        return [Account(rank=0, how="crashed", under_way="x", is_in_check=True, message="died")]
+    def crash(spec: AttemptSpec) -> list[AttemptResult]:
+        return [AttemptResult(rank=0, ending="crashed", under_way="x", is_in_check=True, message="died")]
 
-    keepers = FakeKeepers(monkeypatch, crash, seconds=99.0)
-    keepers.examined(seconds=1000.0)
-    assert [order.part for order in keepers.orders] == ["a", "b", "c"]
+    supervisors = FakeSupervisors(monkeypatch, crash, seconds=99.0)
+    supervisors.examined(seconds=1000.0)
+    assert [spec.suite for spec in supervisors.specs] == ["a", "b", "c"]
 
 
 def test_stop_keeps_what_was_done_and_begins_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stopped(order: Order) -> list[Account]:
-        keepers.is_stopped.set()
-        return [Account(rank=0, how="stopped", checks=[check("first")])]
+    def stopped(spec: AttemptSpec) -> list[AttemptResult]:
+        supervisors.is_stopped.set()
+        return [AttemptResult(rank=0, ending="stopped", checks=[check("first")])]
 
-    keepers = FakeKeepers(monkeypatch, stopped)
-    report = keepers.examined()
-    assert len(keepers.orders) == 1
-    assert [part["message"] for part in report["parts"]] == [
+    supervisors = FakeSupervisors(monkeypatch, stopped)
+    report = supervisors.examined()
+    assert len(supervisors.specs) == 1
+    assert [suite["message"] for suite in report["parts"]] == [
         "stopped while it ran", "stopped before it began", "stopped before it began",
     ]  # fmt: skip
     assert report["parts"][0]["checks"][0]["name"] == "first"
 
 
 def test_ranks_without_a_gpu_are_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    keepers = FakeKeepers(monkeypatch, done)
-    failed = Account(rank=1, how="failed", message="InputError: torch sees no GPU on this rank.")
-    monkeypatch.setattr(keepers, "ask", lambda _: [Account(rank=0), failed])
+    supervisors = FakeSupervisors(monkeypatch, done)
+    failed = AttemptResult(rank=1, ending="failed", message="InputError: torch sees no GPU on this rank.")
+    monkeypatch.setattr(supervisors, "run_attempt", lambda _: [AttemptResult(rank=0), failed])
     with pytest.raises(InputError, match=r"^Rank 1: torch sees no GPU on this rank\.$"):
-        keepers.examined()
+        supervisors.examined()
 
 
 def test_files_are_a_page_a_json_and_the_topology(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def topology(order: Order) -> list[Account]:
+    def topology(spec: AttemptSpec) -> list[AttemptResult]:
         return (
-            [Account(rank=0, checks=[check("topology", "name = 'x'\n")])]
-            if order.part == "b"
-            else done(order)
+            [AttemptResult(rank=0, checks=[check("topology", "name = 'x'\n")])]
+            if spec.suite == "b"
+            else done(spec)
         )
 
-    report = FakeKeepers(monkeypatch, topology).examined()
+    report = FakeSupervisors(monkeypatch, topology).examined()
     files = write(report, tmp_path / "new" / "out")
     assert [path.name for path in files] == ["doctor.json", "topology.toml", "doctor.html"]
     assert json.loads(files[0].read_text()) == report == json.loads(as_json(report))

@@ -23,7 +23,7 @@ import pytest
 
 from tests.worlds import becomes_true
 from weft.core.files import cache
-from weft.doctor.parts import PARTS, UNASKED
+from weft.doctor.suites import NOT_COVERED, SUITES
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 240
@@ -53,11 +53,11 @@ class Run:
     def report(self) -> dict[str, Any]:
         return json.loads((self.out / "doctor.json").read_text())
 
-    def part(self, name: str) -> dict[str, Any]:
-        return next(part for part in self.report["parts"] if part["name"] == name)
+    def suite(self, name: str) -> dict[str, Any]:
+        return next(suite for suite in self.report["parts"] if suite["name"] == name)
 
     def checks(self, name: str) -> dict[str, Any]:
-        return {check["name"]: check for check in self.part(name)["checks"]}
+        return {check["name"]: check for check in self.suite(name)["checks"]}
 
 
 @contextmanager
@@ -132,12 +132,12 @@ def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def test_every_part_runs_and_holds(whole: Run) -> None:
     assert whole.code == 0, whole.text + whole.errors
-    assert [part["name"] for part in whole.report["parts"]] == [part.name for part in PARTS]
-    for part in whole.report["parts"]:
-        assert part["status"] in ("ok", "skipped"), part
-        assert part["checks"], part
-        assert part["message"] or part["status"] == "ok"
-        assert 0 < part["seconds"] <= part["limit"]
+    assert [suite["name"] for suite in whole.report["parts"]] == [suite.name for suite in SUITES]
+    for suite in whole.report["parts"]:
+        assert suite["status"] in ("ok", "skipped"), suite
+        assert suite["checks"], suite
+        assert suite["message"] or suite["status"] == "ok"
+        assert 0 < suite["seconds"] <= suite["limit"]
 
 
 @pytest.mark.soak
@@ -150,13 +150,13 @@ def test_every_part_holds_on_other_numbers_of_ranks(ranks: str, tmp_path: Path) 
 
 def test_it_begins_with_what_never_ran_and_says_one_line_a_part(whole: Run) -> None:
     lines = whole.text.splitlines()
-    claims = [*(claim for part in PARTS for claim in part.claims), *UNASKED]
+    claims = [*(claim for suite in SUITES for claim in suite.claims), *NOT_COVERED]
     assert lines[0] == "Never ran on a GPU before:"
-    assert " ".join(whole.text.split()).startswith(f"{lines[0]} · {' · '.join(claims)} {len(PARTS)} parts")
+    assert " ".join(whole.text.split()).startswith(f"{lines[0]} · {' · '.join(claims)} {len(SUITES)} parts")
     assert whole.report["never_ran"] == claims
-    rows = [line for line in lines if line.split(" ", 1)[0] in {part.name for part in PARTS}]
+    rows = [line for line in lines if line.split(" ", 1)[0] in {suite.name for suite in SUITES}]
     assert [row.split()[:2] for row in rows] == [
-        [part["name"], part["status"]] for part in whole.report["parts"]
+        [suite["name"], suite["status"]] for suite in whole.report["parts"]
     ]
     assert [line for line in lines if len(line) > 80 and str(whole.out) not in line] == []
     assert "A rehearsal" in lines[-1]
@@ -179,33 +179,33 @@ def test_it_writes_a_page_a_json_and_the_topology(whole: Run) -> None:
 
 
 def test_part_that_hangs_is_reported_with_the_stacks_of_all_ranks(faulty: Run) -> None:
-    part = faulty.part("nccl")
-    assert part["status"] == "hung" and part["under_way"] == "all ranks meet" and part["limit"] == 6
-    assert "rank 0" in part["traceback"] and "rank 1" in part["traceback"]
-    assert "in announce" in part["traceback"] and "forkserver" not in part["traceback"]
+    suite = faulty.suite("nccl")
+    assert suite["status"] == "hung" and suite["under_way"] == "all ranks meet" and suite["limit"] == 6
+    assert "rank 0" in suite["traceback"] and "rank 1" in suite["traceback"]
+    assert "in announce" in suite["traceback"] and "forkserver" not in suite["traceback"]
 
 
 def test_crash_inside_a_matrix_is_named_and_the_checks_after_it_are_done(faulty: Run, whole: Run) -> None:
-    part = faulty.part("kernel-exact")
-    assert part["status"] == "crashed" and "rank 1 was killed by SIGABRT" in part["message"]
-    assert "Fatal Python error: Aborted" in part["traceback"]
+    suite = faulty.suite("kernel-exact")
+    assert suite["status"] == "crashed" and "rank 1 was killed by SIGABRT" in suite["message"]
+    assert "Fatal Python error: Aborted" in suite["traceback"]
     checks = faulty.checks("kernel-exact")
     assert set(checks) == set(whole.checks("kernel-exact"))
     wrong = [name for name, check in checks.items() if check["status"] == "wrong"]
-    assert wrong == [part["under_way"]] and "crashed" in checks[wrong[0]]["note"]
+    assert wrong == [suite["under_way"]] and "crashed" in checks[wrong[0]]["note"]
 
 
 def test_wrong_numbers_are_reported_as_that(faulty: Run) -> None:
-    part = faulty.part("streams")
-    assert part["status"] == "wrong"
-    wrong = [check for check in part["checks"] if check["status"] == "wrong"]
+    suite = faulty.suite("streams")
+    assert suite["status"] == "wrong"
+    wrong = [check for check in suite["checks"] if check["status"] == "wrong"]
     numbers = [check["numbers"] for check in wrong]
     assert any(each.get("error", 0.0) > each.get("allowed", 0.0) for each in numbers), wrong
 
 
 def test_the_rest_goes_on_and_interrupt_writes_what_there_is(faulty: Run) -> None:
-    assert faulty.part("kernel-fa4")["status"] == "skipped" and faulty.part("kernel-fa4")["checks"]
-    assert faulty.part("pipeline")["message"].startswith("stopped")
+    assert faulty.suite("kernel-fa4")["status"] == "skipped" and faulty.suite("kernel-fa4")["checks"]
+    assert faulty.suite("pipeline")["message"].startswith("stopped")
     assert faulty.code == 128 + signal.SIGINT, faulty.errors
     assert "Traceback" not in faulty.errors
     assert (faulty.out / "doctor.html").exists()
@@ -222,14 +222,14 @@ def test_nothing_is_left_behind(name: str, request: pytest.FixtureRequest) -> No
 def test_under_torchrun_its_ranks_are_used(torchrun: Run) -> None:
     assert json.loads(torchrun.text) == torchrun.report
     assert torchrun.report["machine"]["ranks"] == 2
-    assert torchrun.part("nccl")["status"] == "ok", torchrun.part("nccl")
+    assert torchrun.suite("nccl")["status"] == "ok", torchrun.suite("nccl")
     assert torchrun.code == 1  # because of the other
 
 
 def test_no_private_word_is_in_what_is_written(torchrun: Run) -> None:
-    part = torchrun.part("strategies")
-    assert part["status"] in ("failed", "wrong"), part
-    assert "WEFT_TRANSPORT" in json.dumps(part), "the error that has a private word"
+    suite = torchrun.suite("strategies")
+    assert suite["status"] in ("failed", "wrong"), suite
+    assert "WEFT_TRANSPORT" in json.dumps(suite), "the error that has a private word"
     folders = {str(torchrun.out.parent), str(ROOT), os.environ["PATH"], sys.executable}
     for name in ("doctor.json", "doctor.html"):
         text = (torchrun.out / name).read_text().lower()

@@ -14,39 +14,41 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.doctor.sites import OnDevice, one_thread, site_of
+from tests.doctor.contexts import OnDevice, context_of, one_thread
 from tests.run.cuda_contracts import CudaOps
 from tests.run.hot_path import fake_cuda
 from tests.run.package_contracts import CudnnBlockSparse, FlashAttention4
-from weft.doctor import kernel_speed, kernels
-from weft.doctor.kernels import KINDS, Combination, matrix, pairs_first
-from weft.doctor.part import Check
-from weft.doctor.parts import BACKENDS_TRIED
-from weft.run.kernels import Kernel, Sums
-from weft.run.kernels.choice import Machine
+from weft.doctor import check_kernels, kernel_speed
+from weft.doctor.check_kernels import KINDS, Combination, matrix, pairs_first
+from weft.doctor.suite import Check
+from weft.doctor.suites import BACKEND_SECONDS
+from weft.run.kernels import AttentionKernel, Sums
+from weft.run.kernels.choice import GpuPlatform
 from weft.run.kernels.cudnn_sparse import CudnnSparse
 from weft.run.kernels.exact import Exact
 from weft.run.kernels.fa4 import Fa4
-from weft.run.kernels.rules import HALF, Work
-from weft.run.kernels.sdpa import Cudnn, Flash, Gather
+from weft.run.kernels.rules import HALF, KernelSpec
+from weft.run.kernels.sdpa import Cudnn, Flash, GatheredFlash
 from weft.run.kernels.tiles import Tiles
 
 pytestmark = pytest.mark.usefixtures(one_thread.__name__)
 
 TOKENS = 1024
 """Of the attention that is timed here."""
-STAND_INS: dict[str, Callable[[str], Kernel]] = {
+STAND_INS: dict[str, Callable[[str], AttentionKernel]] = {
     "flash": lambda arch: Flash(CudaOps(arch)),
     "cudnn": lambda arch: Cudnn(CudaOps(arch)),
-    "gather": lambda arch: Gather(CudaOps(arch)),
+    "gather": lambda arch: GatheredFlash(CudaOps(arch)),
     "exact": lambda arch: Exact(CudaOps(arch)),
     "fa4": lambda arch: Fa4(FlashAttention4(arch), arch),
     "cudnn_sparse": lambda arch: CudnnSparse(CudnnBlockSparse(arch), arch),
 }
 
 
-def tried(kernel: Kernel, arch: str = "sm_90", **fields: Any) -> list[Check]:
-    return list(matrix(kernel.name, kernel, Machine(arch, frozenset({kernel.name})), site_of(**fields)))
+def tried(kernel: AttentionKernel, arch: str = "sm_90", **fields: Any) -> list[Check]:
+    return list(
+        matrix(kernel.name, kernel, GpuPlatform(arch, frozenset({kernel.name})), context_of(**fields))
+    )
 
 
 def judged(checks: list[Check]) -> dict[str, Check]:
@@ -54,7 +56,9 @@ def judged(checks: list[Check]) -> dict[str, Check]:
 
 
 def test_exact_holds_on_the_cpu_and_every_rank_has_its_share() -> None:
-    shares = [judged(list(kernels.exact(site_of(rank=rank, ranks=3)))) for rank in range(3)]
+    shares = [
+        judged(list(check_kernels.checks("exact", context_of(rank=rank, ranks=3)))) for rank in range(3)
+    ]
     assert {check.status for share in shares for check in share.values()} == {"ok"}
     names = [name for share in shares for name in share]
     assert len(names) == len(set(names)) and all(shares)
@@ -68,14 +72,14 @@ def test_what_is_made_wrong_is_wrong() -> None:
     assert {check.status for check in checks.values()} == {"wrong"}
 
 
-@pytest.mark.parametrize("backend", [name for name in BACKENDS_TRIED if name != "exact"])
+@pytest.mark.parametrize("backend", [name for name in BACKEND_SECONDS if name != "exact"])
 def test_backends_of_gpus_say_why_they_are_skipped_on_cpus(backend: str) -> None:
-    (check,) = getattr(kernels, backend)(site_of())
+    (check,) = check_kernels.checks(backend, context_of())
     assert (check.status, check.note) == ("skipped", "it computes on a GPU, not on cpu.")
 
 
 @pytest.mark.parametrize(
-    ("backend", "arch", "part"),
+    ("backend", "arch", "shares"),
     [
         ("flash", "sm_90", 8),
         ("cudnn", "sm_90", 8),
@@ -88,14 +92,14 @@ def test_backends_of_gpus_say_why_they_are_skipped_on_cpus(backend: str) -> None
     ],
 )
 def test_contracts_of_gpu_backends_hold(
-    backend: str, arch: str, part: int, monkeypatch: pytest.MonkeyPatch
+    backend: str, arch: str, shares: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A share of the pairs on stand-ins that check what CUDA checks and round to 16 bits."""
-    timed: list[Work] = []
-    monkeypatch.setattr(kernels, "speeds", lambda _, work, __: timed.append(work) or {"tflops": 1.0})
-    plain = kernels.pairs_first
-    monkeypatch.setattr(kernels, "pairs_first", lambda every, **_: plain(every, is_short=True))
-    found = judged(tried(STAND_INS[backend](arch), arch, kind=OnDevice, rank=part // 2, ranks=part))
+    timed: list[KernelSpec] = []
+    monkeypatch.setattr(check_kernels, "speeds", lambda _, work, __: timed.append(work) or {"tflops": 1.0})
+    plain = check_kernels.pairs_first
+    monkeypatch.setattr(check_kernels, "pairs_first", lambda every, **_: plain(every, is_short=True))
+    found = judged(tried(STAND_INS[backend](arch), arch, kind=OnDevice, rank=shares // 2, ranks=shares))
     assert not {name: check for name, check in found.items() if check.status == "wrong"}
     # Rounding leaves room: a kernel with sums in another order must not be called wrong.
     assert max(check.numbers["error"] / check.numbers["allowed"] for check in found.values()) < 0.7
@@ -108,7 +112,7 @@ def test_contracts_of_gpu_backends_hold(
 def test_contracts_of_gpu_backends_hold_for_all_combinations(
     backend: str, arch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "speeds", lambda *_: {})
+    monkeypatch.setattr(check_kernels, "speeds", lambda *_: {})
     checks = tried(STAND_INS[backend](arch), arch, kind=OnDevice, deadline=time.monotonic() + 600)
     assert not [check for check in checks if check.status == "wrong"]
 
@@ -163,7 +167,7 @@ def test_mistakes_of_kernels_are_found_and_named(mistake: str, kinds: set[str] |
 
 
 def test_every_pair_of_choices_comes_early() -> None:
-    every = [Combination(*each) for each in product(KINDS, HALF, kernels.HEAD_DIMS, (False, True))]
+    every = [Combination(*each) for each in product(KINDS, HALF, check_kernels.HEAD_DIMS, (False, True))]
     order = pairs_first(every)
     assert sorted(map(str, order)) == sorted(map(str, every))
     assert all(each.is_timed for each in order[:8]) and not any(each.is_timed for each in order[8:])
@@ -210,7 +214,7 @@ def test_what_a_package_raises_is_wrong_and_what_ends_the_context_is_raised() ->
 
 def test_a_package_that_is_missing_names_the_extra() -> None:
     with fake_cuda():
-        (check,) = kernels.fa4(site_of(device=torch.device("cuda", 0)))
+        (check,) = check_kernels.checks("fa4", context_of(device=torch.device("cuda", 0)))
     assert check.note == "it needs flash-attn-4, which is not here: pip install 'weft[fa4]'."
 
 
@@ -236,8 +240,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 def test_speed_counts_active_tiles_and_stays_on_the_device(sparse: bool, clock: list[Any]) -> None:  # noqa: FBT001
     block = kernel_speed.BLOCK if sparse else 0
     with fake_cuda() as seen:
-        work = Work(sparse, False, 64, block_q=block, block_k=block)
-        speeds = kernel_speed.speeds(Gather() if sparse else Flash(), work, torch.device("cuda", 0))
+        work = KernelSpec(sparse, False, 64, block_q=block, block_k=block)
+        speeds = kernel_speed.speeds(GatheredFlash() if sparse else Flash(), work, torch.device("cuda", 0))
     assert not seen.mixed and [kind for _, kind in clock] == ["cuda", "cuda"]
     flops = 4 * 16 * TOKENS**2 * 64
     assert speeds["torch_tflops"] == pytest.approx(flops / 2e-3 / 1e12)
@@ -247,15 +251,15 @@ def test_speed_counts_active_tiles_and_stays_on_the_device(sparse: bool, clock: 
 @pytest.mark.parametrize("backward", [False, True])
 def test_speed_is_taken_of_both_directions(backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: FBT001
     monkeypatch.setattr(kernel_speed, "TOKENS", 128)
-    speeds = kernel_speed.speeds(Exact(), Work(False, backward, 64, "float32"), torch.device("cpu"))
+    speeds = kernel_speed.speeds(Exact(), KernelSpec(False, backward, 64, "float32"), torch.device("cpu"))
     assert sorted(speeds) == ["tflops", "torch_tflops"] and min(speeds.values()) > 0
 
 
 @pytest.mark.soak
 def test_triton_is_tried_where_it_is_interpreted() -> None:
     program = (
-        "from tests.doctor.sites import site_of; from weft.doctor import kernels; import time\n"
-        "for check in kernels.triton(site_of(deadline=time.monotonic() + 500)):\n"
+        "from tests.doctor.contexts import context_of; from weft.doctor import check_kernels; import time\n"
+        "for check in check_kernels.checks('triton', context_of(deadline=time.monotonic() + 500)):\n"
         "    print(check.status, check.name, check.note, dict(check.numbers))"
     )
     environment = os.environ | {"TRITON_INTERPRET": "1"}

@@ -8,12 +8,12 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.doctor.sites import run_part, site_of
-from weft.doctor import strategies
-from weft.doctor.part import Check
-from weft.run.check import plan_names
+from tests.doctor.contexts import context_of, run_suite
+from weft.doctor import check_strategies
+from weft.doctor.suite import Check
 from weft.run.kernels.cpu import Cpu
-from weft.run.pool import Pool
+from weft.run.measure.compare import plan_names
+from weft.run.spawn.pool import Pool
 
 Worlds = Callable[[int], Pool]
 NAMES = {
@@ -28,7 +28,7 @@ def run(worlds: Worlds, ranks: int, name: str, **fields: Any) -> list[list[Check
 
 
 def _run(name: str, fields: dict[str, Any]) -> list[Check]:
-    return run_part(name, **fields)
+    return run_suite(name, **fields)
 
 
 def statuses(checks: list[list[Check]]) -> set[str]:
@@ -43,7 +43,7 @@ def _with_wrong_kernel(name: str, direction: str, fields: dict[str, Any]) -> lis
         return plain(self, x * 1.05, *rest, **options)
 
     with patch.object(Cpu, direction, wrong if fields.pop("of") else plain):
-        return run_part(name, **fields)
+        return run_suite(name, **fields)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -76,7 +76,7 @@ def test_every_strategy_holds(worlds: Worlds) -> None:
     first, *others = run(worlds, 3, "strategies")
     assert not any(others) and {check.status for check in first} == {"ok"}
     plans = [*plan_names(3), "torus:3x1"]
-    names = [f"{plan} · {attention}" for attention in strategies.ATTENTIONS for plan in plans]
+    names = [f"{plan} · {attention}" for attention in check_strategies.ATTENTIONS for plan in plans]
     assert [check.name for check in first] == names
     assert all(check.numbers["proved_steps"] > 0 for check in first)
     assert all(check.numbers["megabytes_sent"] > 0 for check in first)
@@ -84,14 +84,14 @@ def test_every_strategy_holds(worlds: Worlds) -> None:
 
 def _few(keep: str) -> frozenset[str]:
     """Names of the strategies to leave out, as if another attempt had done them."""
-    names = [name for name, _ in strategies._trials(site_of(ranks=2))]
+    names = [name for name, _ in check_strategies._trials(context_of(ranks=2))]
     return frozenset(name for name in names if not name.startswith(keep))
 
 
 def test_strategies_that_are_made_wrong_are_wrong(worlds: Worlds) -> None:
     found = run(worlds, 2, "strategies", is_made_wrong=True, finished=_few("torus"))
     assert [(check.name, check.status) for check in found[0]] == [
-        (f"torus:2x1 · {attention}", "wrong") for attention in strategies.ATTENTIONS
+        (f"torus:2x1 · {attention}", "wrong") for attention in check_strategies.ATTENTIONS
     ]
 
 
@@ -126,8 +126,8 @@ def test_pipeline_that_is_wrong_is_found(worlds: Worlds) -> None:
 
 
 def test_pipeline_says_what_is_missing() -> None:
-    from weft.doctor import pipeline
+    from weft.doctor import check_pipeline
 
-    with patch.object(pipeline, "find_spec", lambda _: None):
-        (check,) = pipeline.checks(site_of())
+    with patch.object(check_pipeline, "find_spec", lambda _: None):
+        (check,) = check_pipeline.checks(context_of())
     assert check.status == "skipped" and "pip install 'weft[models]'" in check.note

@@ -34,7 +34,7 @@ def test_centres_are_the_mean_of_the_video_tokens_in_any_order(grid: TokenGrid, 
         cut = [sequence[start : start + block] for start in range(0, len(sequence), block)]
         video = [[place for place in each if place] for each in cut]
         wanted = [np.mean(each, axis=0) if each else middle for each in video]
-        assert grid.centres(block, order) == pytest.approx(np.array(wanted), abs=1e-5)
+        assert grid.centers(block, order) == pytest.approx(np.array(wanted), abs=1e-5)
 
 
 @quick
@@ -60,5 +60,5 @@ def test_an_empty_grid_is_refused(sizes: tuple[int, ...]) -> None:
 
 
 def test_a_block_of_no_tokens_is_refused() -> None:
-    with pytest.raises(InputError, match="block=0"):
+    with pytest.raises(InputError, match="block must be ≥ 1 token, got 0"):
         TokenGrid(3, 5, 7).blocks(0)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from weft.core.errors import InputError
-from weft.masks.laws import chosen_heads, drift, head_densities
 from weft.masks.random import random_mask
+from weft.masks.synthetic import chosen_heads, drift, head_densities
 
 
 def test_a_density_is_kept_on_any_length() -> None:
@@ -49,11 +49,11 @@ def test_a_drift_keeps_its_deviation_and_forgets_slowly() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"density": 1.5}, "density=1.5 is no share"),
-        ({"density": float("nan")}, "no share"),
-        ({"density": [0.1, 0.2]}, "2 densities for 3 heads"),
-        ({"density": 0.5, "cv": 1.0}, "less than 1.00"),
-        ({"density": 0.5, "cv": -1}, "cv=-1"),
+        ({"density": 1.5}, "density must be in \\[0, 1\\], got 1.5"),
+        ({"density": float("nan")}, "density must be in .*, got nan"),
+        ({"density": [0.1, 0.2]}, "one number or 3, one for each head, got 2"),
+        ({"density": 0.5, "cv": 1.0}, "cv must be in \\[0, 1.00\\)"),
+        ({"density": 0.5, "cv": -1}, "cv must be .* got -1"),
     ],
 )
 def test_what_is_no_law_is_said(options, said: str) -> None:

@@ -14,7 +14,7 @@ from weft.core.problem import Problem
 from weft.core.topology import Topology
 from weft.masks.random import random_mask
 from weft.plan.balance import ratio, step_ratio
-from weft.plan.balanced import GOOD_HEADS, Balancer
+from weft.plan.balanced import RESPLIT_TOLERANCE, Balancer
 from weft.plan.blocks import tile_sums
 from weft.plan.choose import build
 from weft.plan.split import part_loads, split
@@ -150,7 +150,7 @@ def test_few_cuts_make_real_heads_even() -> None:
     ratios, cuts = [], []
     for layer in counts:
         loads = np.repeat(layer[:, None], 64, axis=1)
-        heads = split(loads, 8, enough=GOOD_HEADS)
+        heads = split(loads, 8, enough=RESPLIT_TOLERANCE)
         ratios.append(ratio(part_loads(heads, loads)))
         cuts.append(len({part.head for group in heads for part in group if part.rows is not None}))
     assert np.mean(ratios) <= 1.0015 and np.mean(cuts) <= 0.5

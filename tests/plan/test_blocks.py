@@ -9,10 +9,10 @@ from bench.deals import dbsp_blocks
 from weft.masks.evolving import evolving_mask
 from weft.masks.grid import TokenGrid
 from weft.plan.balance import ratio, step_ratio
-from weft.plan.blocks import Limits, contiguous, joint, tile_sums
+from weft.plan.blocks import SwapLimits, contiguous, joint, tile_sums
 from weft.plan.counts import head_loads, tile_loads
 from weft.plan.heads import refined
-from weft.plan.refine import Side, refine
+from weft.plan.refine import SwapSide, refine
 
 
 @st.composite
@@ -49,7 +49,7 @@ def test_joint_keeps_its_limits_and_never_makes_it_worse(tiles, ring, budget, ca
         rng.integers(ring, size=size) if seed % 2 else contiguous(size, ring) for size in tiles.shape[1:]
     ]
     before = tiles.copy()
-    found = joint(tiles, ring, *homes, limits=Limits(budget=budget, cap=cap, target=1.0))
+    found = joint(tiles, ring, *homes, limits=SwapLimits(budget=budget, cap=cap, target=1.0))
     assert np.array_equal(tiles, before)
     for groups, home in zip(found, homes, strict=True):
         assert groups.shape == (len(tiles), home.size) and groups.dtype == np.int64
@@ -60,7 +60,7 @@ def test_joint_keeps_its_limits_and_never_makes_it_worse(tiles, ring, budget, ca
         assert (held <= np.maximum(most, np.bincount(home, minlength=ring))).all()
     home = [np.tile(home, (len(tiles), 1)) for home in homes]
     assert judged(tiles, *found, ring) <= judged(tiles, *home, ring)
-    again = joint(tiles, ring, *homes, limits=Limits(budget=budget, cap=cap, target=1.0))
+    again = joint(tiles, ring, *homes, limits=SwapLimits(budget=budget, cap=cap, target=1.0))
     assert all(map(np.array_equal, found, again))
 
 
@@ -72,7 +72,7 @@ def test_joint_keeps_its_limits_and_never_makes_it_worse(tiles, ring, budget, ca
         ([[[45, 36, 63], [0, 0, 0], [64, 40, 56]], [[0, 0, 0], [49, 63, 28], [48, 30, 48]]], 2),
     ],
 )
-@pytest.mark.parametrize("limits", [Limits(), Limits(budget=1, target=1.0)])
+@pytest.mark.parametrize("limits", [SwapLimits(), SwapLimits(budget=1, target=1.0)])
 def test_the_best_seen_is_kept(tiles, ring, limits):
     tiles = np.array(tiles, dtype=np.int64)
     home = np.tile(contiguous(tiles.shape[1], ring), (len(tiles), 1))
@@ -87,7 +87,7 @@ def test_a_small_budget_is_not_exceeded(case, ring, budget):
     """Many swaps at once would help the first; the second has something to gain from ever more."""
     tiles = np.random.default_rng(0).integers(900, 1000, size=(2, 160, 120))
     tiles = tiles if case == "noise" else tiles * (np.arange(160) < 80)[:, None]
-    for groups in joint(tiles, ring, limits=Limits(budget=budget, target=1.0)):
+    for groups in joint(tiles, ring, limits=SwapLimits(budget=budget, target=1.0)):
         moved = (groups != contiguous(groups.shape[1], ring)).mean(axis=1)
         assert (moved <= budget).all()
 
@@ -143,7 +143,7 @@ def test_a_start_beyond_the_budget_is_not_taken():
     away = (contiguous(12, 3)[None, ::-1], contiguous(12, 3)[None])
     rows, _ = joint(tiles, 3, start=away)
     assert np.array_equal(rows[0], contiguous(12, 3))
-    rows, _ = joint(tiles, 3, start=away, limits=Limits(budget=1))
+    rows, _ = joint(tiles, 3, start=away, limits=SwapLimits(budget=1))
     assert np.array_equal(rows, away[0])
 
 
@@ -158,8 +158,8 @@ def test_the_running_sums_are_those_of_the_places():
     by_cols = np.einsum("unm,umr->urn", tiles, one_hot[1])
     by_rows = np.einsum("unm,unr->urm", tiles, one_hot[0])
     kept = np.einsum("unm,una,umb->uab", tiles, *one_hot)
-    rows = Side(tiles, by_cols, now[0], homes[0], *limits)
-    cols = Side(tiles.swapaxes(1, 2), by_rows, now[1], homes[1], *limits)
+    rows = SwapSide(tiles, by_cols, now[0], homes[0], *limits)
+    cols = SwapSide(tiles.swapaxes(1, 2), by_rows, now[1], homes[1], *limits)
     refine(rows, cols, kept, np.zeros(2, dtype=np.int64))
     ended = [side.groups(side.places) for side in (rows, cols)]
     assert (np.bincount(ended[0][0]) != np.bincount(homes[0])).any() and (ended[1] != now[1]).any()

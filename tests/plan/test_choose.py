@@ -12,9 +12,8 @@ from weft.core.mesh import Mesh
 from weft.core.problem import Problem
 from weft.core.topology import Link, Topology
 from weft.masks.random import random_mask
-from weft.plan.assignment import Assignment
+from weft.plan.assignment import Assignment, natural_assignment
 from weft.plan.choose import build, candidates, choose, usp_names
-from weft.plan.partition import natural_assignment
 from weft.plan.split import whole
 from weft.plan.strategies import parse
 from weft.schedule.verify import verify
@@ -145,7 +144,7 @@ def test_a_topology_of_other_ranks_is_refused():
 
 def test_a_mask_of_nothing_is_explained_too():
     empty = BlockMask.from_tiles(np.zeros((6, 1, 1)), q_len=240, kv_len=240, block_q=240)
-    assert "the only way" in choose(of(6), empty).explain()
+    assert "the only strategy" in choose(of(6), empty).explain()
 
 
 def assigned(mask, name, groups):

@@ -13,7 +13,7 @@ from weft.core.mask import BlockMask
 from weft.core.mesh import Mesh
 from weft.core.partition import Partition
 from weft.core.problem import Problem
-from weft.plan.partition import natural, zigzag
+from weft.plan.assignment import natural, zigzag
 
 both = pytest.mark.parametrize("partitioner", [natural, zigzag])
 

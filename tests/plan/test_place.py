@@ -14,7 +14,7 @@ from weft.core.topology import Topology
 from weft.plan.assignment import Assignment
 from weft.plan.balanced import Balancer
 from weft.plan.forecast import Forecast
-from weft.plan.place import STEPS, Choice, Entry, Place, carried_on, planned
+from weft.plan.place import MAX_STEPS, AttentionId, Entry, StrategyChoice, planned, resume
 from weft.plan.strategies import parse
 
 TOKENS, HEADS, BLOCK = 256, 8, 8
@@ -31,19 +31,19 @@ def mask(seed: int, share: float = 0.3, skew: float = 1.0) -> BlockMask:
     return BlockMask.from_tiles(tiles, q_len=TOKENS, kv_len=TOKENS, block_q=BLOCK)
 
 
-def entry(asked: str = "auto") -> Entry:
+def entry(requested: str = "auto") -> Entry:
     first = mask(0)
     assignment = Balancer(PROBLEM, first, TOPOLOGY).assign(BALANCED).assignment
     plan = planned(BALANCED, assignment, "first", PROBLEM, first, TOPOLOGY)
-    return Entry(1, Place("model", 3, 1, "topk"), PROBLEM, TOPOLOGY, plan, first, 0, asked)
+    return Entry(1, AttentionId("model", 3, 1, "topk"), PROBLEM, TOPOLOGY, plan, first, 0, requested)
 
 
 class Counted:
-    """A choice that finds ulysses twice as fast as all others, and counts how often it is asked."""
+    """A choice that finds ulysses twice as fast as all others, and counts how often it is requested."""
 
     def __init__(self, found: float) -> None:
         self.looked_up = 0
-        self.choice = Choice(BALANCED, "", {BALANCED: 1.0, OTHER: found})
+        self.choice = StrategyChoice(BALANCED, "", {BALANCED: 1.0, OTHER: found})
 
     def __call__(self, _: BlockMask) -> Any:
         return self
@@ -65,8 +65,8 @@ def test_strategies_are_looked_up_once_and_when_masks_have_moved() -> None:
     assert choice.looked_up == 2, "another density"
     place.observe(mask(5, share=0.9, skew=0.85), 5, place.plan, forecast, choice)
     assert choice.looked_up == 3, "another spread over heads"
-    asked = entry("usp:2x2+balanced")
-    asked.observe(mask(0), 0, asked.plan, forecast, choice)
+    requested = entry("usp:2x2+balanced")
+    requested.observe(mask(0), 0, requested.plan, forecast, choice)
     assert choice.looked_up == 3, "the user has chosen"
 
 
@@ -91,7 +91,7 @@ def test_a_strategy_that_is_hardly_better_is_not() -> None:
     balancer, plan = Balancer(PROBLEM, mask(0), TOPOLOGY), entry().plan
     times = [way.estimate(PROBLEM, TOPOLOGY, balancer.assign(way)) for way in (BALANCED, OTHER)]
     for gain, changes in ((1.01, False), (1.05, True)):
-        choice = Choice(BALANCED, "", {BALANCED: 1.0, OTHER: times[0] / times[1] / gain})
+        choice = StrategyChoice(BALANCED, "", {BALANCED: 1.0, OTHER: times[0] / times[1] / gain})
         draft = choice.better(balancer, BALANCED, plan.assignment)
         assert (draft is not None and draft[0] == OTHER) == changes
 
@@ -109,30 +109,30 @@ def test_versions_go_up_and_old_plans_are_let_go() -> None:
 
 def test_what_is_remembered_is_bounded() -> None:
     place, same = entry("usp:2x2+balanced"), mask(0)
-    place.loads = {step: np.ones(HEADS, dtype=np.int64) for step in range(STEPS)}
-    place.observe(same, STEPS, place.plan, Forecast(), Counted(1.0))
-    assert len(place.loads) == STEPS and min(place.loads) == 1
+    place.loads = {step: np.ones(HEADS, dtype=np.int64) for step in range(MAX_STEPS)}
+    place.observe(same, MAX_STEPS, place.plan, Forecast(), Counted(1.0))
+    assert len(place.loads) == MAX_STEPS and min(place.loads) == 1
 
 
 def test_an_earlier_run_is_carried_on_where_it_fits() -> None:
     stored = replace(entry().stored(), steps=(0,), loads=np.ones((1, HEADS), dtype=np.int64))
     balancer = Balancer(PROBLEM, mask(7, skew=0.8), TOPOLOGY)
-    strategy, assignment, _ = carried_on(stored, "auto", balancer) or pytest.fail("it fits")
+    strategy, assignment, _ = resume(stored, "auto", balancer) or pytest.fail("it fits")
     assert strategy == BALANCED and assignment.fits(PROBLEM, balancer.mask, BALANCED)
-    assert carried_on(stored, "usp:2x2+balanced", balancer)
-    assert carried_on(stored, "ulysses", balancer) is None
-    assert carried_on(replace(stored, strategy="of tomorrow"), "auto", balancer) is None
-    assert carried_on(replace(stored, strategy="ring+balanced"), "auto", balancer) is None
+    assert resume(stored, "usp:2x2+balanced", balancer)
+    assert resume(stored, "ulysses", balancer) is None
+    assert resume(replace(stored, strategy="of tomorrow"), "auto", balancer) is None
+    assert resume(replace(stored, strategy="ring+balanced"), "auto", balancer) is None
     cut = stored.assignment
     bad = Assignment(cut.heads, cut.rows[:, 1:], cut.cols, cut.q_unit, cut.kv_unit)
-    assert carried_on(replace(stored, assignment=bad), "auto", balancer) is None
+    assert resume(replace(stored, assignment=bad), "auto", balancer) is None
 
 
 @pytest.mark.parametrize("flops", [1e8, 1e12])
 @pytest.mark.parametrize("skew", [0.7, 1.0])
 def test_the_choice_is_the_fastest_of_balanced_plans(skew: float, flops: float) -> None:
     topology, first = replace(TOPOLOGY, flops=flops), mask(0, skew=skew)
-    choice = Choice.of(PROBLEM, first, topology)
+    choice = StrategyChoice.of(PROBLEM, first, topology)
     assert choice.strategy.balance == "balanced"
     balancer = Balancer(PROBLEM, first, topology)
     assert choice.better(balancer, choice.strategy, balancer.assign(choice.strategy).assignment) is None

@@ -12,14 +12,14 @@ import pytest
 from weft.core.errors import InputError
 from weft.core.layout import Layout
 from weft.core.problem import Switch
-from weft.plan.stages import FREE, WHOLE, Route, Stage, State, place
+from weft.plan.stage_layouts import FREE, WHOLE, ModelStage, StageLayouts, State, choose_layouts
 from weft.schedule.measure import measure
 from weft.schedule.switch import switch
 
 Sizes = dict[str, int]
 
 
-def switches(found: Route) -> int:
+def switches(found: StageLayouts) -> int:
     return sum(move.verb == "switch" for moves in found.moves for move in moves)
 
 
@@ -63,7 +63,7 @@ def transition(a: State, b: State, sizes: Sizes, axes: tuple[int, ...]) -> tuple
     return min(options, default=None)
 
 
-def allowed(stage: Stage, state: State, sizes: Sizes, axes: tuple[int, ...]) -> bool:
+def allowed(stage: ModelStage, state: State, sizes: Sizes, axes: tuple[int, ...]) -> bool:
     free = [dim for dim in sizes if dim not in stage.mixes]
     fits = any(
         all(sizes[dim] >= n for dim, n in zip(pick, axes, strict=True))
@@ -75,7 +75,7 @@ def allowed(stage: Stage, state: State, sizes: Sizes, axes: tuple[int, ...]) -> 
     return WHOLE not in state if stage.inside else not touched
 
 
-def inside(stage: Stage, state: State, sizes: Sizes, axes: tuple[int, ...]) -> tuple[int, int]:
+def inside(stage: ModelStage, state: State, sizes: Sizes, axes: tuple[int, ...]) -> tuple[int, int]:
     """What a stage sends that mixes what is sharded: Ulysses over the ranks that share it."""
     ranks = prod(n for dim, n in zip(state, axes, strict=True) if dim in stage.mixes)
     local = prod(-(-n // axes[state.index(d)]) if d in state else n for d, n in sizes.items())
@@ -83,7 +83,7 @@ def inside(stage: Stage, state: State, sizes: Sizes, axes: tuple[int, ...]) -> t
 
 
 def brute(
-    stages: list[Stage], sizes: Sizes, axes: tuple[int, ...], entry: State, leave: State
+    stages: list[ModelStage], sizes: Sizes, axes: tuple[int, ...], entry: State, leave: State
 ) -> tuple[int, int]:
     states = [
         s
@@ -115,14 +115,14 @@ def brute(
     return best  # pyright: ignore
 
 
-def random_case(seed: int) -> tuple[list[Stage], Sizes, tuple[int, ...], State, State]:
+def random_case(seed: int) -> tuple[list[ModelStage], Sizes, tuple[int, ...], State, State]:
     rng = np.random.default_rng(seed)
     names = ["t", "h", "w"][: rng.integers(2, 4)]
     axes = (int(rng.integers(2, 6)),) if rng.random() < 0.75 else (2, int(rng.integers(1, 4)))
     sizes = {name: int(rng.choice([1, 2, 3, 5, 8, 12])) for name in names}
     length = int(rng.integers(1, 6 if len(axes) == 1 else 4))
     stages = [
-        Stage(f"s{i}", tuple(n for n in names if rng.random() < 0.5), inside=bool(rng.random() < 0.4))
+        ModelStage(f"s{i}", tuple(n for n in names if rng.random() < 0.5), inside=bool(rng.random() < 0.4))
         for i in range(length)
     ]
     ends = [(WHOLE,) * len(axes), (FREE,) * len(axes), (*names, WHOLE)[: len(axes)]]
@@ -133,12 +133,12 @@ def random_case(seed: int) -> tuple[list[Stage], Sizes, tuple[int, ...], State, 
 @pytest.mark.parametrize("seed", range(200))
 def test_no_sequence_of_layouts_is_cheaper(seed: int) -> None:
     stages, sizes, axes, entry, leave = random_case(seed)
-    found = place(stages, sizes, axes, entry=entry, exit=leave)
+    found = choose_layouts(stages, sizes, axes, entry=entry, exit=leave)
     assert found.cost[:2] == brute(stages, sizes, axes, entry, leave)
     assert replayed(found, sizes, axes, entry, leave)
 
 
-def replayed(found: Route, sizes: Sizes, axes: tuple[int, ...], entry: State, leave: State) -> bool:
+def replayed(found: StageLayouts, sizes: Sizes, axes: tuple[int, ...], entry: State, leave: State) -> bool:
     """Whether the moves lead from layout to layout, and every stage may run in its own."""
     state = list(entry)
     if FREE in entry:  # wherever the first move begins, or the first stage is
@@ -162,8 +162,8 @@ def replayed(found: Route, sizes: Sizes, axes: tuple[int, ...], entry: State, le
 def test_dims_in_turn_need_k_over_k_minus_1_switches_a_layer(dims: int, ratio: Fraction, ranks: int) -> None:
     sizes = {f"d{i}": 8 for i in range(dims)}
     layers = 2 * (dims - 1) * dims
-    stages = [Stage(f"{n}.{d}", (d,)) for n in range(layers) for d in sizes]
-    found = place(stages, sizes, ranks, width=6, entry=FREE, exit=FREE)
+    stages = [ModelStage(f"{n}.{d}", (d,)) for n in range(layers) for d in sizes]
+    found = choose_layouts(stages, sizes, ranks, width=6, entry=FREE, exit=FREE)
     # The last layout lasts to the end, so one switch less than in an endless model.
     assert switches(found) == layers * ratio - 1
     M = 6 * 8**dims
@@ -173,8 +173,8 @@ def test_dims_in_turn_need_k_over_k_minus_1_switches_a_layer(dims: int, ratio: F
 
 def test_a_full_model_costs_what_ulysses_costs() -> None:
     sizes = {"t": 8, "h": 8, "w": 8}
-    stages = [Stage(f"{n}", ("t", "h", "w"), inside=True) for n in range(5)]
-    found = place(stages, sizes, 4, width=2)
+    stages = [ModelStage(f"{n}", ("t", "h", "w"), inside=True) for n in range(5)]
+    found = choose_layouts(stages, sizes, 4, width=2)
     M = 2 * 8**3
     attention, end = 5 * (4 * M // 4) * 3 // 4, M * 3 // 4
     assert found.cost.num_bytes == attention + end
@@ -183,8 +183,8 @@ def test_a_full_model_costs_what_ulysses_costs() -> None:
 
 def test_a_norm_over_all_tokens_is_gathered_once_for_its_neighbours_too() -> None:
     sizes = {"t": 4, "s": 4}
-    a, b, norm = Stage("a", ("s",)), Stage("b", ("t",)), Stage("norm", ("t", "s"))
-    found = place([a, norm, norm, b], sizes, 2, width=4)
+    a, b, norm = ModelStage("a", ("s",)), ModelStage("b", ("t",)), ModelStage("norm", ("t", "s"))
+    found = choose_layouts([a, norm, norm, b], sizes, 2, width=4)
     assert found.layouts == (("t",), (WHOLE,), (WHOLE,), ("s",))
     assert switches(found) == 0
     assert [str(m) for moves in found.moves for m in moves] == ["split t", "gather t", "split s", "gather s"]
@@ -192,31 +192,33 @@ def test_a_norm_over_all_tokens_is_gathered_once_for_its_neighbours_too() -> Non
 
 def test_one_image_is_not_dealt_by_frames() -> None:
     """T = 1: sharding time would leave all work to rank 0 and cost two switches; a gather is one."""
-    stages = [Stage(f"{d}{n}", (d,)) for n in range(2) for d in ("space", "time")]
-    found = place(stages, {"time": 1, "space": 16}, 4)
+    stages = [ModelStage(f"{d}{n}", (d,)) for n in range(2) for d in ("space", "time")]
+    found = choose_layouts(stages, {"time": 1, "space": 16}, 4)
     assert found.layouts == ((WHOLE,), ("space",), (WHOLE,), ("space",))
-    batched = place(stages, {"time": 1, "space": 16, "batch": 4}, 4)
+    batched = choose_layouts(stages, {"time": 1, "space": 16, "batch": 4}, 4)
     assert set(batched.layouts) == {("batch",)}
     assert batched.cost.calls == 1
 
 
 def test_more_ranks_than_any_one_dim_has_indices() -> None:
-    stages = [Stage(d, (d,)) for _ in range(3) for d in ("t", "h", "w")]
-    found = place(stages, {"t": 4, "h": 4, "w": 4}, (4, 3))
+    stages = [ModelStage(d, (d,)) for _ in range(3) for d in ("t", "h", "w")]
+    found = choose_layouts(stages, {"t": 4, "h": 4, "w": 4}, (4, 3))
     for stage, layout in zip(stages, found.layouts, strict=True):
         assert WHOLE not in layout
         assert not {*stage.mixes} & {*layout}
 
 
 def test_a_pointwise_stage_stays_where_it_is_and_the_largest_dim_breaks_ties() -> None:
-    found = place([Stage("mlp", ())], {"t": 3, "s": 64}, 2, entry=FREE, exit=FREE)
+    found = choose_layouts([ModelStage("mlp", ())], {"t": 3, "s": 64}, 2, entry=FREE, exit=FREE)
     assert found.layouts == (("s",),)
-    found = place([Stage("mlp", ())], {"t": 3, "s": 64}, 2, entry="t", exit=FREE)
+    found = choose_layouts([ModelStage("mlp", ())], {"t": 3, "s": 64}, 2, entry="t", exit=FREE)
     assert found.layouts == (("t",),)
 
 
 def test_it_tells_what_it_does() -> None:
-    found = place([Stage("spatial", ("s",)), Stage("temporal", ("t",))], {"t": 4, "s": 4}, 2, width=2)
+    found = choose_layouts(
+        [ModelStage("spatial", ("s",)), ModelStage("temporal", ("t",))], {"t": 4, "s": 4}, 2, width=2
+    )
     told = str(found).splitlines()
     assert told[0].split() == ["spatial", "mixes", "s", "sharded", "t", "split", "t"]
     assert told[1].split() == ["temporal", "mixes", "t", "sharded", "s", "switch", "t", "→", "s"]
@@ -226,7 +228,7 @@ def test_it_tells_what_it_does() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"stages": [Stage("x", ("u",))]}, "Stage x mixes 'u'"),
+        ({"stages": [ModelStage("x", ("u",))]}, "Stage x mixes 'u'"),
         ({"entry": "u"}, "entry='u' is no layout"),
         ({"exit": ("t", "s")}, "is no layout over 1 axes"),
         ({"ranks": 0}, "Give 1 rank or more"),
@@ -235,6 +237,6 @@ def test_it_tells_what_it_does() -> None:
     ],
 )
 def test_what_makes_no_sense_is_refused(given: dict, said: str) -> None:
-    base = {"stages": [Stage("x", ("t",))], "sizes": {"t": 4, "s": 4}, "ranks": 2}
+    base = {"stages": [ModelStage("x", ("t",))], "sizes": {"t": 4, "s": 4}, "ranks": 2}
     with pytest.raises(InputError, match=said):
-        place(**(base | given))
+        choose_layouts(**(base | given))

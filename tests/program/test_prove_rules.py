@@ -213,7 +213,7 @@ def test_a_message_that_no_step_waits_for_is_rejected() -> None:
 def test_a_wait_for_another_slot_is_rejected() -> None:
     steps = swap(1, 3)
     steps[2] = steps[2]._replace(slot=slot("another"))  # type: ignore[call-arg]
-    with pytest.raises(ScheduleError, match=r"Rank 1, step 2 .*: another is not under way"):
+    with pytest.raises(ScheduleError, match=r"Rank 1, step 2 .*: another is not in flight"):
         prove(pair(swap(0, 3), steps))
 
 

@@ -16,8 +16,8 @@ from weft.core.problem import Problem
 from weft.core.schedule import Exchange, Piece, Schedule, Transfer
 from weft.masks.random import random_mask
 from weft.plan.choose import build
-from weft.program.exchanges import ALIGN
 from weft.program.lower import lower_all
+from weft.program.lowering import ALIGN
 from weft.program.steps import Program, Target
 from weft.program.workspace import assign, lives, memory_of, peak_memory, window
 from weft.schedule.measure import measure

@@ -12,14 +12,14 @@ from weft.core.timeline import Span, Timeline
 from weft.report.bars import grouped, load_bars
 from weft.report.case import Case
 from weft.report.curves import roofline, scaling_curve
-from weft.report.draw import Dot, Figure, Line, Picture, Rect, Words
+from weft.report.draw import Dot, Figure, Label, Pixels, Polyline, Rect
 from weft.report.gantt import LEFT, MOST_BARS, MOST_RANKS, RIGHT, gantt, shown_ranks
-from weft.report.mask import NOBODY, mask_figure, owners, pixels, shown_heads
+from weft.report.mask_figure import NOBODY, mask_figure, owners, pixels, shown_heads
 from weft.report.page import page
-from weft.report.palette import DARK, LIGHT, rank_colour
+from weft.report.palette import DARK, LIGHT, rank_color
 from weft.report.png import encode, render
 from weft.report.sources import measured, simulated
-from weft.report.sweep import Point
+from weft.report.sweep import SweepPoint
 from weft.report.traffic import traffic_matrix
 from weft.report.write import draw
 from weft.schedule.measure import measure
@@ -47,7 +47,7 @@ def test_hops_are_numbered_also_after_some_that_are_drawn_together():
     edges = [0.0, 0.0001, 0.0002, 0.0003, 1.0, 2.0]
     spans = [Span(0, "compute", "attend", "", a, b, op=0) for a, b in zip(edges, edges[1:], strict=False)]
     figure = gantt([Case("toy", Timeline("toy", 1, tuple(spans)))])
-    assert [s.text for s in figure.shapes if isinstance(s, Words) and s.size == 9] == ["4", "5"]
+    assert [s.text for s in figure.shapes if isinstance(s, Label) and s.size == 9] == ["4", "5"]
 
 
 def test_two_timelines_share_one_axis():
@@ -135,7 +135,7 @@ def test_both_panels_of_a_mask_have_the_same_tiles():
     found = schedule("usp:2x2+balanced")
     case = simulated(found, topology())
     figure = mask_figure(case, found, 0)
-    first, second = (s.pixels for s in figure.shapes if isinstance(s, Picture))
+    first, second = (s.pixels for s in figure.shapes if isinstance(s, Pixels))
     assert (first[:, :, 3] > 0).sum() == (second[:, :, 3] > 0).sum() > 0
 
 
@@ -155,8 +155,8 @@ def test_the_line_is_the_bound_or_where_there_is_none_the_mean():
         (uneven, "bound", uneven.loads.bound or 0.0),
     ):
         figure = load_bars(case)
-        [line] = [s for s in figure.shapes if isinstance(s, Line) and s.dashed]
-        assert line.kind == name and any(isinstance(s, Words) and name in s.text for s in figure.shapes)
+        [line] = [s for s in figure.shapes if isinstance(s, Polyline) and s.dashed]
+        assert line.kind == name and any(isinstance(s, Label) and name in s.text for s in figure.shapes)
         assert (", bound " in figure.title) == (name == "bound")
         bars = rects(figure, "load-after")
         least = height * sum(b.height for b in bars) / len(bars)
@@ -194,14 +194,14 @@ def test_the_matrix_has_a_cell_for_each_pair_that_talks():
     case = simulated(schedule("ring"), topology())
     assert len(rects(traffic_matrix(case), "traffic")) == np.count_nonzero(case.traffic)
     large = Case("large", Timeline("large", 64, (Span(0, "comm", "send", "s", 0, 1, peer=63, num_bytes=7),)))
-    [picture] = [s for s in traffic_matrix(large).shapes if isinstance(s, Picture)]
+    [picture] = [s for s in traffic_matrix(large).shapes if isinstance(s, Pixels)]
     assert picture.pixels[0, 63, 3] == 255 and np.count_nonzero(picture.pixels[:, :, 3]) == 1
 
 
 def test_a_perfect_curve_is_a_hundred_percent():
-    points = [Point(n, "ring", 1.0 / n, 0, 1, 0, 0, 0) for n in (1, 2, 4)]
+    points = [SweepPoint(n, "ring", 1.0 / n, 0, 1, 0, 0, 0) for n in (1, 2, 4)]
     figure = scaling_curve(points)
-    words = [s.text for s in figure.shapes if isinstance(s, Words)]
+    words = [s.text for s in figure.shapes if isinstance(s, Label)]
     assert words.count("100%") == 3 and "4 GPUs are 4.00× as fast as 1" in figure.title
 
 
@@ -214,9 +214,9 @@ def test_a_traced_run_with_its_schedule_is_one_point_below_the_roof():
     assert f"reaches {share:.0%}" in figure.title
 
 
-def test_colours_are_distinct_to_eight_and_by_machine_beyond():
-    assert len({rank_colour(rank, 8) for rank in range(8)}) == 8
-    many = [rank_colour(rank, 32, 4) for rank in range(32)]
+def test_colors_are_distinct_to_eight_and_by_machine_beyond():
+    assert len({rank_color(rank, 8) for rank in range(8)}) == 8
+    many = [rank_color(rank, 32, 4) for rank in range(32)]
     assert [name for name, _ in many] == [f"c{machine}" for machine in range(4) for _ in range(8)]
     assert len(set(many)) == 32
     assert LIGHT.keys() == DARK.keys()

@@ -47,7 +47,7 @@ def test_a_timeline_with_one_value_changed_is_valid_or_refused() -> None:
                 try:
                     use(Timeline.from_jsonl("\n".join(json.dumps(each) for each in changed)))
                 except InputError as error:
-                    assert "This is no timeline" in str(error)
+                    assert "This is not a timeline" in str(error)
                     refused += 1
     assert refused > 300
 
@@ -64,7 +64,7 @@ def test_a_timeline_that_could_not_be_drawn_is_refused(changes: dict[str, Any]) 
     head, first, last = map(json.loads, TIMELINE.to_jsonl().splitlines())
     for table in (head, first):
         table |= {name: value for name, value in changes.items() if name in table}
-    with pytest.raises(InputError, match="This is no timeline"):
+    with pytest.raises(InputError, match="This is not a timeline"):
         Timeline.from_jsonl("\n".join(map(json.dumps, (head, first, last))))
 
 
@@ -72,7 +72,7 @@ def test_a_timeline_that_could_not_be_drawn_is_refused(changes: dict[str, Any]) 
     "text", ["", "[]", "[" * 100_000, '{"name": "a"}', "{}\n{}", '{"name": "a", "ranks": 0}\n{}', "\0"]
 )
 def test_a_text_that_is_no_timeline_is_refused(text: str) -> None:
-    with pytest.raises(InputError, match="This is no timeline"):
+    with pytest.raises(InputError, match="This is not a timeline"):
         Timeline.from_jsonl(text)
 
 

@@ -19,7 +19,7 @@ from weft.core.topology import Link, Topology
 from weft.plan.choose import build
 from weft.report import perfetto
 from weft.report.perfetto import chrome_trace, write_trace
-from weft.run.trace import read_trace
+from weft.run.measure.trace import read_trace
 from weft.simulate.events import simulate
 
 SEND = Span(0, "comm", "send", "send hop 1 → 1", 0.1, 0.4, op=1, peer=1, num_bytes=300)

@@ -15,7 +15,7 @@ from weft.cli.main import main
 from weft.core.codec import dumps
 from weft.core.schedule import Schedule
 from weft.plan.choose import build
-from weft.run.trace import read_trace
+from weft.run.measure.trace import read_trace
 from weft.schedule.measure import measure
 from weft.simulate.clusters import cluster
 from weft.simulate.events import simulate

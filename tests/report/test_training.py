@@ -15,7 +15,7 @@ import pytest
 from tests.cli.test_report import call, numbers
 from weft.core.errors import InputError
 from weft.report import write
-from weft.report.draw import Dot, Figure, Line, Picture, Rect, Words
+from weft.report.draw import Dot, Figure, Label, Pixels, Polyline, Rect
 from weft.report.frame import TOP
 from weft.report.learning import draw_runs, loss_figure, running
 from weft.report.png import render
@@ -130,7 +130,7 @@ def test_a_loss_that_is_no_number_is_seen_and_draws_no_line(tmp_path):
     run = read(log(tmp_path, records))
     assert "not a number from step 50" in verdict(run)
     figure = loss_figure([run])
-    lines = [shape for shape in figure.shapes if isinstance(shape, Line) and shape.kind == "loss"]
+    lines = [shape for shape in figure.shapes if isinstance(shape, Polyline) and shape.kind == "loss"]
     assert len(lines) == 2
     assert all(math.isfinite(y) for line in lines for _, y in line.points)
     marks = [shape.x for shape in figure.shapes if isinstance(shape, Rect) and shape.kind == "broken"]
@@ -152,21 +152,21 @@ def test_figures_show_the_numbers_at_their_places(tmp_path):
     assert missing == []
     by_name = {figure.name: figure.shapes for figure in figures}
     assert set(by_name) == {"loss", "sparsity", "heads", "coverage", "speed", "seconds"}
-    [one] = [s for s in by_name["loss"] if isinstance(s, Line) and s.kind == "stage"]
+    [one] = [s for s in by_name["loss"] if isinstance(s, Polyline) and s.kind == "stage"]
     dots = [s for s in by_name["loss"] if isinstance(s, Dot) and s.kind == "validation"]
     assert one.points[0][0] == pytest.approx(dots[0].x + (dots[1].x - dots[0].x) / 3)
-    assert any(isinstance(s, Words) and s.text == "2/3 sparse" for s in by_name["loss"])
-    picture = next(s for s in by_name["sparsity"] if isinstance(s, Picture) and s.kind == "sparsity")
+    assert any(isinstance(s, Label) and s.text == "2/3 sparse" for s in by_name["loss"])
+    picture = next(s for s in by_name["sparsity"] if isinstance(s, Pixels) and s.kind == "sparsity")
     assert (
         picture.pixels.shape[0] == 3
         and not picture.pixels[:, 60, 3].any()
         and picture.pixels[:, 200, 3].all()
     )
-    used = [s for s in by_name["sparsity"] if isinstance(s, Line) and s.kind == "sparse"]
+    used = [s for s in by_name["sparsity"] if isinstance(s, Polyline) and s.kind == "sparse"]
     assert len(used) == 2 and used[0].points[0][0] == pytest.approx(62 + 720 * 79 / 119, abs=3)
     heads = [s for s in by_name["heads"] if isinstance(s, Dot)]
     assert len(heads) == 6 and "layer 10, head 1: 0.900" in heads[-1].tip
-    speed = next(s for s in by_name["speed"] if isinstance(s, Line) and s.kind == "speed")
+    speed = next(s for s in by_name["speed"] if isinstance(s, Polyline) and s.kind == "speed")
     assert 200 - speed.points[-1][1] == pytest.approx(2 * (200 - speed.points[0][1]))
     assert speed.points[-1][1] > TOP
 
@@ -197,7 +197,7 @@ def test_the_command_writes_the_page_and_tells_the_rest(tmp_path, capsys, monkey
 def test_a_faint_line_is_faint_as_png_too(tmp_path):
     image = pytest.importorskip("matplotlib.image")
     for strength in (1.0, 0.25):
-        line = Line(((0, 5), (10, 5)), "ink", 9.0, strength=strength)
+        line = Polyline(((0, 5), (10, 5)), "ink", 9.0, strength=strength)
         render(Figure("line", "", 10, 10, (line,)), str(tmp_path / f"{strength}.png"))
     full, faint = (image.imread(tmp_path / f"{strength}.png")[10, 10, 0] for strength in (1.0, 0.25))
     assert full < 0.2 and 0.6 < faint < 0.9
@@ -220,10 +220,10 @@ def test_several_runs_share_their_figures(tmp_path, capsys, monkeypatch):
 def test_who_asks_for_too_many_is_told_how_many_there_may_be(tmp_path, capsys):
     run = log(tmp_path / "run", dense(3))
     assert call(*[run] * 9, "-o", tmp_path / "out") == 2
-    assert "up to 8" in capsys.readouterr().err
+    assert "At most 8" in capsys.readouterr().err
 
 
 def test_a_run_is_not_compared_with_a_plan(tmp_path, capsys):
     assert call(log(tmp_path / "run", dense()), "wan2.1-14b", "-o", tmp_path / "out") == 2
-    assert "wan2.1-14b is no training run" in capsys.readouterr().err
+    assert "wan2.1-14b is not a training run" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

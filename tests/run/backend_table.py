@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 
-from weft.run.kernels.choice import Choice, Machine, decide
-from weft.run.kernels.rules import ARCHITECTURES, Work
+from weft.run.kernels.choice import Choice, GpuPlatform, decide
+from weft.run.kernels.rules import ARCHITECTURES, KernelSpec
 
 MARKS = "<!-- choice: begin -->", "<!-- choice: end -->"
 HEAD_DIMS = (40, 64, 72, 96, 128, 192, 256)
@@ -22,18 +22,28 @@ BARE = frozenset({"cudnn", "triton"})
 """What comes with torch."""
 FULL = BARE | {"fa4", "cudnn_sparse"}
 
+WHY = {
+    "fa4": "the fastest dense kernel where it is installed; sparse where its block rules fit",
+    "flash": "in torch, with log-sum-exp, on every GPU",
+    "cudnn": "in torch; it has the matrix instructions of sm_90 and sm_100, torch's flash has not",
+    "cudnn_sparse": "block-sparse with the matrix instructions of sm_90 and sm_100",
+    "triton": "weft's own block-sparse kernels",
+    "gather": "no block-sparse kernel fits: rows are gathered for torch's flash attention",
+    "exact": "float32 or float64 operands, or a GPU that no 16-bit backend serves",
+}
 
-def works(head_dim: int) -> Iterator[Work]:
+
+def works(head_dim: int) -> Iterator[KernelSpec]:
     """Dense, and sparse in blocks of each size; forward and backward."""
     for block, backward in product((0, *BLOCKS), (False, True)):
-        yield Work(bool(block), backward, head_dim, block_q=block, block_k=block)
+        yield KernelSpec(bool(block), backward, head_dim, block_q=block, block_k=block)
 
 
-def cells() -> Iterator[tuple[Work, Machine, Choice]]:
+def cells() -> Iterator[tuple[KernelSpec, GpuPlatform, Choice]]:
     """Every choice of the table."""
     for arch, installed, head_dim in product(ARCHITECTURES, (BARE, FULL), HEAD_DIMS):
         for work in works(head_dim):
-            machine = Machine(arch, installed)
+            machine = GpuPlatform(arch, installed)
             yield work, machine, decide(work, machine)
 
 
@@ -44,7 +54,7 @@ def table() -> str:
         alike: dict[tuple[str, ...], list[int]] = {}
         for head_dim in HEAD_DIMS:
             found = [
-                decide(work, Machine(arch, installed)).backend
+                decide(work, GpuPlatform(arch, installed)).backend
                 for installed in (BARE, FULL)
                 for work in works(head_dim)
             ]

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tests.run.triton_resources import _no_interpreter, _usage
 from weft.program.slots import Slot
-from weft.run.copies import ATTENTION
-from weft.run.fused import FusedCopier, FusedCopy, Table
+from weft.run.copies import ATTENTION, SegmentMoves
+from weft.run.fused import FusedCopier, FusedCopy, PreparedLaunch
 
 KINDS = ("move", "cast", "move and cast", "add", "odd address")
 WHOLE = slice(0, 4), slice(0, 100)
@@ -30,7 +30,7 @@ class Made(NamedTuple):
     assembly: str
 
 
-def table_of(kind: str) -> Table:
+def table_of(kind: str) -> PreparedLaunch:
     """The table and the constants of a copy of [1, 4, 100, 128]."""
     narrow, wide = (torch.zeros(1, 4, 100, 128, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
     odd = torch.zeros(4 * 100 * 128 + 1, dtype=torch.bfloat16)[1:].view(narrow.shape)
@@ -42,7 +42,7 @@ def table_of(kind: str) -> Table:
         "odd address": [(odd, narrow)],
     }
     slots = [tuple(Slot(str(x.dtype), "input", 0, shape=(1, *x.shape)) for x in pair) for pair in pairs[kind]]
-    copier = FusedCopier(ATTENTION, torch.device("cpu"), {})
+    copier = FusedCopier(ATTENTION, torch.device("cpu"), {}, SegmentMoves())
     copy = FusedCopy(copier, [(a, b, WHOLE, WHOLE) for a, b in slots], add=kind == "add")
     bases = [x for pair in pairs[kind] for x in pair]
     return copy._table(bases, tuple(x.data_ptr() for x in bases))

@@ -27,8 +27,8 @@ from torch import Tensor
 from weft.core.errors import CommError
 from weft.run import streams
 from weft.run.comm import Comm, shm
-from weft.run.comm.block import Block
 from weft.run.comm.symmetric import SymmetricWindow, window_of
+from weft.run.comm.symmetric_block import SymmetricBlock
 
 streams_copy = streams.copy
 POISON = 0xFF
@@ -155,7 +155,7 @@ class Pool:
         self.held: dict[int, int] = {}
         """Sizes of tensors by their start."""
         self.allocated = 0
-        self.blocks: MutableMapping[torch.device, Block] = WeakValueDictionary()
+        self.blocks: MutableMapping[torch.device, SymmetricBlock] = WeakValueDictionary()
 
     def empty(self, num_bytes: int) -> Tensor:
         start = MARGIN
@@ -301,7 +301,7 @@ def patch_streams(monkeypatch: pytest.MonkeyPatch) -> FakeStreams:
 
 
 def window(board: Board, base: Comm, pool: Pool | None = None, group: str = "world") -> SymmetricWindow:
-    mail, reason = shm.meet(base)
+    mail, reason = shm.rendezvous(base)
     assert mail is not None, reason
     found, reason = window_of(FakeSource(board, base.rank, pool or Pool(), group), base, mail)
     if found is None:

@@ -21,12 +21,12 @@ from typing import Any
 
 import pytest
 
-from weft.run.kernels.gpu import Gpu
+from weft.run.kernels.triton_attention import TritonAttention
 
 ROOT = Path(__file__).parents[2]
 
 
-class OneAtATime(Gpu):
+class OneAtATime(TritonAttention):
     """The interpreter is not thread safe, and ranks are threads."""
 
     lock = threading.RLock()

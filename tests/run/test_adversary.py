@@ -128,7 +128,7 @@ def test_a_buffer_is_poisoned_until_it_is_waited_for() -> None:
         peer = 1 - comm.rank
         transit = comm.post([(peer, going)], [(peer, coming)], "swap", 0)
         early = coming.tolist()
-        comm.gather_numbers([0])
+        comm.all_gather_ints([0])
         transit.finish()
         return early
 
@@ -140,7 +140,7 @@ def test_a_buffer_that_is_written_before_its_wait_is_sent_so() -> None:
         peer = 1 - comm.rank
         transit = comm.post([(peer, going)], [(peer, coming)], "swap", 0)
         going.fill_(9)
-        comm.gather_numbers([0])
+        comm.all_gather_ints([0])
         transit.wait_for(peer)
         return coming.tolist()
 

@@ -23,10 +23,10 @@ from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem
 from weft.run.execute import Executor
-from weft.run.kernels import Kernel
+from weft.run.kernels import AttentionKernel
 from weft.run.kernels.composite import Composite
 from weft.run.kernels.exact import Exact
-from weft.run.kernels.sdpa import Cudnn, Flash, Gather
+from weft.run.kernels.sdpa import Cudnn, Flash, GatheredFlash
 from weft.run.kernels.tiles import Tiles
 
 # Largest error over the largest number: partial results, and what is summed of them, are rounded to 8 bits.
@@ -34,13 +34,13 @@ TOLERANCE = 0.02
 DENSE = {"flash": Flash, "cudnn": Cudnn}
 
 
-def kernel_of(dense: str, ops: CudaOps) -> Kernel:
+def kernel_of(dense: str, ops: CudaOps) -> AttentionKernel:
     """Dense tiles by one kernel, sparse ones by gathering."""
-    own, gather = DENSE[dense](ops), Gather(ops)
+    own, gather = DENSE[dense](ops), GatheredFlash(ops)
     return Composite((own, own), (gather, gather))
 
 
-def check(case: Case, kernel: Kernel, tolerance: float = TOLERANCE) -> None:
+def check(case: Case, kernel: AttentionKernel, tolerance: float = TOLERANCE) -> None:
     """Forward and backward on all ranks."""
     truth = Truth.of(case.problem, case.mask, scale=case.problem.head_dim**-0.5)
 
@@ -124,7 +124,7 @@ def dense_tiles(rows: int = 37, keys: int = 37) -> Tiles:
 
 @pytest.mark.parametrize("make", [Flash, Cudnn])
 def test_results_stay_in_16_bits_and_keys_are_not_copied_for_heads_that_share_them(
-    make: Callable[[Any], Kernel],
+    make: Callable[[Any], AttentionKernel],
 ) -> None:
     q, k, v, grad = operands(6, 2, 2, 6)
     kernel = make(CudaOps())
@@ -138,7 +138,7 @@ def test_results_stay_in_16_bits_and_keys_are_not_copied_for_heads_that_share_th
 
 
 @pytest.mark.parametrize("make", [Flash, Cudnn])
-def test_misaligned_operands_are_copied(make: Callable[[Any], Kernel]) -> None:
+def test_misaligned_operands_are_copied(make: Callable[[Any], AttentionKernel]) -> None:
     q, k, v = operands(2, 2, 2)
     expected, _ = make(CudaOps()).attend(q, k, v, dense_tiles(), 0.3)
     odd = [torch.cat([x[..., :1], x], -1)[..., 1:] for x in (q, k, v)]
@@ -185,12 +185,12 @@ def test_a_stand_in_is_called_as_the_operator_is(name: str) -> None:
     assert all(each.has_default_value() for each in schema.arguments[len(flags) - 1 :])
 
 
-@pytest.mark.parametrize("make", [Flash, Cudnn, Gather, Exact])
-def test_operators_of_torch_take_what_they_are_given(make: Callable[[], Kernel]) -> None:
+@pytest.mark.parametrize("make", [Flash, Cudnn, GatheredFlash, Exact])
+def test_operators_of_torch_take_what_they_are_given(make: Callable[[], AttentionKernel]) -> None:
     dtype = torch.float32 if make is Exact else torch.bfloat16
     tiles = (
         dense_tiles()
-        if make is not Gather
+        if make is not GatheredFlash
         else Tiles(np.eye(3, dtype=bool)[None].repeat(4, 0), 16, 16, 37, 37)
     )
     heads = (4, 2, 2, 4) if make in (Flash, Cudnn) else (4, 4, 4, 4)
@@ -201,7 +201,7 @@ def test_operators_of_torch_take_what_they_are_given(make: Callable[[], Kernel])
             seen.clear()
             out, lse = kernel.attend(q, k, v, tiles, 0.3)
             grads = kernel.attend_backward(grad, q, k, v, (out, lse), tiles, 0.3)
-        assert not seen.faults or make is Gather and set(seen.faults) == {"widened"}
+        assert not seen.faults or make is GatheredFlash and set(seen.faults) == {"widened"}
         assert (out.shape, out.dtype) == (q.shape, dtype)
         assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
         assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
@@ -227,7 +227,7 @@ def test_heads_of_which_nothing_is_left_out_go_to_the_dense_kernel(name: str) ->
     tiles[[0, 1, 4, 7]] = True
     sizes = {"q_len": case.problem.q.size, "kv_len": case.problem.kv.size, "block_q": 16, "block_k": 32}
     ops, others = CudaOps(), CudaOps()
-    dense, sparse = Flash(ops), Gather(others)
+    dense, sparse = Flash(ops), GatheredFlash(others)
     check(
         replace(case, mask=BlockMask.from_tiles(tiles, **sizes)), Composite((dense, dense), (sparse, sparse))
     )

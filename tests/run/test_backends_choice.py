@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from tests.run.backend_table import BARE, FULL, MARKS, cells, table
+from tests.run.backend_table import BARE, FULL, MARKS, WHY, cells, table
 from weft.core.errors import InputError
-from weft.run.kernels import choice, choose, composite, machine
-from weft.run.kernels.choice import Machine, cannot, decide
-from weft.run.kernels.rules import ARCHITECTURES, Work
+from weft.run.kernels import choice, choose, composite
+from weft.run.kernels.choice import GpuPlatform, decide, refusal
+from weft.run.kernels.rules import ARCHITECTURES, KernelSpec
 
 DOCUMENT = Path(__file__).parents[2] / "docs/kernels_gpu.md"
 ALL = list(cells())
 
 
-def work(block: int = 0, head_dim: int = 128, **options: Any) -> Work:
-    return Work(
+def work(block: int = 0, head_dim: int = 128, **options: Any) -> KernelSpec:
+    return KernelSpec(
         bool(block), options.pop("backward", False), head_dim, block_q=block, block_k=block, **options
     )
 
@@ -32,18 +32,18 @@ def test_the_document_has_the_table_of_choices() -> None:
 
 def test_the_document_gives_the_reason_of_every_choice() -> None:
     text = DOCUMENT.read_text()
-    assert all(f"`{name}`" in text and reason in text for name, reason in choice.WHY.items())
+    assert all(f"`{name}`" in text and reason in text for name, reason in WHY.items())
 
 
 def test_16_bit_operands_are_never_computed_in_float32() -> None:
-    assert {machine.arch for _, machine, _ in ALL} == set(ARCHITECTURES)
+    assert {choice.arch for _, choice, _ in ALL} == set(ARCHITECTURES)
     assert {found.backend for *_, found in ALL} == set(choice.RULES) - {"exact", "gather"}
 
 
 def test_a_choice_is_the_first_that_serves_and_the_others_say_why_not() -> None:
     for asked, there, found in ALL:
-        assert not cannot(found.backend, asked, there) and found.candidates[0] == found.backend
-        assert all(found.passed.values()) and found.reason == choice.WHY[found.backend]
+        assert not refusal(found.backend, asked, there)
+        assert all(found.passed.values()) and found.backend in WHY
         before = choice.order(asked, there)[: len(found.passed)]
         assert tuple(found.passed) == before
 
@@ -51,7 +51,7 @@ def test_a_choice_is_the_first_that_serves_and_the_others_say_why_not() -> None:
 def test_nothing_is_taken_that_is_not_installed() -> None:
     for asked, there, found in ALL:
         assert found.backend not in choice.NEEDS or found.backend in there.installed
-        bare = decide(asked, Machine(there.arch))
+        bare = decide(asked, GpuPlatform(there.arch))
         assert bare.backend in ("flash", "gather")
 
 
@@ -78,38 +78,38 @@ def test_nothing_is_taken_that_is_not_installed() -> None:
         ("sm_90", work(64, 72), "triton", "fa4"),
     ],
 )
-def test_the_choice_for_common_shapes(arch: str, asked: Work, bare: str, full: str) -> None:
-    assert decide(asked, Machine(arch, BARE)).backend == bare
-    assert decide(asked, Machine(arch, FULL)).backend == full
+def test_the_choice_for_common_shapes(arch: str, asked: KernelSpec, bare: str, full: str) -> None:
+    assert decide(asked, GpuPlatform(arch, BARE)).backend == bare
+    assert decide(asked, GpuPlatform(arch, FULL)).backend == full
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_wide_operands_go_to_the_exact_path(dtype: str) -> None:
     for block in (0, 64):
-        assert decide(work(block, dtype=dtype), Machine("sm_90", FULL)).backend == "exact"
+        assert decide(work(block, dtype=dtype), GpuPlatform("sm_90", FULL)).backend == "exact"
 
 
 def test_what_the_user_activated_in_torch_comes_before_cudnn() -> None:
-    assert decide(work(), Machine("sm_90", BARE, activated=True)).backend == "flash"
+    assert decide(work(), GpuPlatform("sm_90", BARE, activated=True)).backend == "flash"
 
 
 def test_deterministic_algorithms_leave_out_backwards_that_are_not() -> None:
-    strict = Machine("sm_90", FULL, deterministic=True)
+    strict = GpuPlatform("sm_90", FULL, deterministic=True)
     assert [decide(work(backward=backward), strict).backend for backward in (False, True)] == ["fa4", "flash"]
     assert decide(work(64, backward=True), strict).backend == "triton"
 
 
 def test_a_judge_passes_the_choice_on_and_its_reason_is_kept() -> None:
-    found = decide(work(), Machine("sm_90", FULL), lambda name, _: "wrong" * (name in ("fa4", "cudnn")))
+    found = decide(work(), GpuPlatform("sm_90", FULL), lambda name, _: "wrong" * (name in ("fa4", "cudnn")))
     assert found.backend == "flash" and found.passed == {"fa4": "wrong", "cudnn": "wrong"}
 
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """A GPU without packages, whose kernels are never made."""
-    monkeypatch.setattr(composite, "machine_of", lambda _: Machine("sm_90", BARE))
+    monkeypatch.setattr(composite, "platform_of", lambda _: GpuPlatform("sm_90", BARE))
     monkeypatch.setattr(composite, "make", lambda name: Made(name))
-    composite._say_gather.cache_clear()
+    composite._warn_gather.cache_clear()
     return torch.device("cuda:0")
 
 
@@ -130,7 +130,7 @@ class Made:
     ],
 )
 def test_a_composite_tells_its_whole_choice(
-    hopper: torch.device, backend: str, asked: Work, name: str
+    hopper: torch.device, backend: str, asked: KernelSpec, name: str
 ) -> None:
     found = choose(backend, asked.dtype, str(hopper), asked)
     assert found.name == name and found.grouped == ("gather" not in name)
@@ -139,7 +139,7 @@ def test_a_composite_tells_its_whole_choice(
 def test_the_two_directions_may_have_different_backends(
     hopper: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(composite, "machine_of", lambda _: Machine("sm_90", FULL))
+    monkeypatch.setattr(composite, "platform_of", lambda _: GpuPlatform("sm_90", FULL))
     found = choose("cudnn_sparse", "bfloat16", str(hopper), work(64, 64))
     assert found.name == "dense fa4, sparse cudnn_sparse and triton"
 
@@ -158,7 +158,7 @@ def test_the_two_directions_may_have_different_backends(
     ],
 )
 def test_a_backend_that_cannot_serve_is_refused_with_what_would(
-    hopper: torch.device, backend: str, asked: Work, message: str
+    hopper: torch.device, backend: str, asked: KernelSpec, message: str
 ) -> None:
     with pytest.raises(InputError, match=message):
         choose(backend, asked.dtype, str(hopper), asked)
@@ -185,24 +185,24 @@ def test_gathering_is_said_aloud_once(hopper: torch.device, caplog: pytest.LogCa
 def test_the_machine_is_what_torch_says(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], arch: str
 ) -> None:
-    machine.arch_of.cache_clear()
+    choice.arch_of.cache_clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     for version, there in ((91500, False), (92000, True)):
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
-        found = machine.machine_of(torch.device("cuda:0"))
-        assert found == Machine(arch, choice.installed() | ({"cudnn"} if there else set()))
+        found = choice.platform_of(torch.device("cuda:0"))
+        assert found == GpuPlatform(arch, choice.installed() | ({"cudnn"} if there else set()))
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
-        assert "cudnn" not in machine.machine_of(torch.device("cuda:0")).installed
+        assert "cudnn" not in choice.platform_of(torch.device("cuda:0")).installed
     torch.use_deterministic_algorithms(True)
     try:
-        assert machine.machine_of(torch.device("cuda:0")).deterministic
+        assert choice.platform_of(torch.device("cuda:0")).deterministic
     finally:
         torch.use_deterministic_algorithms(False)
-    machine.arch_of.cache_clear()
+    choice.arch_of.cache_clear()
 
 
 def test_scales_that_are_not_above_0_are_computed_exactly() -> None:
     for asked, there, found in ALL[::7]:
         turned = replace(asked, positive=False)
         assert decide(turned, there).backend == "exact"
-        assert "a scale above 0" in cannot(found.backend, turned, there)
+        assert "a scale above 0" in refusal(found.backend, turned, there)

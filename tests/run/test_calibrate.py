@@ -15,12 +15,12 @@ import torch
 from tests.run.hot_path import fake_cuda
 from tests.worlds import world
 from weft.core.topology import Host, Link, Topology
-from weft.run import calibrate as module
-from weft.run import links
-from weft.run.calibrate import Calibration, calibrate
 from weft.run.comm import Comm, shm
 from weft.run.comm.group import GroupComm
 from weft.run.comm.onesided import OneSidedComm
+from weft.run.measure import calibrate as module
+from weft.run.measure import links
+from weft.run.measure.calibrate import Calibration, calibrate
 from weft.run.world import World
 
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ def test_two_ranks_measure_one_topology(tmp_path: Path) -> None:
     assert first.ranks == 2
     assert first.cores >= 1
     assert not first.two_sided
-    assert first.intra.bandwidth == links.IN_PLACE  # nothing moves in shared memory
+    assert first.intra.bandwidth == links.IN_PLACE_BANDWIDTH  # nothing moves in shared memory
     assert 0 < first.intra.latency < 1
     path = tmp_path / "here.toml"
     path.write_text(first.to_toml())
@@ -58,14 +58,16 @@ def meetings(machines: int, transport: str, on_gpu: bool) -> tuple[list[str], li
         stack.enter_context(patch("weft.run.world._worlds", {}))
         stack.enter_context(patch.object(GroupComm, "post", post))
         for place, name in (
-            (GroupComm, "warm_up"), (GroupComm, "gather_numbers"), (OneSidedComm, "begin"),
+            (GroupComm, "warm_up"), (GroupComm, "all_gather_ints"), (OneSidedComm, "begin"),
             (links, "all_gather_json"), (module, "all_gather_json"),
         ):  # fmt: skip
             stack.enter_context(patch.object(place, name, noted(name, getattr(place, name))))
         calibration = Calibration(CPU, 16, "float32", "auto", machines, quick=True)
         if on_gpu:
             calibration.cores = 0
-            stack.enter_context(patch("weft.run.comm.symmetric.meet", lambda _, base: shm.meet(base)))
+            stack.enter_context(
+                patch("weft.run.comm.symmetric.rendezvous", lambda _, base: shm.rendezvous(base))
+            )
         steps = calibration.steps()
         for name, step in steps.items():
             seen.append(name)
@@ -79,7 +81,7 @@ def meetings(machines: int, transport: str, on_gpu: bool) -> tuple[list[str], li
 def test_all_ranks_meet_in_the_same_order(ranks: int, machines: int, transport: str) -> None:
     (steps, seen, topology), *others = world(ranks).run(meetings, machines, transport, False)  # noqa: FBT003
     assert all(each == (steps, seen, topology) for each in others)
-    assert "gather_numbers" in seen
+    assert "all_gather_ints" in seen
     assert ("begin" in seen) == (transport == "auto")
     devices = ranks // machines
     names = ["0→1"] if devices == 2 else ["0→1", "0→2", "1→2"]
@@ -119,7 +121,7 @@ def test_a_gpu_is_measured_by_its_own_steps(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_is_not_measured_is_the_tables() -> None:
-    with fake_cuda(), patch.object(module.world, "world_of", lambda *_: World(module.world.SoloComm())):
+    with fake_cuda(), patch.object(module.world, "world_of", lambda *_: World(module.world.LocalComm())):
         calibration = Calibration(torch.device("cuda", 0), 0, "bfloat16", "auto", 1, quick=True)
         assert calibration.topology().flops == calibration.base.flops
         assert calibration.topology().host == calibration.base.host
@@ -142,9 +144,9 @@ def one_sided(has_memory: bool) -> tuple[dict[str, float], Topology]:  # noqa: F
     calibration.steps()["all-to-all"]()
 
     def meet(_: Any, base: Comm) -> Any:
-        return shm.meet(base) if has_memory else (None, "no GPU")
+        return shm.rendezvous(base) if has_memory else (None, "no GPU")
 
-    with patch("weft.run.comm.symmetric.meet", meet):
+    with patch("weft.run.comm.symmetric.rendezvous", meet):
         return calibration._symmetric(), calibration.topology()
 
 

@@ -51,8 +51,8 @@ BAD_TENSORS = {
     "batch": (q_k_v(k=(2, 3, 5, 4)), r"q \[1, 3, 5, 4\] and k \[2, 3, 5, 4\] differ in batch.*same"),
     "head_dim": (q_k_v(k=(1, 3, 5, 8)), r"k \[1, 3, 5, 8\] differ in batch or head_dim.*same"),
     "kv heads": (q_k_v(k=(1, 2, 5, 4)), r"3 query heads cannot share 2 key/value heads.*one of \[1, 3\]"),
-    "no heads": (q_k_v(q=(1, 0, 5, 4), k=(1, 0, 5, 4)), r"heads=0.*1 or more"),
-    "no batch": (q_k_v(q=(0, 3, 5, 4), k=(0, 3, 5, 4)), r"batch=0.*1 or more"),
+    "no heads": (q_k_v(q=(1, 0, 5, 4), k=(1, 0, 5, 4)), r"heads must be ≥ 1, got 0"),
+    "no batch": (q_k_v(q=(0, 3, 5, 4), k=(0, 3, 5, 4)), r"batch must be ≥ 1, got 0"),
     "dtypes": (
         (*tensors((1, 3, 5, 4)), *tensors(*[(1, 3, 5, 4)] * 2, dtype=torch.float64)),
         r"dtypes \['torch.float32', 'torch.float64', 'torch.float64'\].*Cast",
@@ -86,9 +86,9 @@ BAD_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "backend": ({"backend": "flash9"}, r"backend='flash9'.*auto, exact, flash, cudnn, fa4, .*reference"),
     "tokens": ({"tokens": 7}, r"Rank 0's q have 5 tokens; tokens 7 over 1 ranks.*expects 7.*Layout"),
     "kv_tokens": ({"tokens": 5, "kv_tokens": 7}, r"k and v have 5 tokens.*expects 7"),
-    "tokens 0": ({"tokens": 0}, r"tokens=0.*whole sequence's length, or its Layout"),
-    "tokens' type": ({"tokens": "5"}, r"tokens='5'.*whole sequence's length, or its Layout"),
-    "kv_tokens' type": ({"tokens": 5, "kv_tokens": "5"}, r"tokens='5'.*whole sequence's length"),
+    "tokens 0": ({"tokens": 0}, r"tokens=0.*length of the whole sequence, or its Layout"),
+    "tokens' type": ({"tokens": "5"}, r"tokens='5'.*length of the whole sequence, or its Layout"),
+    "kv_tokens' type": ({"tokens": 5, "kv_tokens": "5"}, r"tokens='5'.*length of the whole sequence"),
     "layout's ranks": ({"tokens": Layout.even(5, 2)}, r"layout is for 2 ranks, this world has 1"),
     "long prefix": (
         {"prefix": 4, "suffix": 2},

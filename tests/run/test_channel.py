@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from weft.core.errors import CommError, InputError
-from weft.run.channel import MAX_JSON_BYTES, Channel, Closed
-from weft.run.secure import Credentials, accept, connect
-from weft.run.tls import self_signed
+from weft.run.net.channel import MAX_JSON_BYTES, Channel, Closed
+from weft.run.net.secure import Credentials, accept, connect
+from weft.run.net.tls import self_signed
 
 TOKEN = "a token of some length"
 

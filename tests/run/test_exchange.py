@@ -10,7 +10,7 @@ from tests.worlds import world
 from weft.core.errors import CommError
 from weft.run import exchange
 from weft.run.exchange import all_gather_json, broadcast_json
-from weft.run.pool import RankFailure
+from weft.run.spawn.pool import RankFailure
 
 VALUES = [None, 1 / 3, "ä" * 1000, {"a": [1, {"b": None}]}, 0, [], float("inf")]
 

@@ -15,15 +15,15 @@ from torch import Tensor
 from tests.cases import Case, cases
 from tests.run.dense import Truth
 from tests.schedule.partitions import random_schedule
+from tests.threads import ThreadComm, run_threads
 from weft.core.indices import Indices
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.mesh import Mesh
-from weft.core.partition import Partition, Work
+from weft.core.partition import Partition, WorkItem
 from weft.core.problem import Problem
 from weft.core.schedule import Attend, Piece, Schedule
 from weft.plan.choose import build
-from weft.run.comm.threads import ThreadComm, run_threads
 from weft.run.execute import Executor
 from weft.run.kernels import choose
 from weft.schedule.gather import gather
@@ -178,7 +178,7 @@ def test_two_works_of_one_rank_may_need_overlapping_keys(keep: str) -> None:
     problem = Problem(batch=1, heads=1, kv_heads=1, head_dim=3, q=tokens, kv=tokens, dtype="float64")
     tiles = [[[0, 0, 1, 1], [0, 0, 0, 1], [0] * 4, [0] * 4]]
     mask = BlockMask.from_tiles(tiles, q_len=8, kv_len=8, block_q=2)
-    work = tuple(Work(Indices.of([0]), Indices.span(at, at + 2)) for at in (0, 2))
+    work = tuple(WorkItem(Indices.of([0]), Indices.span(at, at + 2)) for at in (0, 2))
     partition = Partition((work, ()), (tokens.held(0), tokens.held(1)))
     schedule = gather(problem, mask, Mesh.of(ring=2), partition)
     truth = Truth.of(problem, mask)

@@ -27,6 +27,7 @@ from bench.dry import Launches, Transport, fused_launches
 from tests.cases import random_case
 from tests.run.dense import Truth
 from tests.run.twins import CPU, Twin
+from tests.threads import ThreadComm, run_threads
 from weft.core.errors import InputError
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
@@ -38,12 +39,11 @@ from weft.program.slots import Slot
 from weft.program.steps import Copy, Target
 from weft.run import bind, fused
 from weft.run.arena import Arena
-from weft.run.comm.threads import ThreadComm, run_threads
-from weft.run.copies import ATTENTION, Copier, Moves
+from weft.run.copies import ATTENTION, Copier, SegmentMoves
 from weft.run.execute import Executor
-from weft.run.fused import FusedCopier, Table
+from weft.run.fused import FusedCopier, PreparedLaunch
 from weft.run.kernels import choose
-from weft.run.redistribute import Redistribution
+from weft.run.switch_runner import SwitchRunner
 from weft.schedule.reverse import reverse
 from weft.schedule.switch import switch
 
@@ -220,7 +220,7 @@ def test_a_switch_packs_once_and_unpacks_once(dims: tuple[int, int | None], laun
     shape, ranks = (2, 17, 45, 16), 8
     schedule = switch(switch_of(shape, dims, ranks, "bfloat16"))
     arena, transport = Arena(), Transport(1, ranks, collective=True)
-    redistribution = Redistribution(schedule, transport, arena, name="a switch")  # type: ignore[arg-type]
+    redistribution = SwitchRunner(schedule, transport, arena, name="a switch")  # type: ignore[arg-type]
     own = [schedule.problem.before.rows(1) if at == dims[0] else n for at, n in enumerate(shape)]  # type: ignore[union-attr]
     with fused_launches() as launched:
         x = torch.empty(own, dtype=torch.bfloat16, device="meta")
@@ -233,10 +233,10 @@ def test_a_switch_packs_once_and_unpacks_once(dims: tuple[int, int | None], laun
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 def test_a_table_is_made_once_for_strides_and_not_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    tables: list[Table] = []
+    tables: list[PreparedLaunch] = []
     monkeypatch.setattr(fused, "launch", lambda table, _: tables.append(table))
     source, target = (Slot(name, "input", 0, shape=(1, 1, 2, 3, 24)) for name in ("source", "target"))
-    copy = FusedCopier(ATTENTION, CPU, {}).cast(source, target)
+    copy = FusedCopier(ATTENTION, CPU, {}, SegmentMoves()).cast(source, target)
     x, y = torch.zeros(1, 2, 3, 24), torch.zeros(1, 2, 3, 24)
     copy({source: (x,), target: (y,)})
     monkeypatch.setattr(fused, "is_capturing", lambda _: True)
@@ -264,7 +264,7 @@ def test_a_kernel_that_does_not_run_is_not_used(
     monkeypatch.setattr(fused, "launch", fail)
     assert not fused._is_right(CPU) and "no C compiler" in caplog.text
     fused._is_right.cache_clear()
-    assert isinstance(fused.copier_of(ATTENTION, CPU, {}, Moves()), Copier)
+    assert isinstance(bind.copier_of(ATTENTION, CPU, {}, SegmentMoves()), Copier)
 
 
 @pytest.mark.soak

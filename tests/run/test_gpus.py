@@ -14,10 +14,10 @@ from weft.cli.workload import Workload, read_topology
 from weft.core.topology import Link, Topology
 from weft.plan.choose import choose
 from weft.run import gpus
-from weft.run.call import Options, Tensors, schedule_for
-from weft.run.gpus import topology_for
-from weft.run.kernels import choice, machine
-from weft.run.kernels.choice import Machine, decide
+from weft.run.call import AttentionCall, schedule_for
+from weft.run.kernels import choice
+from weft.run.kernels.choice import GpuPlatform, decide
+from weft.run.topology import topology_for
 from weft.simulate.clusters import cluster
 from weft.simulate.gpus import DEVICES, default_backends
 
@@ -54,14 +54,14 @@ class Box:
             patch.setenv(name, str(value))
         patch.setitem(sys.modules, "pynvml", None)
         gpus.device_name.cache_clear()
-        machine.arch_of.cache_clear()
+        choice.arch_of.cache_clear()
 
 
 @pytest.fixture
 def patch(monkeypatch):
     yield monkeypatch
     gpus.device_name.cache_clear()
-    machine.arch_of.cache_clear()
+    choice.arch_of.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -180,11 +180,11 @@ def test_the_plan_without_a_topology_is_that_of_the_named_cluster(patch, work, t
     expected = choose(problem, asked.mask, read_topology(named))
     shape = (1, problem.heads, problem.q.rows(0), problem.head_dim)
     place = torch.device("cuda", 0)
-    tensors = Tensors(shape, shape, shape, (torch.bfloat16,) * 3, (place,) * 3)
     chosen = None if mask == "dense" else asked.mask
-    options = Options(chosen, "auto", problem.q, problem.kv, 0, 0, "auto", None, None)
+    options = (chosen, "auto", problem.q, problem.kv, 0, 0, "auto", None, None)
+    call = AttentionCall(shape, shape, shape, (torch.bfloat16,) * 3, (place,) * 3, *options)
     assert topology_for(None, 8, place) == read_topology(named)
-    planned = schedule_for(tensors, options, rank=0, ranks=8, counts=None, axes=None)
+    planned = schedule_for(call, rank=0, ranks=8)
     assert planned.name == expected.schedule.name
     assert planned.ops == expected.schedule.ops
 
@@ -239,5 +239,5 @@ def test_a_named_backend_has_its_own_speed(patch):
 @pytest.mark.parametrize("arch", sorted({device.arch for device in DEVICES.values()}))
 def test_the_table_assumes_what_auto_takes(arch):
     """Of `weft.run.kernels.choice`, where torch, its cuDNN and Triton are there and no further package."""
-    here = Machine(arch, frozenset({"triton", "cudnn"}))
+    here = GpuPlatform(arch, frozenset({"triton", "cudnn"}))
     assert tuple(decide(work, here).backend for work in gpus.TYPICAL) == default_backends(arch)

@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from weft.models.guidance import Halves
+from weft.diffusers.guidance import Halves
 from weft.run import groups
-from weft.run.pool import Pool
-from weft.serve.tasks import groups as groups_of_tasks
+from weft.run.spawn.pool import Pool
+from weft.serve.assignment import groups as groups_of_tasks
 
 Worlds = Callable[[int], Pool]
 
@@ -112,7 +112,7 @@ class FakeDist:
 
         with (
             patch.object(groups, "dist", self),
-            patch.object(groups, "_made", Made()),
+            patch.object(groups, "_by_ranks", Made()),
             ThreadPoolExecutor(self.size) as pool,
         ):
             return list(pool.map(rank, range(self.size), timeout=60.0))

@@ -15,9 +15,9 @@ from weft.core.problem import Problem
 from weft.core.schedule import Schedule
 from weft.masks.random import random_mask
 from weft.plan.choose import build
-from weft.run.call import work_of
 from weft.run.execute import Executor
 from weft.run.kernels import choose
+from weft.run.kernels.rules import KernelSpec
 from weft.run.switch import _Request
 from weft.run.world import World
 from weft.simulate.clusters import cluster
@@ -50,7 +50,7 @@ def warm_runs(plan: Schedule, rank: int, seen: Seen) -> None:
     """Run forward and backward until all is bound, and leave in `seen` what the last runs did."""
     problem, _ = plan.attention
     executor = Executor(
-        plan, Transport(rank, RANKS, collective=True), choose("auto", "bfloat16", "cuda", work_of(plan))
+        plan, Transport(rank, RANKS, collective=True), choose("auto", "bfloat16", "cuda", KernelSpec.of(plan))
     )
     shapes = [(2, heads, problem.q.rows(rank), DIM) for heads in (problem.heads, *[problem.kv_heads] * 2)]
     q, k, v = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in shapes)

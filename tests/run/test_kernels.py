@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.run.dense import dense, error
+from weft.core.backends import BACKENDS
 from weft.core.errors import InputError, MissingError
 from weft.core.indices import Indices
 from weft.core.mask import BlockMask
 from weft.core.schedule import Attend, Piece
-from weft.run.kernels import BACKENDS, choose, make
+from weft.run.kernels import Accumulator, choose, make
 from weft.run.kernels.tiles import Tiles
 
 TESTED = ("exact", "reference")
@@ -115,7 +116,7 @@ def test_parts_attended_into_one_another_equal_the_whole(backend: str, tile: Til
     for part in (slice(tile.tiles.block_k, None), slice(None, tile.tiles.block_k)):
         if k[:, :, part].shape[2]:
             keys = k[:, :, part], v[:, :, part], columns(tile, part)
-            choose(backend).attend(q, *keys, tile.scale, (out, lse))
+            choose(backend).attend(q, *keys, tile.scale, Accumulator(out, lse))
     whole_out, whole_lse = choose(backend).attend(*tile.operands, tile.tiles, tile.scale)
     assert error(out, whole_out) < 1e-11
     assert error(lse.clamp(min=-1e9), whole_lse.clamp(min=-1e9)) < 1e-11

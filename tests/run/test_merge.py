@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.run.dense import dense, error
-from weft.run.kernels.reference import Reference
+from weft.run.kernels.merge import merge_
+from weft.run.kernels.reference import ReferenceKernel
 from weft.run.kernels.tiles import Tiles
-from weft.run.merge import merge_
 
 Part = tuple[Tensor, Tensor]
 
@@ -28,7 +28,7 @@ def parts(q: Tensor, k: Tensor, v: Tensor, cuts: list[int]) -> list[Part]:
     found = []
     for start, stop in itertools.pairwise([0, *cuts, k.shape[2]]):
         tiles = Tiles(None, q.shape[2], stop - start, q.shape[2], stop - start)
-        found.append(Reference().attend(q, k[:, :, start:stop], v[:, :, start:stop], tiles, 0.5))
+        found.append(ReferenceKernel().attend(q, k[:, :, start:stop], v[:, :, start:stop], tiles, 0.5))
     return found
 
 

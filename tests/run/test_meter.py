@@ -14,8 +14,8 @@ from weft.core.problem import Problem
 from weft.plan.choose import build
 from weft.program.lower import lower
 from weft.program.steps import Attention, Post, Wait
-from weft.run import meter, recorder
-from weft.run.meter import REBASE_SECONDS, Meter, Spent
+from weft.run.measure import clocks, meter
+from weft.run.measure.meter import REBASE_SECONDS, Meter, MeterTotals
 
 TOKENS = Layout.even(24, 2)
 PROBLEM = Problem(batch=1, heads=2, kv_heads=2, head_dim=4, q=TOKENS, kv=TOKENS)
@@ -44,18 +44,18 @@ class Ticks:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Ticks:
     ticks = Ticks()
-    monkeypatch.setattr(meter, "clock_of", lambda _: ticks)
+    monkeypatch.setattr(clocks, "clock_of", lambda _: ticks)
     return ticks
 
 
-def steps(watch: Meter, device: str, layers: list[int]) -> list[Spent]:
+def steps(watch: Meter, device: str, layers: list[int]) -> list[MeterTotals]:
     """Denoising steps of so many attentions each."""
     frame: Any = SimpleNamespace(device=torch.device(device), comm=SimpleNamespace(size=2, rank=0))
     ran: list[Any] = []
     bound: Any = SimpleNamespace(
         program=PROGRAM, schedule=SCHEDULE, calls=[ran.append] * len(PROGRAM.steps), run=ran.append
     )
-    spent: list[Spent] = []
+    spent: list[MeterTotals] = []
     for count in layers:
         for _ in range(count):
             watch.run(bound, frame)
@@ -63,11 +63,11 @@ def steps(watch: Meter, device: str, layers: list[int]) -> list[Spent]:
     return spent
 
 
-def expected(runs: int, *, first: bool) -> Spent:
+def expected(runs: int, *, first: bool) -> MeterTotals:
     kinds = [type(step) for step in PROGRAM.steps]
     sent = sum(step.num_bytes for step in PROGRAM.steps if isinstance(step, Post))
     attending, waiting = (runs * kinds.count(kind) * TICK for kind in (Attention, Wait))
-    return Spent(attending, waiting, runs * sent, runs, int(first))
+    return MeterTotals(attending, waiting, runs * sent, runs, int(first))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -87,7 +87,7 @@ def test_on_a_gpu_one_attention_of_a_step_is_marked(clock: Ticks) -> None:
 
 
 def test_nothing_is_marked_while_a_graph_is_captured(clock: Ticks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "is_capturing", lambda _: True)
+    monkeypatch.setattr(clocks.streams, "is_capturing", lambda _: True)
     watch = Meter()
     (spent,) = steps(watch, "cuda", [4])
     assert (spent.attending, spent.runs, clock.now, watch.last) == (0, 4, 0, None)

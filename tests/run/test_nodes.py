@@ -13,7 +13,7 @@ import pytest
 
 from tests.worlds import becomes_true
 from weft.core.errors import CommError
-from weft.run.nodes import Group, Leader, Member, Nodes, Outcome
+from weft.run.spawn.nodes import LaunchGroup, LaunchOutcome, Leader, Member, Nodes
 
 TOKEN = "a-secret-of-all-machines"
 
@@ -38,7 +38,7 @@ def member(stack: ExitStack, nodes: Nodes, node: int, ranks: int = 1) -> Member:
     return found
 
 
-def gathered(*groups: Group) -> None:
+def gathered(*groups: LaunchGroup) -> None:
     threads = [threading.Thread(target=each.gather) for each in groups]
     for thread in threads:
         thread.start()
@@ -46,7 +46,7 @@ def gathered(*groups: Group) -> None:
         thread.join(30)
 
 
-def heard(group: Group, kind: str) -> dict[str, Any]:
+def heard(group: LaunchGroup, kind: str) -> dict[str, Any]:
     found: list[dict[str, Any]] = []
     assert becomes_true(
         lambda: bool(found.extend(each for each in group.messages() if each["type"] == kind) or found)
@@ -72,18 +72,18 @@ def test_failure_reaches_all_machines_and_the_end_waits_for_all(stack: ExitStack
     leader, nodes = group(stack, tmp_path, count=3)
     first, second = member(stack, nodes, 1), member(stack, nodes, 2)
     gathered(leader, first, second)
-    first.failed(Outcome(code=3, rank=1, reason="failed"))
+    first.failed(LaunchOutcome(code=3, rank=1, reason="failed"))
     for each in (leader, second):
         assert heard(each, "outcome")["outcome"]["rank"] == 1
     first.send({"type": "signal", "number": 2})
     assert heard(second, "signal")["number"] == 2
-    first.ended(Outcome())
+    first.ended()
     assert becomes_true(lambda: leader._over == {1})
     assert not leader.is_over()
-    second.ended(Outcome())
+    second.ended()
     assert becomes_true(leader.is_over)
     assert not first.is_over()
-    leader.ended(Outcome())
+    leader.ended()
     leader.close()
     assert becomes_true(lambda: first.is_over() and second.is_over())
     assert not [each for each in second.messages() if each["type"] == "outcome"]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.run.hot_path import fake_cuda
 from tests.run.package_contracts import BlockSparseTensors
-from weft.run.kernels import Kernel
+from weft.run.kernels import AttentionKernel
 from weft.run.kernels.cudnn_sparse import CudnnSparse
 from weft.run.kernels.fa4 import Fa4
 from weft.run.kernels.tiles import Blocks, Tiles
@@ -39,7 +39,7 @@ class Shapes:
         return {"dq_tensor": torch.empty_like(q), "dk_tensor": k.clone(), "dv_tensor": v.clone()}
 
 
-def run(kernel: Kernel, tiles: Tiles) -> None:
+def run(kernel: AttentionKernel, tiles: Tiles) -> None:
     """Forward and backward; operands are parts of larger tensors."""
     q, k, v = (
         torch.empty(2, 2, 600, 128, dtype=torch.bfloat16, device="cuda")[:, :, 600 - n :]

@@ -21,13 +21,13 @@ from weft.core.errors import InputError, MissingError
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem
-from weft.run.kernels import Kernel, make
+from weft.run.kernels import AttentionKernel, make
 from weft.run.kernels.composite import Composite
 from weft.run.kernels.cudnn_sparse import CudnnSparse
 from weft.run.kernels.fa4 import Fa4
 from weft.run.kernels.lists import padded_lists
-from weft.run.kernels.parity_sample import Sample, examine
-from weft.run.kernels.rules import Work
+from weft.run.kernels.parity_sample import ParitySample, compare_with_reference
+from weft.run.kernels.rules import KernelSpec
 from weft.run.kernels.tiles import Tiles
 
 CPU = torch.device("cpu")
@@ -46,8 +46,8 @@ class Setting:
     """Kernels of the forward and the backward of sparse tiles, and what they take."""
 
     arch: str
-    forward: Callable[[str], Kernel]
-    backward: Callable[[str], Kernel]
+    forward: Callable[[str], AttentionKernel]
+    backward: Callable[[str], AttentionKernel]
     blocks: tuple[int, int]
     head_dim: int
     heads: tuple[int, int] = (2, 2)
@@ -116,15 +116,15 @@ def test_every_strategy_with_every_kernel(name: str, setting: Setting) -> None:
 @pytest.mark.parametrize("backward", [False, True])
 def test_adapters_pass_the_parity_test(setting: Setting, backward: bool) -> None:
     group = setting.heads[0] // setting.heads[1]
-    work = Work(True, backward, setting.head_dim, setting.dtype, *setting.blocks, group=group)
+    work = KernelSpec(True, backward, setting.head_dim, setting.dtype, *setting.blocks, group=group)
     kernel = (setting.backward if backward else setting.forward)(setting.arch)
-    assert examine(kernel, work, CPU) == ""
+    assert compare_with_reference(kernel, work, CPU) == ""
 
 
 @pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
 @pytest.mark.parametrize("backward", [False, True])
 def test_dense_attention_passes_the_parity_test(arch: str, backward: bool) -> None:
-    assert examine(fa4(arch), Work(False, backward, 64, "float16", group=2), CPU) == ""
+    assert compare_with_reference(fa4(arch), KernelSpec(False, backward, 64, "float16", group=2), CPU) == ""
 
 
 # Lists in another order, and a ragged end that is not told of, are silently wrong: the stand-ins show it.
@@ -137,8 +137,8 @@ def spoil(tiles: Tiles, change: Callable[[Tensor], Tensor]) -> None:
 
 
 def test_descending_lists_would_be_wrong() -> None:
-    work = Work(True, False, 64, block_q=128, block_k=128)
-    sample = Sample.of(work)
+    work = KernelSpec(True, False, 64, block_q=128, block_k=128)
+    sample = ParitySample.of(work)
     q, k, v = (x.bfloat16() for x in (sample.q, sample.k, sample.v))
     active = np.ones_like(sample.tiles.active)
     active[0, 0, 0] = False
@@ -153,12 +153,12 @@ def test_descending_lists_would_be_wrong() -> None:
 
 
 def test_a_ragged_end_is_told() -> None:
-    work = Work(True, False, 128, block_q=128, block_k=128)
+    work = KernelSpec(True, False, 128, block_q=128, block_k=128)
     package = CudnnBlockSparse("sm_90")
     real = package.block_sparse_attention_forward
-    assert examine(CudnnSparse(package, "sm_90"), work, CPU) == ""
+    assert compare_with_reference(CudnnSparse(package, "sm_90"), work, CPU) == ""
     package.block_sparse_attention_forward = lambda *x, **y: real(*x, **(y | {"block_sizes": None}))
-    assert "is off by" in examine(CudnnSparse(package, "sm_90"), work, CPU)
+    assert "is off by" in compare_with_reference(CudnnSparse(package, "sm_90"), work, CPU)
 
 
 # Operands that a kernel would not take as they lie are copied, others are not.
@@ -276,4 +276,6 @@ def test_a_stand_in_raises_where_cudnn_would(arch: str, change: dict[str, Any], 
     real = package.block_sparse_attention_forward
     package.block_sparse_attention_forward = lambda *x, **y: real(*x, **(y | change))
     with pytest.raises(ContractError, match=rule):
-        examine(CudnnSparse(package, arch), Work(True, False, 128, block_q=128, block_k=128), CPU)
+        compare_with_reference(
+            CudnnSparse(package, arch), KernelSpec(True, False, 128, block_q=128, block_k=128), CPU
+        )

@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.threads import ThreadComm, run_threads
 from weft.core.errors import AgreementError, InputError
 from weft.run import attention
-from weft.run.agree import refuse
-from weft.run.comm.threads import ThreadComm, run_threads
+from weft.run.agree import abort
 from weft.run.kernels import parity
-from weft.run.kernels.choice import Machine, decide
-from weft.run.kernels.parity_sample import Sample, examine
-from weft.run.kernels.reference import Reference
-from weft.run.kernels.rules import Work
+from weft.run.kernels.choice import GpuPlatform, decide
+from weft.run.kernels.parity_sample import ParitySample, compare_with_reference
+from weft.run.kernels.reference import ReferenceKernel
+from weft.run.kernels.rules import KernelSpec
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 WORKS = [
-    Work(sparse, backward, head_dim, dtype, block if sparse else 0, 128 if sparse else 0, group)
+    KernelSpec(sparse, backward, head_dim, dtype, block if sparse else 0, 128 if sparse else 0, group)
     for sparse, backward, head_dim, dtype, block, group in (
         (False, False, 64, "bfloat16", 0, 1),
         (False, True, 128, "float16", 0, 2),
@@ -48,7 +48,7 @@ class Right:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
         group = q.shape[1] // k.shape[1]
         k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-        out, lse = Reference().attend(q, k, v, *rest, **options)
+        out, lse = ReferenceKernel().attend(q, k, v, *rest, **options)
         return out.to(q.dtype), lse
 
     def attend_backward(
@@ -56,7 +56,7 @@ class Right:
     ) -> tuple[Tensor, ...]:
         heads, group = k.shape[1], q.shape[1] // k.shape[1]
         wide = (x.repeat_interleave(group, 1) for x in (k, v))
-        dq, dk, dv = Reference().attend_backward(grad, q, *wide, *rest)
+        dq, dk, dv = ReferenceKernel().attend_backward(grad, q, *wide, *rest)
         dk, dv = (x.unflatten(1, (heads, group)).sum(2) for x in (dk, dv))
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
 
@@ -95,12 +95,12 @@ def spoiled(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Right:
 
 
 @pytest.mark.parametrize("work", WORKS, ids=str)
-def test_a_right_kernel_passes(work: Work) -> None:
-    assert examine(Right(), work, CPU) == ""
+def test_a_right_kernel_passes(work: KernelSpec) -> None:
+    assert compare_with_reference(Right(), work, CPU) == ""
 
 
 def test_a_sample_has_what_kernels_fail_at() -> None:
-    sample = Sample.of(WORKS[2])
+    sample = ParitySample.of(WORKS[2])
     active, tiles = sample.tiles.active, sample.tiles
     assert active is not None
     assert not active.any(2).all()
@@ -111,9 +111,9 @@ def test_a_sample_has_what_kernels_fail_at() -> None:
 
 
 def test_a_backward_that_is_wrong_for_one_head_dim_fails_for_it() -> None:
-    assert "its dq is off by" in examine(WrongBackward(), SPARSE_BACKWARD, CPU)
-    assert examine(WrongBackward(), replace(SPARSE_BACKWARD, head_dim=128), CPU) == ""
-    assert examine(WrongBackward(), replace(SPARSE_BACKWARD, backward=False), CPU) == ""
+    assert "its dq is off by" in compare_with_reference(WrongBackward(), SPARSE_BACKWARD, CPU)
+    assert compare_with_reference(WrongBackward(), replace(SPARSE_BACKWARD, head_dim=128), CPU) == ""
+    assert compare_with_reference(WrongBackward(), replace(SPARSE_BACKWARD, backward=False), CPU) == ""
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_a_backward_that_is_wrong_for_one_head_dim_fails_for_it() -> None:
     ids=["NaN in empty rows", "no -inf", "base 2", "rows moved", "a row short", "beyond the end"],
 )
 def test_a_wrong_forward_fails(kernel: Right, why: str) -> None:
-    assert why in examine(kernel, WORKS[2], CPU)
+    assert why in compare_with_reference(kernel, WORKS[2], CPU)
 
 
 # The judge: all ranks, one outcome.
@@ -145,8 +145,10 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[st
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(parity, "_known", {})
     monkeypatch.setattr(parity, "make", lambda name: kernels[name])
-    monkeypatch.setattr(parity, "examine", lambda kernel, work, _: examine(kernel, work, CPU))
-    monkeypatch.setattr(parity, "machine_of", lambda _: Machine("sm_90"))
+    monkeypatch.setattr(
+        parity, "compare_with_reference", lambda kernel, work, _: compare_with_reference(kernel, work, CPU)
+    )
+    monkeypatch.setattr(parity, "platform_of", lambda _: GpuPlatform("sm_90"))
     monkeypatch.setattr(parity, "version", lambda name: f"{name} 1")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "H100")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -157,9 +159,9 @@ def kept(tmp_path: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted((tmp_path / "weft" / "parity").glob("*.json"))]
 
 
-def alone(work: Work, *names: str) -> list[str]:
+def alone(work: KernelSpec, *names: str) -> list[str]:
     """What one rank is told of backends."""
-    (answers,) = run_threads(1, lambda comm: [parity.judge(comm, CUDA)(name, work) for name in names])
+    (answers,) = run_threads(1, lambda comm: [parity.parity_check(comm, CUDA)(name, work) for name in names])
     return answers
 
 
@@ -217,11 +219,11 @@ def test_a_kernel_that_raises_is_refused_and_tried_again_by_the_next_process(
 
 def test_the_next_candidate_is_taken(machine: dict[str, Any]) -> None:
     machine.update(fa4=WrongBackward(), triton=Right())
-    here = Machine("sm_90", frozenset({"fa4", "triton"}))
+    here = GpuPlatform("sm_90", frozenset({"fa4", "triton"}))
     work = replace(SPARSE_BACKWARD, block_q=128)
 
     def choose(comm: ThreadComm) -> tuple[str, dict[str, str]]:
-        choice = decide(work, here, parity.judge(comm, CUDA))
+        choice = decide(work, here, parity.parity_check(comm, CUDA))
         return choice.backend, choice.passed
 
     ((backend, passed),) = run_threads(1, choose)
@@ -231,7 +233,7 @@ def test_the_next_candidate_is_taken(machine: dict[str, Any]) -> None:
 
 def test_a_call_without_messages_is_judged_by_its_rank_alone(machine: dict[str, Any]) -> None:
     machine.update(fa4=WrongBackward(), flash=Right())
-    refusal = parity.judge(None, CUDA)
+    refusal = parity.parity_check(None, CUDA)
     assert refusal("fa4", SPARSE_BACKWARD).startswith("its dq is off by")
     assert refusal("flash", SPARSE_BACKWARD) == ""
 
@@ -240,12 +242,12 @@ def test_a_rank_that_fails_alone_makes_all_refuse(caplog: pytest.LogCaptureFixtu
     asked: list[int] = []
 
     def job(comm: ThreadComm) -> list[str]:
-        def trial(backend: str, work: Work, device: torch.device) -> str:
+        def trial(backend: str, work: KernelSpec, device: torch.device) -> str:
             asked.append(comm.rank)
             return "its dv is off." if comm.rank == 2 and backend == "fa4" else ""
 
-        refusal = parity.judge(comm, CUDA, trial)
-        again = parity.judge(comm, CUDA, trial)
+        refusal = parity.parity_check(comm, CUDA, trial)
+        again = parity.parity_check(comm, CUDA, trial)
         return [refusal("fa4", WORKS[0]), refusal("flash", WORKS[0]), again("fa4", WORKS[0])]
 
     with caplog.at_level(logging.WARNING):
@@ -259,7 +261,7 @@ def test_a_rank_that_fails_alone_makes_all_refuse(caplog: pytest.LogCaptureFixtu
 
 def test_ranks_that_try_different_backends_do_not_wait_for_each_other() -> None:
     def job(comm: ThreadComm) -> None:
-        parity.judge(comm, CUDA, lambda *_: "")("fa4" if comm.rank else "flash", WORKS[0])
+        parity.parity_check(comm, CUDA, lambda *_: "")("fa4" if comm.rank else "flash", WORKS[0])
 
     with pytest.raises(AgreementError, match="different parity tests: rank 0 has backend flash"):
         run_threads(3, job)
@@ -268,10 +270,10 @@ def test_ranks_that_try_different_backends_do_not_wait_for_each_other() -> None:
 def test_a_rank_that_cannot_take_part_ends_the_test_of_all() -> None:
     def job(comm: ThreadComm) -> str:
         if comm.rank == 1:
-            refuse(comm, InputError("q has no heads."))
+            abort(comm, InputError("q has no heads."))
             return "refused"
         with pytest.raises(AgreementError, match="Rank 1 cannot take part: q has no heads"):
-            parity.judge(comm, CUDA, lambda *_: "")("fa4", WORKS[0])
+            parity.parity_check(comm, CUDA, lambda *_: "")("fa4", WORKS[0])
         return "raised"
 
     assert run_threads(3, job) == ["raised", "refused", "raised"]
@@ -287,7 +289,7 @@ def test_a_call_does_not_meet_again_after_a_failed_parity_test(monkeypatch: pyte
         raise AssertionError("a second meeting")
 
     monkeypatch.setattr(attention, "choose_kernel", fail)
-    monkeypatch.setattr(attention, "refuse", met)
+    monkeypatch.setattr(attention, "_abort", met)
     x = torch.zeros(1, 1, 4, 8)
     with pytest.raises(AgreementError, match="Rank 1 cannot"):
         attention.attention(x, x, x, tokens=4)
@@ -299,8 +301,8 @@ def test_nothing_is_tried_elsewhere(device: str) -> None:
         raise AssertionError
 
     def job(comm: ThreadComm) -> list[str]:
-        elsewhere = parity.judge(comm, torch.device(device), never)("fa4", WORKS[0])
-        return [elsewhere, parity.judge(comm, CUDA, never)("exact", WORKS[0])]
+        elsewhere = parity.parity_check(comm, torch.device(device), never)("fa4", WORKS[0])
+        return [elsewhere, parity.parity_check(comm, CUDA, never)("exact", WORKS[0])]
 
     assert run_threads(1, job) == [["", ""]]
 
@@ -308,7 +310,7 @@ def test_nothing_is_tried_elsewhere(device: str) -> None:
 def test_nothing_is_tried_with_fake_tensors() -> None:
     def job(comm: ThreadComm) -> str:
         with FakeTensorMode():  # a mode belongs to its thread
-            return parity.judge(comm, CUDA, lambda *_: "tried")("fa4", WORKS[0])
+            return parity.parity_check(comm, CUDA, lambda *_: "tried")("fa4", WORKS[0])
 
     assert run_threads(1, job) == [""]
 

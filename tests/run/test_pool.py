@@ -17,10 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import weft.run.rank
+import weft.run.spawn.pool_rank
 from tests.worlds import SIZES, becomes_true, running
 from weft.core.errors import CommError, InputError
-from weft.run.pool import Pool, RankFailure
+from weft.run.spawn.pool import Pool, RankFailure
 
 Worlds = Callable[[int], Pool]
 
@@ -106,7 +106,7 @@ def refuse_and_expect_barrier_timeout(seconds: float) -> None:
     def check(timeout: float) -> None:
         assert timeout == seconds
 
-    weft.run.rank.meet = check
+    weft.run.spawn.pool_rank.barrier = check
     raise InputError("no.")
 
 
@@ -266,7 +266,7 @@ def test_rank_that_closes_its_pipe_and_lives_on_is_reported(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool.run(rank_and)  # imports this module, which may take longer than the time-out
-    monkeypatch.setattr("weft.run.pool.REPLY_SECONDS", 0.5)
+    monkeypatch.setattr("weft.run.spawn.pool.REPLY_SECONDS", 0.5)
     pool.timeout = 0.0
     with pytest.raises(RankFailure, match="rank 1 closed its pipe"):
         pool.run(close_pipe_and_live_on, 1)

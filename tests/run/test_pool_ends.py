@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from tests.worlds import becomes_true, running
-from weft.run.pool import Pool
+from weft.run.spawn.pool import Pool
 
 # Ranks that both wait in gloo for a message that never comes.
 BLOCKED = """
 import os, time
-from weft.run.pool import Pool
+from weft.run.spawn.pool import Pool
 pool = Pool(2, timeout=60.0)
 pool.start(exec, "import torch, torch.distributed as d; d.recv(torch.ones(1), 1 - d.get_rank())")
 time.sleep(0.3)
@@ -30,7 +30,7 @@ print(*pool.pids, flush=True)
 FORK = "if os.fork() == 0: time.sleep(30); os._exit(0)"
 STARTING = """
 import time
-from weft.run.pool import Pool
+from weft.run.spawn.pool import Pool
 print(flush=True)
 pool = Pool(2)
 time.sleep(60)

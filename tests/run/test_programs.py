@@ -11,6 +11,7 @@ import torch
 
 import weft
 from tests.run.dense import Truth
+from tests.threads import ThreadComm, run_threads
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem
@@ -18,7 +19,6 @@ from weft.core.schedule import Schedule
 from weft.plan.choose import build
 from weft.program.workspace import assign
 from weft.run.arena import Arena
-from weft.run.comm.threads import ThreadComm, run_threads
 from weft.run.execute import BACKWARD, FORWARD, SAVING, Executor
 from weft.run.kernels import choose
 from weft.run.world import world_of
@@ -120,7 +120,7 @@ def test_an_executor_that_is_gone_holds_no_memory() -> None:
 def test_a_warm_call_is_one_look_up() -> None:
     q, k, v = (torch.randn(1, 2, 24, 8) for _ in range(3))
     tokens = Layout.permuted([list(range(23, -1, -1))])
-    known = world_of(None, 60.0).compiled
+    known = world_of(None, 60.0).executors
     before = len(known)
     first = weft.attention(q, k, v, tokens=tokens)
     hashed = tokens._hash

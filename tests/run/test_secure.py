@@ -19,13 +19,13 @@ import pytest
 
 from tests.worlds import becomes_true
 from weft.core.errors import CommError, InputError
-from weft.run import listener as listeners
-from weft.run import network, secure
-from weft.run.channel import Channel, Closed
-from weft.run.listener import Listener, Tunnel, forward, listen
-from weft.run.scratch import scratch
-from weft.run.secure import Credentials, ProofError, accept, connect
-from weft.run.tls import Certificate, self_signed, server_context
+from weft.run.net import interfaces, secure
+from weft.run.net import listener as listeners
+from weft.run.net.channel import Channel, Closed
+from weft.run.net.listener import Listener, Tunnel, forward, listen
+from weft.run.net.scratch import scratch
+from weft.run.net.secure import Credentials, ProofError, accept, connect
+from weft.run.net.tls import Certificate, self_signed, server_context
 from weft.serve.process import Process
 
 TOKEN, OTHER = "a-secret-of-all-machines", "a-secret-of-somebody-else"
@@ -98,7 +98,7 @@ def test_server_that_does_not_know_the_token_is_refused(stack: ExitStack) -> Non
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(secure.socket.socket, "connect", lambda *_: None)
         patch.setattr(secure.socket, "socket", lambda *_: one)
-        with pytest.raises(ProofError, match="does not know the token"):
+        with pytest.raises(ProofError, match="does not have the token"):
             secure._connect("/nowhere", TOKEN, "echo")
 
 
@@ -113,7 +113,7 @@ def test_relay_with_another_certificate_is_refused(
     assert isinstance(echo.address, tuple)
 
     def relay() -> None:
-        from weft.run.tls import TLSSocket, client_context
+        from weft.run.net.tls import TLSSocket, client_context
 
         client = TLSSocket(middle.accept()[0], context, server=True)
         client.handshake()
@@ -180,9 +180,9 @@ def test_flood_drops_the_oldest_of_the_crowd_and_lets_others_in(echo: Echo, stac
 FLOOD = """
 import resource, socket, sys, threading, time
 from pathlib import Path
-from weft.run import listener as module
-from weft.run.listener import Listener, listen
-from weft.run.secure import Credentials, connect
+from weft.run.net import listener as module
+from weft.run.net.listener import Listener, listen
+from weft.run.net.secure import Credentials, connect
 address = Path(sys.argv[1])
 def echo(channel):
     while True: channel.send(*channel.receive())
@@ -253,7 +253,7 @@ def test_token_is_in_no_byte_that_travels(credentials: Credentials, stack: ExitS
 
 
 def test_tunnel_carries_a_store_to_another_machine(credentials: Credentials, stack: ExitStack) -> None:
-    from weft.run.stores import open_store, serve_store
+    from weft.run.net.stores import open_store, serve_store
 
     with listen(("127.0.0.1", 0)) as listening:
         store, port = serve_store(listening), listening.getsockname()[1]
@@ -298,20 +298,20 @@ def test_private_key_with_a_password_is_refused_and_not_asked_for(tmp_path: Path
 
 
 def test_interface_is_that_of_the_master_or_the_named_one() -> None:
-    known = network.addresses()
+    known = interfaces.addresses()
     assert "127.0.0.1" in known["lo"]
-    assert network.choose("127.0.0.1", "", is_master=True) == ("lo", "127.0.0.1")
-    assert network.choose("localhost", "", is_master=False)[0] == "lo"
-    assert network.choose("192.0.2.7", "lo", is_master=True) == ("lo", "127.0.0.1")
-    assert network.choose("nothere.invalid", "lo", is_master=True) == ("lo", "127.0.0.1")
+    assert interfaces.choose("127.0.0.1", "", is_master=True) == ("lo", "127.0.0.1")
+    assert interfaces.choose("localhost", "", is_master=False)[0] == "lo"
+    assert interfaces.choose("192.0.2.7", "lo", is_master=True) == ("lo", "127.0.0.1")
+    assert interfaces.choose("nothere.invalid", "lo", is_master=True) == ("lo", "127.0.0.1")
     with pytest.raises(InputError, match="No interface"):
-        network.choose("192.0.2.7", "", is_master=True)
-    assert network.environment("eth0") == {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "=eth0"}
+        interfaces.choose("192.0.2.7", "", is_master=True)
+    assert interfaces.environment("eth0") == {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "=eth0"}
 
 
 ORPHAN = """
 import os, signal
-from weft.run.scratch import make_scratch
+from weft.run.net.scratch import make_scratch
 folder, _ = make_scratch("orphan"); (folder / "store").touch(); print(folder, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -320,8 +320,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_folder_of_a_killed_process_is_removed_by_the_next(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     environment = os.environ | {"TMPDIR": str(tmp_path)}
-    monkeypatch.setattr("weft.run.scratch.MAX_ROOT_BYTES", 1000)
-    code = "import weft.run.scratch as s; s.MAX_ROOT_BYTES = 1000" + ORPHAN
+    monkeypatch.setattr("weft.run.net.scratch.MAX_ROOT_BYTES", 1000)
+    code = "import weft.run.net.scratch as s; s.MAX_ROOT_BYTES = 1000" + ORPHAN
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment,
         cwd=Path(__file__).parents[2],

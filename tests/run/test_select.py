@@ -186,9 +186,10 @@ def test_chunks_change_nothing_and_stay_small(seed: int, kind: str, held: int, a
     choose = top_p if amount == 0.7 else top_k
     whole = choose(scores, amount, keep=keep)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(select, "at_a_time", lambda _: held)
+        patch.setattr(select, "elements_per_chunk", lambda _: held)
         sizes = [
-            (h.stop - h.start) * (r.stop - r.start) * 7 for h, r in select._chunks(select.source_of(scores))
+            (h.stop - h.start) * (r.stop - r.start) * 7
+            for h, r in select._chunks(select.score_source(scores))
         ]
         assert max(sizes) <= max(held, 7)
         part = choose(scores, amount, keep=keep)
@@ -238,19 +239,19 @@ def test_what_cannot_be_chosen_from_is_refused() -> None:
             with pytest.raises(InputError, match="NaN or"):
                 choose(bad, 0.5)
     refused = [
-        (lambda: top_k(scores, -1), "no budget"),
-        (lambda: top_k(scores, True), "no budget"),
-        (lambda: top_k(scores, 1.5), "no shares"),
-        (lambda: top_p(scores, -0.1), "no shares"),
+        (lambda: top_k(scores, -1), "k must be >= 0 blocks"),
+        (lambda: top_k(scores, True), "k must be >= 0 blocks"),
+        (lambda: top_k(scores, 1.5), "between 0 and 1"),
+        (lambda: top_p(scores, -0.1), "between 0 and 1"),
         (lambda: top_p(scores, torch.tensor([0.5, 0.5])), "does not fit 1 heads"),
-        (lambda: top_p(scores, 0.5, last=0.0), "no part of a block"),
+        (lambda: top_p(scores, 0.5, last=0.0), "last must be in"),
         (lambda: top_k(scores, 1, keep=Keep(kv=((2, 4),))), "only 3"),
-        (lambda: Keep(kv=((2, 1),)), "no range"),
-        (lambda: Keep(own=(0, 1)), "no sizes"),
+        (lambda: Keep(kv=((2, 1),)), "0 <= start <= stop"),
+        (lambda: Keep(own=(0, 1)), "own must be"),
         (lambda: top_k(scores[0], 1), "cannot be selected from"),
         (lambda: top_k(scores, 1, backend="cuda"), "unknown"),
         (lambda: Proxies(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 5)), "do not fit"),
-        (lambda: pool(torch.zeros(3, 4), 2, length=5), "cannot be pooled"),
+        (lambda: pool(torch.zeros(3, 4), 2, length=5), "Cannot pool"),
     ]
     for call, message in refused:
         with pytest.raises(InputError, match=message):
@@ -292,7 +293,7 @@ def test_a_gpu_takes_scores_that_a_cpu_refuses() -> None:
         def __getattr__(self, name: str) -> object:
             return getattr(scores, name)
 
-    rows = select.Rows.of(Elsewhere(), None)  # type: ignore[arg-type]
+    rows = select.ScoreRows.of(Elsewhere(), None)  # type: ignore[arg-type]
     assert rows.scores.tolist() == [[1.0, -inf, select.LARGEST, 2.0]] and rows.top.tolist() == [
         select.LARGEST
     ]

@@ -17,19 +17,19 @@ from hypothesis import strategies as st
 
 from tests.cases import Case, cases
 from tests.run.dense import Truth
+from tests.threads import ThreadComm, run_threads
 from weft.core.errors import CommError, InputError
 from weft.core.layout import Layout
 from weft.core.problem import Problem
 from weft.plan.choose import build
 from weft.run.comm import shm
-from weft.run.comm.onesided import Half, OneSidedComm
-from weft.run.comm.segment import MAIL, Identity, Segment
+from weft.run.comm.onesided import CallMemory, OneSidedComm
+from weft.run.comm.shared_segment import MAILBOX_SLOTS, SegmentInfo, SharedSegment
 from weft.run.comm.shm import ShmWindow
-from weft.run.comm.threads import ThreadComm, run_threads
-from weft.run.comm.window import Late, Words
+from weft.run.comm.window import Descriptor, LatePeerError
 from weft.run.execute import Executor
 from weft.run.kernels import choose
-from weft.run.world import transport
+from weft.run.transport import transport
 
 CPU = torch.device("cpu")
 Job = Callable[[OneSidedComm], Any]
@@ -39,11 +39,11 @@ def run(
     ranks: int, job: Job, *, sync: str = "barrier", timeout: float = 10.0, strict: bool = False
 ) -> list[Any]:
     return run_threads(
-        ranks, lambda base: job(OneSidedComm(base, shm.meet, timeout, sync=sync, strict=strict))
+        ranks, lambda base: job(OneSidedComm(base, shm.rendezvous, timeout, sync=sync, strict=strict))
     )
 
 
-def begun(comm: OneSidedComm) -> Half:
+def begun(comm: OneSidedComm) -> CallMemory:
     lender = comm.begin(CPU)
     assert lender is not None, comm.reason
     return lender
@@ -94,7 +94,7 @@ def test_ranks_of_two_machines_share_memory_where_they_can(
 
     def job(base: ThreadComm) -> Any:
         here.machine = 1 + base.rank // 2
-        comm = OneSidedComm(base, shm.meet, 10.0)
+        comm = OneSidedComm(base, shm.rendezvous, 10.0)
         executor = Executor(schedule, comm, choose("exact"))
         results = [both_ways(executor, truth) for _ in range(3)]
         assert comm.window is not None
@@ -120,7 +120,7 @@ def test_a_ring_passes_on_where_a_message_lies_and_not_the_message() -> None:
         assert isinstance(window, ShmWindow)
         put = window.put
 
-        def spied(peer: int, words: Words, timeout: float) -> None:
+        def spied(peer: int, words: Descriptor, timeout: float) -> None:
             told.append((words.owner, window._segments[window.rank]._filled[0]))
             put(peer, words, timeout)
 
@@ -213,14 +213,14 @@ def test_plans_that_come_and_go_leave_nothing_behind() -> None:
 
 
 def test_full_boxes_do_not_block_each_other() -> None:
-    many = 3 * MAIL
+    many = 3 * MAILBOX_SLOTS
 
     def job(comm: OneSidedComm) -> list[int]:
         begun(comm)
         window = comm.window
         assert window is not None
         for number in range(many):
-            window.put(1 - comm.rank, Words(number, 0, 0, 0), 10.0)
+            window.put(1 - comm.rank, Descriptor(number, 0, 0, 0), 10.0)
         return [window.wait(1 - comm.rank, 10.0).tag for _ in range(many)]
 
     assert run(2, job) == [list(range(many))] * 2
@@ -229,14 +229,14 @@ def test_full_boxes_do_not_block_each_other() -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        Words(0, 0, 1 << 60, 8),
-        Words(0, 0, -8, 8),
-        Words(0, 0, 0, -8),
-        Words(0, 0, 0, 1 << 62),
-        Words(0, 5, 0, 8),
+        Descriptor(0, 0, 1 << 60, 8),
+        Descriptor(0, 0, -8, 8),
+        Descriptor(0, 0, 0, -8),
+        Descriptor(0, 0, 0, 1 << 62),
+        Descriptor(0, 5, 0, 8),
     ],
 )
-def test_words_that_point_out_of_bounds_are_refused(words: Words) -> None:
+def test_words_that_point_out_of_bounds_are_refused(words: Descriptor) -> None:
     def job(comm: OneSidedComm) -> None:
         begun(comm)
         assert comm.window is not None
@@ -265,42 +265,42 @@ def test_a_message_of_another_size_is_refused() -> None:
 def test_a_message_outside_the_window_is_refused() -> None:
     def job(comm: OneSidedComm) -> None:
         begun(comm)
-        with pytest.raises(CommError, match="not in memory that begin"):
+        with pytest.raises(CommError, match="must lie in memory that begin"):
             comm.post([(1 - comm.rank, torch.zeros(8, dtype=torch.uint8))], [], "op 0", 0)
 
     run(2, job)
 
 
-MINE = Identity(run=77, rank=1, ranks=2, half=1 << 16)
+MINE = SegmentInfo(run=77, rank=1, ranks=2, half=1 << 16)
 
 
 @pytest.mark.parametrize(
     ("told", "match"),
     [
-        (Identity(78, 1, 2, 1 << 16), "another run"),
-        (Identity(77, 0, 2, 1 << 16), "another run"),
-        (Identity(77, 1, 2, 1 << 17), r"has \d+ bytes, not \d+"),
-        (Identity(77, 1, 9, 1 << 16), r"has \d+ bytes, not \d+"),
+        (SegmentInfo(78, 1, 2, 1 << 16), "another run"),
+        (SegmentInfo(77, 0, 2, 1 << 16), "another run"),
+        (SegmentInfo(77, 1, 2, 1 << 17), r"has \d+ bytes, expected \d+"),
+        (SegmentInfo(77, 1, 9, 1 << 16), r"has \d+ bytes, expected \d+"),
     ],
 )
-def test_a_segment_of_another_run_rank_or_size_is_refused(told: Identity, match: str) -> None:
-    segment = Segment.create(MINE)
-    assert Segment.open(f"/proc/self/fd/{segment.fd}", MINE).tensor().numel() == 2 << 16
+def test_a_segment_of_another_run_rank_or_size_is_refused(told: SegmentInfo, match: str) -> None:
+    segment = SharedSegment.create(MINE)
+    assert SharedSegment.open(f"/proc/self/fd/{segment.fd}", MINE).tensor().numel() == 2 << 16
     with pytest.raises(CommError, match=match):
-        Segment.open(f"/proc/self/fd/{segment.fd}", told)
+        SharedSegment.open(f"/proc/self/fd/{segment.fd}", told)
 
 
 def test_a_segment_of_another_user_or_open_to_others_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    segment = Segment.create(MINE)
+    segment = SharedSegment.create(MINE)
     path = f"/proc/self/fd/{segment.fd}"
     os.fchmod(segment.fd, 0o640)
-    with pytest.raises(CommError, match="not this user's alone"):
-        Segment.open(path, MINE)
+    with pytest.raises(CommError, match="accessible to this user only"):
+        SharedSegment.open(path, MINE)
     os.fchmod(segment.fd, 0o600)
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
-    with pytest.raises(CommError, match="not this user's alone"):
-        Segment.open(path, MINE)
+    with pytest.raises(CommError, match="accessible to this user only"):
+        SharedSegment.open(path, MINE)
 
 
 def test_a_segment_that_could_shrink_under_its_readers_is_refused() -> None:
@@ -309,18 +309,18 @@ def test_a_segment_that_could_shrink_under_its_readers_is_refused() -> None:
         os.fchmod(fd, 0o600)
         os.truncate(fd, MINE.size)
         os.pwrite(fd, MINE.header(), 0)
-        with pytest.raises(CommError, match="may shrink"):
-            Segment.open(f"/proc/self/fd/{fd}", MINE)
+        with pytest.raises(CommError, match="sealed against shrinking"):
+            SharedSegment.open(f"/proc/self/fd/{fd}", MINE)
     finally:
         os.close(fd)
-    segment = Segment.create(MINE)
+    segment = SharedSegment.create(MINE)
     with pytest.raises(OSError, match="not permitted"):
         os.truncate(segment.fd, 0)
 
 
 def test_a_peers_memory_is_read_only_and_has_no_name() -> None:
-    segment = Segment.create(MINE)
-    peer = Segment.open(f"/proc/self/fd/{segment.fd}", MINE)
+    segment = SharedSegment.create(MINE)
+    peer = SharedSegment.open(f"/proc/self/fd/{segment.fd}", MINE)
     modes = {}
     for line in Path("/proc/self/maps").read_text().splitlines():
         start, mode = int(line.split("-")[0], 16), line.split()[1]
@@ -331,7 +331,7 @@ def test_a_peers_memory_is_read_only_and_has_no_name() -> None:
 
 
 def test_views_keep_the_memory_that_they_lie_in() -> None:
-    memory = Segment.create(MINE).tensor()
+    memory = SharedSegment.create(MINE).tensor()
     memory.fill_(3)
     assert int(memory.sum()) == 3 * memory.numel()
 
@@ -340,7 +340,7 @@ def test_memory_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -
     def full(*_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    segment = Segment.create(MINE)
+    segment = SharedSegment.create(MINE)
     segment.fill(0, 1 << 16)
     with pytest.raises(CommError, match="a half has 65536 bytes.*transport='group'"):
         segment.fill(1, (1 << 16) + 1)
@@ -378,26 +378,26 @@ def test_a_dead_peer_is_noticed_before_the_time_is_over() -> None:
     dead = subprocess.Popen(["true"])
     process = os.pidfd_open(dead.pid)
     dead.wait()
-    ours, theirs = (Segment.create(Identity(rank, rank, 2, 1 << 16)) for rank in range(2))
+    ours, theirs = (SharedSegment.create(SegmentInfo(rank, rank, 2, 1 << 16)) for rank in range(2))
     window = ShmWindow(0, {0: ours, 1: theirs}, {1: process})
     other = ShmWindow(1, {0: ours, 1: theirs}, {})
-    other.put(0, Words(5, 1, 0, 0), 1.0)
+    other.put(0, Descriptor(5, 1, 0, 0), 1.0)
     assert window.wait(1, 3600.0).tag == 5, "what it said before it died still counts"
-    with pytest.raises(Late, match="its process has ended"):
+    with pytest.raises(LatePeerError, match="its process has ended"):
         window.wait(1, 3600.0)
-    with pytest.raises(Late, match="its process has ended"):
+    with pytest.raises(LatePeerError, match="its process has ended"):
         window.barrier(1, 3600.0)
 
 
 def test_a_rank_without_shared_memory_makes_all_use_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     this = threading.local()
-    monkeypatch.setattr(shm, "missing", lambda: "no compiler" if this.rank == 1 else "")
+    monkeypatch.setattr(shm, "unavailable_reason", lambda: "no compiler" if this.rank == 1 else "")
     truth = Truth.of(problem(2, 11))
     schedule = build("ring", truth.problem, truth.mask)
 
     def job(base: ThreadComm) -> Any:
         this.rank = base.rank
-        comm = OneSidedComm(base, shm.meet, 10.0)
+        comm = OneSidedComm(base, shm.rendezvous, 10.0)
         return both_ways(Executor(schedule, comm, choose("exact")), truth), comm.window, comm.reason
 
     results, windows, reasons = zip(*run_threads(2, job), strict=True)
@@ -408,7 +408,7 @@ def test_a_rank_without_shared_memory_makes_all_use_the_group(monkeypatch: pytes
 
 
 def test_who_insists_on_shared_memory_is_told_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shm, "missing", lambda: "no compiler")
+    monkeypatch.setattr(shm, "unavailable_reason", lambda: "no compiler")
 
     def job(comm: OneSidedComm) -> None:
         with pytest.raises(CommError, match="no compiler.*transport='auto' .WEFT_TRANSPORT=auto"):
@@ -418,15 +418,15 @@ def test_who_insists_on_shared_memory_is_told_why_not(monkeypatch: pytest.Monkey
 
 
 def test_a_peer_that_cannot_be_mapped_makes_all_use_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = Segment.open
+    opened = SharedSegment.open
 
-    def refuse(path: str, identity: Identity) -> Segment:
+    def refuse(path: str, identity: SegmentInfo) -> SharedSegment:
         if identity.rank == 2:
             raise PermissionError(errno.EACCES, "not yours")
         return opened(path, identity)
 
-    monkeypatch.setattr(Segment, "open", staticmethod(refuse))
-    found = run_threads(3, shm.meet)
+    monkeypatch.setattr(SharedSegment, "open", staticmethod(refuse))
+    found = run_threads(3, shm.rendezvous)
     assert [window for window, _ in found] == [None] * 3
     assert "not yours" in found[0][1]
     assert "rank 0 cannot map" in found[2][1]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weft.run.kernels.speeds import Sizes, Speeds
+from weft.run.kernels.speeds import Speeds, TimingSizes
 
 CPU = torch.device("cpu")
-SIZES = Sizes(2, 512, repeats=2, some=4)
+SIZES = TimingSizes(2, 512, repeats=2, some=4)
 
 
 def speeds(device: torch.device = CPU) -> Speeds:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from weft.run import streams
-from weft.run.stopwatch import device_seconds, launch_seconds, low
+from weft.run.measure.stopwatch import device_seconds, launch_seconds, lowest_eighth
 
 GPU = torch.device("cuda", 0)
 
@@ -73,5 +73,5 @@ def test_on_a_cpu_calls_are_the_work() -> None:
 
 
 def test_the_lowest_eighth() -> None:
-    assert low([float(n) for n in range(1, 10)]) == 2
-    assert low([1e-6, 1.0]) > 0, "never below the least of them"
+    assert lowest_eighth([float(n) for n in range(1, 10)]) == 2
+    assert lowest_eighth([1e-6, 1.0]) > 0, "never below the least of them"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import weft.run.attention  # noqa: F401 - registers the operations
 from tests.run.dense import Truth
+from tests.threads import run_threads
 from weft.core.errors import CommError, InputError
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
@@ -20,7 +21,6 @@ from weft.plan.choose import build
 from weft.run import streams
 from weft.run.arena import Arena
 from weft.run.bind import Bound
-from weft.run.comm.threads import run_threads
 from weft.run.execute import CAPTURED, FORWARD, Executor
 from weft.run.kernels import choose
 
@@ -94,25 +94,25 @@ def test_memory_of_a_graph_stays_where_it_is(fake: FakeStreams) -> None:
         arena = Arena()
         small, truth = attention(comm, 16, arena)
         call(small, truth)
-        comm.gather_numbers([0])
+        comm.all_gather_ints([0])
         if comm.rank == 0:
             fake.number, fake.capturing = 2, True
-        comm.gather_numbers([0])
+        comm.all_gather_ints([0])
         expected = call(small, truth)
         captured, block = addresses(graph(small)), block_of(graph(small))
-        comm.gather_numbers([0])
+        comm.all_gather_ints([0])
         if comm.rank == 0:
             fake.number, fake.capturing = 1, False
-        comm.gather_numbers([0])
+        comm.all_gather_ints([0])
         large, other = attention(comm, 400, arena)
         call(large, other)  # the arena grows
         again = call(small, truth)  # not captured: in the arena's block
         arena.clear()
         gc.collect()
-        comm.gather_numbers([0])
+        comm.all_gather_ints([0])
         if comm.rank == 0:
             fake.capturing = True
-        comm.gather_numbers([0])
+        comm.all_gather_ints([0])
         replayed = call(small, truth)
         eager = small._bound[FORWARD, None, 1]
         return (
@@ -163,11 +163,11 @@ def test_a_capture_binds_nothing(fake: FakeStreams, monkeypatch: pytest.MonkeyPa
         layers = [attention(comm, tokens, arena) for tokens in (24, 16)]
         for layer in layers:
             call(*layer)
-        comm.gather_numbers([0])
+        comm.all_gather_ints([0])
         if comm.rank == 0:
             fake.number, fake.capturing = 2, True
             bound.clear()
-        comm.gather_numbers([0])
+        comm.all_gather_ints([0])
         for layer in layers * 2:
             call(*layer)
         return block_of(graph(layers[0][0])) == block_of(graph(layers[1][0]))
@@ -181,15 +181,15 @@ def test_a_layer_that_is_not_captured_leaves_the_memory_of_one_that_is(fake: Fak
         arena = Arena()
         first, second = (attention(comm, tokens, arena) for tokens in (24, 16))
         call(*first), call(*second)
-        comm.gather_numbers([0])
+        comm.all_gather_ints([0])
         if comm.rank == 0:
             fake.number, fake.capturing = 2, True
-        comm.gather_numbers([0])
+        comm.all_gather_ints([0])
         call(*first)
-        comm.gather_numbers([0])
+        comm.all_gather_ints([0])
         if comm.rank == 0:
             fake.number, fake.capturing = 1, False
-        comm.gather_numbers([0])
+        comm.all_gather_ints([0])
         call(*second)
         return block_of(second[0]._bound[FORWARD, None, 1]) != block_of(graph(first[0]))
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import weft
+from tests.threads import run_threads
 from weft.core.errors import AgreementError, InputError, WeftError
 from weft.core.indices import split_evenly
 from weft.core.layout import Layout
 from weft.core.problem import Switch
-from weft.run.comm.threads import run_threads
 from weft.run.world import World
 from weft.schedule.measure import measure
 from weft.schedule.reverse import reverse
@@ -287,7 +287,7 @@ def test_one_process_is_a_world_of_one() -> None:
         weft.switch(weft.split(x, "time", dims=dims), "time", "space", dims=dims), "space", dims=dims
     )
     assert torch.equal(out, x)
-    assert weft.keep(x, "time", dims=dims) is x
+    assert weft.assert_sharded(x, "time", dims=dims) is x
 
 
 DIMS = grid(2, 5, 7, 3)
@@ -308,7 +308,10 @@ MISTAKES: dict[str, tuple[Callable[[Tensor, World], Any], str]] = {
     "integers": (lambda x, w: weft.switch(x.int(), "time", "space", dims=DIMS, mesh=w), "x is torch.int32"),
     "gather": (lambda x, w: weft.gather(x, "space", dims=DIMS, mesh=w), "gather space: on rank"),
     "split": (lambda x, w: weft.split(x, "space", dims=DIMS, mesh=w), "x must be whole"),
-    "keep": (lambda x, w: weft.keep(x, "space", dims=DIMS, mesh=w), "keep space: on rank"),
+    "assert_sharded": (
+        lambda x, w: weft.assert_sharded(x, "space", dims=DIMS, mesh=w),
+        "assert_sharded space: on rank",
+    ),
 }
 
 

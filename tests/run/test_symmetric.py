@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -16,17 +16,17 @@ from torch._C._distributed_c10d import HashStore
 
 from tests.run.dense import Truth
 from tests.run.fake_symmetric import CPU, Board, FakeSource, FakeStreams, Pool, parts, patch_streams, window
+from tests.threads import ThreadComm, _Board, run_threads
 from weft.core.errors import CommError
 from weft.core.layout import Layout
 from weft.core.problem import Problem
 from weft.plan.choose import build
 from weft.run.comm import shm, symmetric
-from weft.run.comm.block import Handle, TorchSource
 from weft.run.comm.onesided import OneSidedComm
 from weft.run.comm.symmetric import SymmetricWindow
-from weft.run.comm.threads import ThreadComm, _Board, run_threads
-from weft.run.comm.watcher import Store, Watcher
-from weft.run.comm.window import Words
+from weft.run.comm.symmetric_block import SymmetricHandle, TorchAllocator
+from weft.run.comm.watcher import Watcher
+from weft.run.comm.window import Descriptor
 from weft.run.execute import Executor
 from weft.run.kernels import choose
 
@@ -198,21 +198,21 @@ def test_a_signal_is_queued_before_the_words_are_sent(board: Callable[..., Board
     """So that whoever has the words waits for what is queued already."""
 
     def job(found: SymmetricWindow) -> list[str]:
-        (handle, _), mail = parts(found), found._mail
+        (handle, _), mail = parts(found), found._host
         put = mail.put
         mail.put = lambda *args: handle.calls.append("words") or put(*args)  # type: ignore[func-returns-value,method-assign]
-        found.put(1 - found.rank, Words(0, 0, 0, 0), 5.0)
+        found.put(1 - found.rank, Descriptor(0, 0, 0, 0), 5.0)
         return handle.calls
 
     assert run(board(2), job) == [["put 1", "words"], ["put 0", "words"]]
 
 
 def test_bytes_that_were_copied_to_twice_are_the_last_message() -> None:
-    comm = OneSidedComm(ThreadComm(_Board(1, 1.0), 0), shm.meet, 1.0)
+    comm = OneSidedComm(ThreadComm(_Board(1, 1.0), 0), shm.rendezvous, 1.0)
     buffer = torch.zeros(96, dtype=torch.uint8)
-    comm.note_copy(buffer[:64], Words(0, 3, 1000, 64))
+    comm.note_copy(buffer[:64], Descriptor(0, 3, 1000, 64))
     assert comm._origin(buffer[16:64]) == (3, 1016)
-    comm.note_copy(buffer[32:], Words(0, 5, 9000, 64))
+    comm.note_copy(buffer[32:], Descriptor(0, 5, 9000, 64))
     assert comm._origin(buffer[40:64]) == (5, 9008)
     assert comm._origin(buffer[:16]) is None
 
@@ -338,14 +338,14 @@ def test_more_messages_than_the_pad_has_channels_are_refused_before_they_block(
     def job(found: SymmetricWindow) -> None:
         peer = 1 - found.rank
         for _ in range(7):  # 8 channels, of which barriers have one
-            found.put(peer, Words(0, 0, 0, 0), 5.0)
+            found.put(peer, Descriptor(0, 0, 0, 0), 5.0)
         with pytest.raises(CommError, match="More than 7 messages.*set_signal_pad_size"):
-            found.put(peer, Words(0, 0, 0, 0), 5.0)
+            found.put(peer, Descriptor(0, 0, 0, 0), 5.0)
         for _ in range(7):
             found.wait(peer, 5.0)
         found.arrive(1)
         fake.drain()
-        found.put(peer, Words(0, 0, 0, 0), 5.0)
+        found.put(peer, Descriptor(0, 0, 0, 0), 5.0)
         found.wait(peer, 5.0)
 
     run(board(2, 4 * 2 * 8), job)
@@ -406,7 +406,7 @@ def test_a_wait_whose_signal_never_comes_ends_when_the_watcher_has_decided(
         found = window(shared, base)
         found.reserve(64, 10.0)
         if base.rank == 1:
-            found._mail.put(0, Words(0, 1, 0, 64), 5.0)
+            found._host.put(0, Descriptor(0, 1, 0, 64), 5.0)
             return True
         words = found.wait(1, 5.0)
         into = torch.zeros(64, dtype=torch.uint8)
@@ -446,7 +446,7 @@ def test_both_ends_of_a_message_are_watched(board: Callable[..., Board]) -> None
 
 def test_a_group_that_fails_ends_the_waits_of_its_windows_before_its_communicator() -> None:
     ended: list[str] = []
-    watcher = Watcher(cast("Store", HashStore()), 0, [0, 1], lambda: ended.append("communicator"))
+    watcher = Watcher(HashStore(), 0, [0, 1], lambda: ended.append("communicator"))
 
     def fail() -> None:
         ended.append("window")
@@ -461,7 +461,7 @@ def test_a_group_that_fails_ends_the_waits_of_its_windows_before_its_communicato
 
 def test_without_a_gpu_all_ranks_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    found = run_threads(2, partial(symmetric.meet, None))  # type: ignore[arg-type]
+    found = run_threads(2, partial(symmetric.rendezvous, None))  # type: ignore[arg-type]
     assert found == [(None, "symmetric memory needs a GPU")] * 2
 
 
@@ -478,7 +478,7 @@ def test_ranks_agree_that_one_of_them_cannot(fails: str, board: Callable[..., Bo
     shared = board(2)
 
     def job(base: ThreadComm) -> tuple[Any, str]:
-        mail, _ = shm.meet(base)
+        mail, _ = shm.rendezvous(base)
         assert mail is not None
         source = FakeSource(shared, base.rank, Pool())
 
@@ -507,14 +507,14 @@ def test_memory_that_does_not_fit_on_one_rank_is_an_error_on_all(board: Callable
 def test_torch_has_what_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._C._distributed_c10d import _SymmetricMemory
 
-    names = [name for name in vars(Handle) if not name.startswith("_")]
+    names = [name for name in vars(SymmetricHandle) if not name.startswith("_")]
     assert len(names) == 9
     assert not [name for name in names if not hasattr(_SymmetricMemory, name)]
     asked: list[Any] = []
     monkeypatch.setattr(_SymmetricMemory, "empty_strided_p2p", lambda *args: asked.append(args))
     monkeypatch.setattr(_SymmetricMemory, "rendezvous", lambda *args: asked.append(args))
     cuda = torch.device("cuda", 3)
-    source = TorchSource(SimpleNamespace(group_name="pair"), cuda)  # type: ignore[arg-type]
+    source = TorchAllocator(SimpleNamespace(group_name="pair"), cuda)  # type: ignore[arg-type]
     source.empty(10)
     source.rendezvous(torch.zeros(1))
     assert asked == [((10,), (1,), torch.uint8, cuda), (torch.zeros(1), "pair")]

@@ -45,8 +45,8 @@ def test_large_masks_are_listed_a_part_after_another(monkeypatch: pytest.MonkeyP
     active = np.random.default_rng(5).random((5, 4, 7)) < 0.4
     whole = rows(Blocks.of(active))
     assert rows(Blocks.of(torch.from_numpy(active))) == whole
-    monkeypatch.setattr("weft.run.kernels.tiles.TILES_AT_ONCE", 2 * 4 * 7)
-    monkeypatch.setattr("weft.run.kernels.tiles.PLACES_AT_ONCE", 3 * 7)  # neither heads nor rows divide
+    monkeypatch.setattr("weft.run.kernels.tiles.TILES_PER_CHUNK", 2 * 4 * 7)
+    monkeypatch.setattr("weft.run.kernels.tiles.HOST_TILES_PER_CHUNK", 3 * 7)  # neither heads nor rows divide
     assert rows(Blocks.of(active)) == rows(Blocks.of(torch.from_numpy(active))) == whole
 
 
@@ -72,14 +72,14 @@ def test_tiles_of_lists_are_those_of_the_mask() -> None:
     assert ours.sparse and theirs.sparse and not Tiles(None, 8, 8, 8, 8).sparse
     assert rows(ours.lists(device)) == rows(theirs.lists(device))
     assert np.array_equal(ours.host, theirs.host)
-    assert torch.equal(ours.mask(device), theirs.mask(device))
+    assert torch.equal(ours.lists(device).active, theirs.lists(device).active)
     assert ours.token_mask is not None and torch.equal(ours.token_mask, theirs.token_mask)
 
 
 def test_lists_are_made_once_for_each_device() -> None:
     tiles = Tiles(np.eye(3, dtype=bool)[None], 8, 8, 24, 24)
     device = torch.device("cpu")
-    assert tiles.lists(device) is tiles.lists(device) and tiles.mask(device) is tiles.mask(device)
+    assert tiles.lists(device) is tiles.lists(device)
 
 
 @pytest.mark.parametrize("group", [1, 2])

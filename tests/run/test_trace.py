@@ -20,6 +20,7 @@ from torch import Tensor
 
 import weft
 from tests.run.dense import Truth
+from tests.threads import ThreadComm, run_threads
 from weft.core.errors import InputError
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
@@ -30,11 +31,10 @@ from weft.core.topology import Link, Topology
 from weft.plan.choose import build
 from weft.program.lower import lower_all
 from weft.program.steps import Attention, Gradient
-from weft.run import clocks, recorder, trace
-from weft.run.comm.threads import ThreadComm, run_threads
 from weft.run.execute import Executor
 from weft.run.kernels import choose
-from weft.run.trace import read_trace
+from weft.run.measure import clocks, recorder, trace
+from weft.run.measure.trace import read_trace
 from weft.schedule.measure import measure
 from weft.schedule.reverse import reverse
 from weft.simulate.events import simulate
@@ -160,8 +160,8 @@ def test_nothing_is_recorded_while_nothing_is_traced(tmp_path: Path, monkeypatch
     with weft.trace(tmp_path):
         run(truth, schedule)
     before = {path: path.read_text() for path in tmp_path.iterdir()}
-    for name in ("outline", "run_marked"):
-        monkeypatch.setattr(recorder, name, fail)
+    monkeypatch.setattr(recorder, "outline", fail)
+    monkeypatch.setattr(clocks, "run_marked", fail)
     monkeypatch.setattr(Span, "__init__", fail)
     assert trace.active is None
     run(truth, schedule)
@@ -214,13 +214,13 @@ def test_half_a_line_of_a_rank_that_was_killed_is_left_out(tmp_path: Path) -> No
 def test_memory_is_bounded_and_what_is_full_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recorder, "HELD", 20)
+    monkeypatch.setattr(recorder, "MAX_PENDING_STEPS", 20)
     truth = case(2)
     schedule = build("ring", truth.problem, truth.mask)
     with weft.trace(tmp_path):
         run(truth, schedule, times=20)
         assert isinstance(trace.active, recorder.Tracer)
-        assert all(len(one.pending) <= 20 for one in trace.active.recorders.values())
+        assert all(len(one.marked._runs) <= 20 for one in trace.active.recorders.values())
         already = read_trace(tmp_path)
     assert {span.call for span in already.spans} >= set(range(30))
     assert {span.call for span in read_trace(tmp_path).spans} == set(range(40))
@@ -320,10 +320,10 @@ def test_the_environment_traces_until_the_process_ends(
     at_the_end: list[Callable[[], None]] = []
     monkeypatch.setattr(atexit, "register", at_the_end.append)
     monkeypatch.setattr(trace, "active", None)
-    trace.follow_environment()
+    trace.trace_from_environment()
     assert trace.active is None
     monkeypatch.setenv("WEFT_TRACE", str(tmp_path / "new"))
-    trace.follow_environment()
+    trace.trace_from_environment()
     truth = case(2)
     run(truth, build("ring", truth.problem, truth.mask))
     (end,) = at_the_end
@@ -345,7 +345,7 @@ def test_files_are_timelines_and_reading_them_needs_no_torch(tmp_path: Path) -> 
     code = f"""
 import sys
 sys.modules["torch"] = None
-from weft.run.trace import read_trace
+from weft.run.measure.trace import read_trace
 print(read_trace({str(tmp_path)!r}).ranks)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.threads import ThreadComm, run_threads
 from weft.core.topology import Topology
-from weft.run import world
+from weft.run import transport, world
 from weft.run.comm import shm, symmetric
 from weft.run.comm.group import GroupComm
 from weft.run.comm.onesided import OneSidedComm
-from weft.run.comm.threads import ThreadComm, run_threads
 from weft.run.comm.window import Window
 
 GROUP: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
@@ -34,7 +34,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("found", "asked", "transport"),
+    ("faster", "setting", "expected"),
     [
         ("", "auto", "shm"),
         ("group", "auto", "shm"),
@@ -45,14 +45,14 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     ],
 )
 def test_auto_takes_what_was_measured_faster(
-    found: str, asked: str, transport: str, measured: Any, monkeypatch: pytest.MonkeyPatch
+    faster: str, setting: str, expected: str, measured: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured(found)
-    monkeypatch.setenv("WEFT_TRANSPORT", asked)
-    comm = world._comm(GROUP, 1.0)
-    assert comm.transport == transport
-    assert isinstance(comm, GroupComm if transport == "group" else OneSidedComm)
-    assert getattr(comm, "_strict", False) == (asked not in ("auto", "group"))
+    measured(faster)
+    monkeypatch.setenv("WEFT_TRANSPORT", setting)
+    comm = transport.connect(GROUP, 1.0)
+    assert comm.transport == expected
+    assert isinstance(comm, GroupComm if expected == "group" else OneSidedComm)
+    assert getattr(comm, "_strict", False) == (setting not in ("auto", "group"))
 
 
 def test_ranks_without_symmetric_memory_go_on_as_by_default_and_say_why(
@@ -62,7 +62,7 @@ def test_ranks_without_symmetric_memory_go_on_as_by_default_and_say_why(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
     def job(base: ThreadComm) -> tuple[bool, bool]:
-        comm: Any = world._comm(GROUP, 1.0)
+        comm: Any = transport.connect(GROUP, 1.0)
         comm.base = base
         lender = comm.begin(torch.device("cpu"))
         return isinstance(comm.window, shm.ShmWindow), lender.lands
@@ -76,9 +76,9 @@ def test_ranks_without_symmetric_memory_go_on_as_by_default_and_say_why(
 def test_a_rendezvous_by_all_ranks_is_taken(measured: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     measured("symmetric")
     window: Any = SimpleNamespace(near=frozenset({1}))
-    monkeypatch.setattr(symmetric, "meet", lambda *_: (window, ""))
-    comm: Any = world._comm(GROUP, 1.0)
-    assert comm._meet(comm.base) == (window, "")
+    monkeypatch.setattr(symmetric, "rendezvous", lambda *_: (window, ""))
+    comm: Any = transport.connect(GROUP, 1.0)
+    assert comm._rendezvous(comm.base) == (window, "")
 
 
 class Closing(Window):
@@ -95,11 +95,11 @@ def test_the_memory_of_a_group_that_has_ended_is_given_back(monkeypatch: pytest.
     monkeypatch.setitem(dist.distributed_c10d._world.pg_map, other, ("gloo", None))  # type: ignore[arg-type]
     windows: list[Any] = []
     for group in (ended, other):
-        comm: Any = world._comm(GROUP, 1.0)
+        comm: Any = transport.connect(GROUP, 1.0)
         comm.window = Closing()  # type: ignore[abstract]
         windows.append(comm.window)
         monkeypatch.setitem(world._worlds, group, {1.0: world.World(comm)})
-    monkeypatch.setattr(world, "_comm", lambda *_: world.SoloComm())
+    monkeypatch.setattr(transport, "connect", lambda *_: world.LocalComm())
     world.world_of(other, 2.0)
     assert [window.closed for window in windows] == [1, 0]
     assert ended not in world._worlds and set(world._worlds[other]) == {1.0, 2.0}

@@ -20,13 +20,13 @@ from torch import Tensor
 from tests.run.dense import error
 from tests.run.interpreted import ROOT, failures, report
 from weft.core.errors import InputError
-from weft.run.kernels import tuning
-from weft.run.kernels.gpu import Gpu
-from weft.run.kernels.reference import Reference
+from weft.run.kernels import Accumulator, tuning
+from weft.run.kernels.merge import merged
+from weft.run.kernels.reference import ReferenceKernel
 from weft.run.kernels.tiles import Tiles
+from weft.run.kernels.triton_attention import TritonAttention
 from weft.run.kernels.triton_configs import _TABLE as TABLE
 from weft.run.kernels.triton_configs import SMALL_TARGETS, TARGETS, Config, configs
-from weft.run.merge import merged
 
 # Largest difference over the largest number: float32 sums in another order, float16 weights.
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 1e-3}
@@ -122,9 +122,9 @@ def same(found: Tensor, expected: Tensor, dtype: torch.dtype = torch.float32) ->
 
 def forward_is_the_reference(shape: Shape) -> None:
     q, k, v, _ = shape.operands()
-    found = Gpu().attend(q, k, v, shape.tiles(), shape.scale)
+    found = TritonAttention().attend(q, k, v, shape.tiles(), shape.scale)
     keys, values = (x.repeat_interleave(shape.group, 1) for x in (k, v))
-    expected = Reference().attend(q, keys, values, shape.tiles(), shape.scale)
+    expected = ReferenceKernel().attend(q, keys, values, shape.tiles(), shape.scale)
     for x, y in zip(found, expected, strict=True):
         same(x, y, shape.dtype)
     empty = expected[1] == -torch.inf
@@ -135,9 +135,9 @@ def forward_is_the_reference(shape: Shape) -> None:
 def backward_is_the_reference(shape: Shape) -> None:
     q, k, v, grad = shape.operands()
     keys, values = (x.repeat_interleave(shape.group, 1) for x in (k, v))
-    done = Reference().attend(q, keys, values, shape.tiles(), shape.scale)
-    found = Gpu().attend_backward(grad, q, k, v, done, shape.tiles(), shape.scale)
-    dq, *of_keys = Reference().attend_backward(grad, q, keys, values, done, shape.tiles(), shape.scale)
+    done = ReferenceKernel().attend(q, keys, values, shape.tiles(), shape.scale)
+    found = TritonAttention().attend_backward(grad, q, k, v, done, shape.tiles(), shape.scale)
+    dq, *of_keys = ReferenceKernel().attend_backward(grad, q, keys, values, done, shape.tiles(), shape.scale)
     expected = dq, *(x.unflatten(1, (-1, shape.group)).sum(2) for x in of_keys)
     for x, y in zip(found, expected, strict=True):
         same(x, y, shape.dtype)
@@ -165,19 +165,21 @@ def a_running_sum_over_parts_is_the_whole() -> None:
     out = torch.zeros(q.transpose(1, 2).shape).transpose(1, 2)
     lse = torch.full((*q.shape[:-1], 3), -torch.inf)[..., 1]
     for part, tiles in zip(*halves(RAGGED), strict=True):
-        found = Gpu().attend(q, k[:, :, part], v[:, :, part], tiles, 0.2, into=(out, lse))
+        found = TritonAttention().attend(
+            q, k[:, :, part], v[:, :, part], tiles, 0.2, into=Accumulator(out, lse)
+        )
         assert found[0] is out and found[1] is lse
-    expected = Reference().attend(q, k, v, RAGGED.tiles(), 0.2)
+    expected = ReferenceKernel().attend(q, k, v, RAGGED.tiles(), 0.2)
     same(out, expected[0])
     same(lse, expected[1])
 
 
 def gradients_of_parts_add_up() -> None:
     q, k, v, grad = RAGGED.operands()
-    done = Reference().attend(q, k, v, RAGGED.tiles(), 0.2)
-    expected = Reference().attend_backward(grad, q, k, v, done, RAGGED.tiles(), 0.2)
+    done = ReferenceKernel().attend(q, k, v, RAGGED.tiles(), 0.2)
+    expected = ReferenceKernel().attend_backward(grad, q, k, v, done, RAGGED.tiles(), 0.2)
     (dq1, dk1, dv1), (dq2, dk2, dv2) = (
-        Gpu().attend_backward(grad, q, k[:, :, part], v[:, :, part], done, tiles, 0.2)
+        TritonAttention().attend_backward(grad, q, k[:, :, part], v[:, :, part], done, tiles, 0.2)
         for part, tiles in zip(*halves(RAGGED), strict=True)
     )
     found = dq1 + dq2, torch.cat([dk1, dk2], 2), torch.cat([dv1, dv2], 2)
@@ -188,18 +190,22 @@ def gradients_of_parts_add_up() -> None:
 def a_float32_gradient_serves_16_bit_operands() -> None:
     shape = replace(SHAPES["float16"], strided=True)
     q, k, v, grad = shape.operands()
-    done = Reference().attend(q, k, v, shape.tiles(), 0.2)
-    narrow, wide = (Gpu().attend_backward(g, q, k, v, done, shape.tiles(), 0.2) for g in (grad, grad.float()))
+    done = ReferenceKernel().attend(q, k, v, shape.tiles(), 0.2)
+    narrow, wide = (
+        TritonAttention().attend_backward(g, q, k, v, done, shape.tiles(), 0.2) for g in (grad, grad.float())
+    )
     assert all(torch.equal(x, y) for x, y in zip(narrow, wide, strict=True))
 
 
 def lse_of_empty_rows_may_have_either_sign() -> None:
     shape = SHAPES["square"]
     q, k, v, grad = shape.operands()
-    out, lse = Reference().attend(q, k, v, shape.tiles(), 0.2)
+    out, lse = ReferenceKernel().attend(q, k, v, shape.tiles(), 0.2)
     assert (lse == -torch.inf).any()
     other = lse.masked_fill(lse == -torch.inf, torch.inf)
-    found = [Gpu().attend_backward(grad, q, k, v, (out, x), shape.tiles(), 0.2) for x in (lse, other)]
+    found = [
+        TritonAttention().attend_backward(grad, q, k, v, (out, x), shape.tiles(), 0.2) for x in (lse, other)
+    ]
     assert all(torch.equal(x, y) and x.isfinite().all() for x, y in zip(*found, strict=True))
 
 
@@ -208,7 +214,7 @@ def a_nan_reaches_the_rows_that_read_it_and_no_other() -> None:
     for at in (1, 2):  # a key, a value
         operands = list(shape.operands()[:3])
         operands[at][:, :, -1] = torch.nan
-        out, _ = Gpu().attend(*operands, shape.tiles(), 0.2)
+        out, _ = TritonAttention().attend(*operands, shape.tiles(), 0.2)
         mask = shape.tiles().token_mask
         assert mask is not None
         assert (out.isnan().any(-1) == mask[:, :, -1]).all()
@@ -218,10 +224,10 @@ def scores_far_apart_do_not_overflow() -> None:
     shape = SHAPES["ragged"]
     q, k, v, grad = shape.operands()
     exact = [x.double() for x in (q, k, v)]
-    done = Gpu().attend(q, k, v, shape.tiles(), 40.0)
-    grads = Gpu().attend_backward(grad, q, k, v, done, shape.tiles(), 40.0)
-    final = Reference().attend(*exact, shape.tiles(), 40.0)
-    expected = Reference().attend_backward(grad.double(), *exact, final, shape.tiles(), 40.0)
+    done = TritonAttention().attend(q, k, v, shape.tiles(), 40.0)
+    grads = TritonAttention().attend_backward(grad, q, k, v, done, shape.tiles(), 40.0)
+    final = ReferenceKernel().attend(*exact, shape.tiles(), 40.0)
+    expected = ReferenceKernel().attend_backward(grad.double(), *exact, final, shape.tiles(), 40.0)
     # Scores reach 2000, of which float32 has 4 digits after the point.
     for x, y in zip([*done, *grads], [*final, *expected], strict=True):
         x, y = (z.masked_fill(z == -torch.inf, 0.0) for z in (x, y))
@@ -231,13 +237,13 @@ def scores_far_apart_do_not_overflow() -> None:
 def no_keys_or_no_queries_give_nothing() -> None:
     q, k, v, grad = SHAPES["square"].operands()
     tiles = Tiles(None, 128, 0, 128, 0)
-    done = Gpu().attend(q, k[:, :, :0], v[:, :, :0], tiles, 0.2)
+    done = TritonAttention().attend(q, k[:, :, :0], v[:, :, :0], tiles, 0.2)
     assert not done[0].any() and (done[1] == -torch.inf).all()
-    dq, dk, _ = Gpu().attend_backward(grad, q, k[:, :, :0], v[:, :, :0], done, tiles, 0.2)
+    dq, dk, _ = TritonAttention().attend_backward(grad, q, k[:, :, :0], v[:, :, :0], done, tiles, 0.2)
     assert not dq.any() and dk.shape[2] == 0
     tiles = Tiles(None, 0, 128, 0, 128)
-    done = Gpu().attend(q[:, :, :0], k, v, tiles, 0.2)
-    dq, dk, dv = Gpu().attend_backward(grad[:, :, :0], q[:, :, :0], k, v, done, tiles, 0.2)
+    done = TritonAttention().attend(q[:, :, :0], k, v, tiles, 0.2)
+    dq, dk, dv = TritonAttention().attend_backward(grad[:, :, :0], q[:, :, :0], k, v, done, tiles, 0.2)
     assert dq.shape[2] == 0 and not dk.any() and not dv.any()
 
 
@@ -246,14 +252,15 @@ def every_configuration_of_a_target_is_the_reference(target: str) -> None:
     shape = Shape(q_len=200, k_len=150, head_dim=40, block_q=128, block_k=128, heads=2, group=2)
     q, k, v, _ = shape.operands()
     keys, values = (x.repeat_interleave(2, 1) for x in (k, v))
-    before = Reference().attend(q, keys + 1, values, shape.tiles(), 0.2)
+    before = ReferenceKernel().attend(q, keys + 1, values, shape.tiles(), 0.2)
     expected = merged(
-        Reference().attend(q, keys, values, shape.tiles(), 0.2), tuple(x.clone() for x in before), fresh=False
+        ReferenceKernel().attend(q, keys, values, shape.tiles(), 0.2),
+        Accumulator(*(x.clone() for x in before)),
     )
     for config in configs(target, "forward", 64, 128, 128):
-        kernel = Gpu(interpreted_as=target)
+        kernel = TritonAttention(interpreted_as=target)
         kernel._config = lambda *_, config=config: config
-        found = kernel.attend(q, k, v, shape.tiles(), 0.2, into=tuple(x.clone() for x in before))
+        found = kernel.attend(q, k, v, shape.tiles(), 0.2, into=Accumulator(*(x.clone() for x in before)))
         for x, y in zip(found, expected, strict=True):
             same(x, y)
 
@@ -262,8 +269,8 @@ def gradients_by_tiles_of_any_size_are_the_reference() -> None:
     """Warps and stages are nothing to the interpreter: each size of tiles of any target once."""
     shape = Shape(head_dim=40, q_len=140, k_len=130, block_q=128, block_k=128, batch=1)
     q, k, v, grad = shape.operands()
-    done = Reference().attend(q, k, v, shape.tiles(), 0.2)
-    expected = Reference().attend_backward(grad, q, k, v, done, shape.tiles(), 0.2)
+    done = ReferenceKernel().attend(q, k, v, shape.tiles(), 0.2)
+    expected = ReferenceKernel().attend_backward(grad, q, k, v, done, shape.tiles(), 0.2)
     sizes = {
         Config(config.bq, config.bk, 4, 2)
         for (_, name, _), found in TABLE.items()
@@ -272,7 +279,7 @@ def gradients_by_tiles_of_any_size_are_the_reference() -> None:
     }
     assert len(sizes) > 5
     for config in sizes:
-        kernel = Gpu()
+        kernel = TritonAttention()
         kernel._config = lambda *_, config=config: config
         for x, y in zip(
             kernel.attend_backward(grad, q, k, v, done, shape.tiles(), 0.2), expected, strict=True
@@ -283,8 +290,8 @@ def gradients_by_tiles_of_any_size_are_the_reference() -> None:
 def a_measurement_runs_the_configuration_that_it_is_for() -> None:
     for name, density in (("forward", 0), ("grad_queries", 2), ("grad_keys", 2)):
         blocks = (32, 16) if density else (128, 128)
-        key = tuning.Key("sm_90", name, 32, *blocks, "float32", 2, density, 7, 7)
-        *_, config = tuning.options(key)
+        key = tuning.TuningKey("sm_90", name, 32, *blocks, "float32", 2, density, 7, 7)
+        *_, config = tuning.candidates(key)
         keywords = Config.keywords
         with (
             patch.multiple(tuning, HEADS=2, REPEATS=2),
@@ -303,7 +310,7 @@ def programs_follow_the_order() -> None:
     assert blocks.order[0] == blocks.starts.diff().argmax()
     blocks.__dict__["order"] = torch.full_like(blocks.order, 3)
     out, lse = torch.full(q.shape, torch.nan), torch.full(q.shape[:-1], torch.nan)
-    Gpu().attend(q, k, v, tiles, 0.2, into=(out, lse), fresh=True)
+    TritonAttention().attend(q, k, v, tiles, 0.2, into=Accumulator(out, lse, fresh=True))
     assert lse[0, 1, 64:].isfinite().all() and lse[0, :, :64].isnan().all() and lse[0, 0].isnan().all()
 
 
@@ -314,8 +321,8 @@ def operands_that_no_descriptor_describes_are_served() -> None:
     odd = torch.cat([v, v], -1)[..., 4:28]  # begins at 8 bytes
     narrow = torch.empty(2, 2, 100, 27, dtype=q.dtype)[..., :24].copy_(v)  # rows are 54 bytes apart
     for keys, values in ((one, v), (k, odd), (k, narrow)):
-        found = Gpu().attend(q, keys, values, shape.tiles(), 0.2)
-        for x, y in zip(found, Reference().attend(q, keys, values, shape.tiles(), 0.2), strict=True):
+        found = TritonAttention().attend(q, keys, values, shape.tiles(), 0.2)
+        for x, y in zip(found, ReferenceKernel().attend(q, keys, values, shape.tiles(), 0.2), strict=True):
             same(x, y, shape.dtype)
 
 
@@ -324,15 +331,15 @@ def rows_past_the_end_are_not_those_of_the_next_head() -> None:
     q, k, v, _ = shape.operands()
     k[:, 1], v[:, 1] = torch.nan, torch.inf
     for target in ("sm_80", "sm_90"):
-        out, lse = Gpu(interpreted_as=target).attend(q, k, v, shape.tiles(), 0.2)
+        out, lse = TritonAttention(interpreted_as=target).attend(q, k, v, shape.tiles(), 0.2)
         assert out[:, 0].isfinite().all() and lse[:, 0].isfinite().all()
 
 
 def float16_is_as_good_as_torch() -> None:
     shape = Shape(q_len=128, k_len=256, density=None, dtype=torch.float16)
     q, k, v, grad = shape.operands()
-    done = Gpu().attend(q, k, v, shape.tiles(), 0.2)
-    found = done[0], *Gpu().attend_backward(grad, q, k, v, done, shape.tiles(), 0.2)
+    done = TritonAttention().attend(q, k, v, shape.tiles(), 0.2)
+    found = done[0], *TritonAttention().attend_backward(grad, q, k, v, done, shape.tiles(), 0.2)
     results = []
     for dtype in (torch.float64, torch.float16):
         inputs = [x.to(dtype).requires_grad_() for x in (q, k, v)]
@@ -355,7 +362,7 @@ def merging_in_one_launch_is_merging() -> None:
         lse[:, :, 3:9], new_lse[:, :, 6:12], lse[0, 0, 20] = -torch.inf, -torch.inf, torch.nan
         if fresh and dtype == torch.float16:
             out = out.half()
-        expected = merged((new_out, new_lse), (out.clone(), lse.clone()), fresh=fresh)
+        expected = merged((new_out, new_lse), Accumulator(out.clone(), lse.clone(), fresh))
         merge_on_device((out, lse), (new_out, new_lse), fresh=fresh)
         for x, y in zip((out, lse), expected, strict=True):
             assert torch.equal(x.isnan(), y.isnan()) and (fresh or bool(x[0, 0, 20].isnan().all()))
@@ -378,11 +385,11 @@ def what_it_cannot_serve_it_refuses() -> None:
     for words, operands, given in refused:
         done = torch.zeros(operands[0].shape), torch.zeros(operands[0].shape[:-1])
         with pytest.raises(InputError, match=words):
-            Gpu().attend(*operands, given, 0.2)
+            TritonAttention().attend(*operands, given, 0.2)
         with pytest.raises(InputError, match=words):
-            Gpu().attend_backward(grad, *operands, done, given, 0.2)
+            TritonAttention().attend_backward(grad, *operands, done, given, 0.2)
     with pytest.raises(InputError, match="float32"):
-        Gpu().attend(q, k, v, tiles, 0.2, into=(q.double(), q[..., 0].double()))
+        TritonAttention().attend(q, k, v, tiles, 0.2, into=Accumulator(q.double(), q[..., 0].double()))
 
 
 def checks() -> dict[str, Callable[[], None]]:
@@ -426,22 +433,22 @@ def test_in_the_interpreter(failed: dict[str, str], name: str) -> None:
 def test_tensors_on_the_cpu_are_refused_where_nothing_is_interpreted() -> None:
     code = """
 import torch
-from weft.run.kernels import gpu
+from weft.run.kernels import triton_attention
 from weft.run.kernels import tuning
-from weft.run.kernels.gpu import Gpu
+from weft.run.kernels.triton_attention import TritonAttention
 from weft.run.kernels.tiles import Tiles
 q = torch.zeros(1, 1, 64, 64)
-Gpu().attend(q, q, q, Tiles(None, 64, 64, 64, 64), 1.0)
+TritonAttention().attend(q, q, q, Tiles(None, 64, 64, 64, 64), 1.0)
 """
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
     )
-    assert "InputError: backend='triton' was given tensors on the CPU" in done.stderr
+    assert "InputError: Tensors of backend='triton' must be on a GPU" in done.stderr
 
 
 def test_importing_the_kernel_does_not_import_triton() -> None:
-    code = "import sys, weft.run.kernels.gpu; sys.exit('triton.language' in sys.modules)"
+    code = "import sys, weft.run.kernels.triton_attention; sys.exit('triton.language' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 

@@ -17,14 +17,14 @@ import torch.distributed as dist
 from tests.distributed.jobs import Worlds, works
 from weft.core.mask import BlockMask
 from weft.masks.random import random_mask
-from weft.run import attention, op
+from weft.run import attention
 from weft.run.agree import count_rows
-from weft.run.call import Call
+from weft.run.call import AttentionCall
 from weft.run.kernels import tuning
 from weft.run.kernels.composite import Composite
-from weft.run.kernels.gpu import Gpu
+from weft.run.kernels.triton_attention import TritonAttention
 from weft.run.kernels.triton_configs import configs
-from weft.run.kernels.tuning import Key, density_class, fastest, length_class
+from weft.run.kernels.tuning import TuningKey, density_class, fastest, length_class
 from weft.run.world import World, world_of
 
 pytest.importorskip("triton")
@@ -35,21 +35,21 @@ EVEN, RAGGED, EMPTY = [(300, 300)] * 3, [(2000, 100), (400, 400), (33, 900)], [(
 
 
 @contextmanager
-def made_up_gpu(*, can_measure: bool = True) -> Iterator[list[Key]]:
+def made_up_gpu(*, can_measure: bool = True) -> Iterator[list[TuningKey]]:
     """Executors get Triton kernels on the CPU; yield the keys that this rank measures."""
-    measured: list[Key] = []
+    measured: list[TuningKey] = []
 
-    def measure(key: Key, config: Any, device: torch.device) -> tuple[float, tuple[torch.Tensor, ...]]:
+    def measure(key: TuningKey, config: Any, device: torch.device) -> tuple[float, tuple[torch.Tensor, ...]]:
         del device
-        place = tuning.options(key).index(config)
+        place = tuning.candidates(key).index(config)
         if not place:
             measured.append(key)
         # Each rank finds another configuration fastest.
-        return float((place - dist.get_rank() - 1) % len(tuning.options(key))), (torch.ones(1),)
+        return float((place - dist.get_rank() - 1) % len(tuning.candidates(key))), (torch.ones(1),)
 
-    kernel = Gpu()
+    kernel = TritonAttention()
     with ExitStack() as stack:
-        stack.enter_context(patch.object(Gpu, "target", lambda *_: "sm_90"))
+        stack.enter_context(patch.object(TritonAttention, "target", lambda *_: "sm_90"))
         stack.enter_context(patch.object(tuning, "_can_measure", lambda _: can_measure))
         stack.enter_context(patch.object(tuning, "measure", measure))
         stack.enter_context(
@@ -63,16 +63,15 @@ def make_executor(world: World, rows: list[tuple[int, int]], plan: str, mask: Bl
     q_rows, k_rows = rows[world.comm.rank]
     shapes = [(1, 6, n, 96) for n in (q_rows, k_rows, k_rows)]
     options = (mask, plan, None, None, 0, 0, "auto", None)
-    call = Call(*shapes, (torch.bfloat16,) * 3, (CPU,) * 3, *options, None)
+    call = AttentionCall(*shapes, (torch.bfloat16,) * 3, (CPU,) * 3, *options, None)
     counts = count_rows(world.comm, q_rows, k_rows) if mask is None else None
     executor = attention._new_executor(call, world, counts, None)
-    op.forget(executor)
     return dict(executor.kernel.pair(sparse=mask is not None)[0].tuned)
 
 
 def tune(
     rows: list[tuple[int, int]], plan: str, able: tuple[int, ...] = (0, 1, 2), times: int = 1
-) -> tuple[dict[Key, Any], list[Key], int]:
+) -> tuple[dict[TuningKey, Any], list[TuningKey], int]:
     """Make executors; return the table, what this rank measured, and how often ranks met beyond agreeing."""
     tuning._tables.clear()
     tuning._measured.clear()
@@ -111,7 +110,7 @@ def test_a_second_executor_measures_nothing_and_its_ranks_do_not_meet_again(worl
     assert [result[2] for result in thrice] == [1, 1, 1]
 
 
-def tune_in_a_second_world() -> tuple[dict[Key, Any], int, int]:
+def tune_in_a_second_world() -> tuple[dict[TuningKey, Any], int, int]:
     """Tune in a world of two ranks, then in that of all three: two of them know what they measured."""
     tuning._tables.clear()
     tuning._measured.clear()
@@ -148,7 +147,7 @@ def test_gradients_are_left_out_where_none_are_computed() -> None:
     assert {key.kernel for key in table} == {"forward"}
 
 
-KEY = Key("sm_90", "forward", 128, 128, 128, "bfloat16", 1, 0, 10, 10)
+KEY = TuningKey("sm_90", "forward", 128, 128, 128, "bfloat16", 1, 0, 10, 10)
 
 
 @pytest.fixture(autouse=True)
@@ -162,9 +161,9 @@ def forgotten() -> Iterator[None]:
 def chosen(outcomes: list[Any], deadline: float = float("inf")) -> int:
     """What is fastest by outcomes of the configurations: seconds, an error, or seconds and a result."""
 
-    def measure(key: Key, config: Any, device: torch.device) -> tuple[float, tuple[torch.Tensor, ...]]:
+    def measure(key: TuningKey, config: Any, device: torch.device) -> tuple[float, tuple[torch.Tensor, ...]]:
         del key, device
-        outcome = outcomes[tuning.options(KEY).index(config)]
+        outcome = outcomes[tuning.candidates(KEY).index(config)]
         if isinstance(outcome, Exception):
             raise outcome
         seconds, result = outcome if isinstance(outcome, tuple) else (outcome, 1.0)
@@ -175,7 +174,7 @@ def chosen(outcomes: list[Any], deadline: float = float("inf")) -> int:
 
 
 def test_the_fastest_that_runs_and_is_right_is_taken() -> None:
-    count = len(tuning.options(KEY))
+    count = len(tuning.candidates(KEY))
     assert count >= 3
     rest: list[Any] = [9.0] * (count - 3)
     cases: list[tuple[list[Any], int]] = [
@@ -193,7 +192,7 @@ def test_the_fastest_that_runs_and_is_right_is_taken() -> None:
 
 
 def test_when_the_time_is_over_the_first_is_taken() -> None:
-    assert chosen([3.0] + [1.0] * (len(tuning.options(KEY)) - 1), deadline=0.0) == 0
+    assert chosen([3.0] + [1.0] * (len(tuning.candidates(KEY)) - 1), deadline=0.0) == 0
 
 
 def test_kinds_of_work_have_bounded_classes() -> None:
@@ -206,12 +205,12 @@ def test_kinds_of_work_have_bounded_classes() -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_launch_takes_what_was_measured_for_its_kind_of_work(dtype: str) -> None:
     first, *_, last = configs("sm_90", "forward", 128, 64, 64)
-    kernel = Gpu()
+    kernel = TritonAttention()
     kernel.density = 2
-    kernel.tuned = {Key("sm_90", "forward", 128, 64, 64, dtype, 2, 2, 10, 11): last}
+    kernel.tuned = {TuningKey("sm_90", "forward", 128, 64, 64, dtype, 2, 2, 10, 11): last}
     shape = {"DPAD": 128, "BLOCK_Q": 64, "BLOCK_K": 64, "DENSE": False, "GROUP": 2}
     q, k = (torch.empty(1, 1, n, 1, dtype=getattr(torch, dtype)) for n in (600, 1200))
-    with patch.object(Gpu, "target", lambda *_: "sm_90"):
+    with patch.object(TritonAttention, "target", lambda *_: "sm_90"):
         assert kernel._config("forward", shape, q, k) == last
         assert (
             kernel._config("forward", shape | {"DENSE": True}, q, k)

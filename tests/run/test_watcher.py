@@ -24,7 +24,7 @@ from weft.core.problem import Problem
 from weft.plan.choose import build
 from weft.run import streams
 from weft.run.comm.group import GroupComm
-from weft.run.comm.rollcall import Answer, verdict
+from weft.run.comm.rollcall import RankProgress, find_late_rank
 from weft.run.comm.watcher import MAX_POLL_SECONDS, Operation, Watcher
 from weft.run.execute import Executor
 from weft.run.kernels import choose
@@ -108,7 +108,7 @@ def test_a_wait_with_a_time_out_would_be_counted(monkeypatch: pytest.MonkeyPatch
         for work in transit._works:
             work.wait(1.0)
 
-    monkeypatch.setattr("weft.run.comm.group.StreamTransit.finish", careless)
+    monkeypatch.setattr("weft.run.comm.group.StreamExchange.finish", careless)
     assert run_nccl(2, lambda comm: swap(comm).finish())[1].host_waits == 2
 
 
@@ -282,7 +282,7 @@ def test_a_group_that_failed_raises_the_same_at_each_call() -> None:
         for call in (
             swap,
             lambda comm: comm.begin(CPU),
-            lambda comm: comm.gather_numbers([1]),
+            lambda comm: comm.all_gather_ints([1]),
             lambda comm: comm.warm_up(torch.device("meta")),
             lambda comm: comm.all_to_all([(0, torch.zeros(1))], [(0, torch.zeros(1))], "all"),
         ):
@@ -390,19 +390,20 @@ NAMES = [4, 5, 6]  # what the world calls the ranks of this group
 def test_the_first_of_a_chain_is_late_and_not_those_who_wait_themselves() -> None:
     """Rank 0 waits for 1, which waits for 2, which computes."""
     answers = [
-        Answer(1, {"receive 1": 1}, {"receive 1": 1}, "op 3"),
-        Answer(1, {"receive 2": 1}, {"receive 2": 1}, "op 2"),
-        Answer(1, {}, {}, "op 1"),
+        RankProgress(1, {"receive 1": 1}, {"receive 1": 1}, "op 3"),
+        RankProgress(1, {"receive 2": 1}, {"receive 2": 1}, "op 2"),
+        RankProgress(1, {}, {}, "op 1"),
     ]
-    rank, message = verdict(answers, "op 3", 60.0, NAMES)
+    rank, message = find_late_rank(answers, "op 3", 60.0, NAMES)
     assert rank == 2 and message.startswith("Rank 6 is late: ranks 4 and 5 waited 60.0 s in op 3")
-    assert verdict([*answers[:2], None], "op 3", 60.0, NAMES)[0] == 2
+    assert find_late_rank([*answers[:2], None], "op 3", 60.0, NAMES)[0] == 2
 
 
 def test_ranks_that_wait_for_each_other_are_a_deadlock() -> None:
     answers = [
-        Answer(1, {f"receive {1 - rank}": 1}, {f"receive {1 - rank}": 1}, f"op {3 + rank}") for rank in (0, 1)
+        RankProgress(1, {f"receive {1 - rank}": 1}, {f"receive {1 - rank}": 1}, f"op {3 + rank}")
+        for rank in (0, 1)
     ]
-    rank, message = verdict(answers, "op 3", 60.0, NAMES)
+    rank, message = find_late_rank(answers, "op 3", 60.0, NAMES)
     assert rank == 0 and message.startswith("Rank 4 and the others wait for each other")
     assert message.endswith("in op 3, rank 5 in op 4: the ranks run different calls.")

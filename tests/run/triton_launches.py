@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from tests.run.triton_resources import _no_interpreter, _usage
-from weft.run.kernels.gpu import Gpu
+from weft.run.kernels import Accumulator
 from weft.run.kernels.tiles import Tiles
+from weft.run.kernels.triton_attention import TritonAttention
 
 KINDS = ("sparse", "dense", "views", "head dim 72")
 
@@ -57,8 +58,8 @@ def _launch(case: tuple[str, str]) -> list[Launched]:
 
     with (
         patch.object(JITFunction, "run", compile_only),
-        patch.object(Gpu, "_check", lambda *_: None),  # it refuses tensors on the CPU
-        patch("weft.run.kernels.gpu.target_of", lambda _: name),
+        patch.object(TritonAttention, "_check", lambda *_: None),  # it refuses tensors on the CPU
+        patch("weft.run.kernels.triton_attention.target_of", lambda _: name),
     ):
         _attend(kind)
     return launched
@@ -78,9 +79,9 @@ def _attend(kind: str) -> None:
     active[0, 0] = False
     tiles = Tiles(None if kind == "dense" else active, 128, 128, 300, 256)
     sums = torch.zeros(q.shape), torch.zeros(q.shape[:-1])
-    kernel = Gpu()
+    kernel = TritonAttention()
     kernel.attend(q, k, v, tiles, 0.1)
-    kernel.attend(q, k, v, tiles, 0.1, into=sums)
+    kernel.attend(q, k, v, tiles, 0.1, into=Accumulator(*sums))
     kernel.attend_backward(q, q, k, v, sums, tiles, 0.1)
 
 

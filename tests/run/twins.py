@@ -12,7 +12,7 @@ from torch import Tensor
 from weft.core.schedule import Schedule
 from weft.program.steps import Cast, Copy, Program, View, accesses
 from weft.run import bind
-from weft.run.bind import Bound, Frame
+from weft.run.bind import Bound, RunFrame
 from weft.run.copies import Copier, Slots
 from weft.run.fused import FusedCopier
 
@@ -44,7 +44,7 @@ class Twin:
     ) -> None:
         self.program = program
         block: Tensor | None = None
-        lives: list[tuple[Bound, Frame, list[Tensor]]] = []
+        lives: list[tuple[Bound, RunFrame, list[Tensor]]] = []
         seed = int(rng.integers(1 << 30))
         for copier in (Copier, FusedCopier):
             fresh = np.random.default_rng(seed)
@@ -52,7 +52,7 @@ class Twin:
             block, lent = (numbers(size, fresh) for size in (bound.num_bytes, bound.window.num_bytes))
             with patch.object(bind, "copier_of", copier):
                 bound.bind(block, lent)
-            frame = Frame(None, None, 1.0, CPU, None)  # type: ignore[arg-type]
+            frame = RunFrame(None, None, 1.0, CPU, None)  # type: ignore[arg-type]
             given = self._given(fresh, hows)
             bound.begin(frame, given)
             for root in program.roots:

@@ -9,7 +9,7 @@ import numpy as np
 from tests.cases import Case
 from weft.core.indices import Indices
 from weft.core.mesh import Mesh
-from weft.core.partition import Partition, Work
+from weft.core.partition import Partition, WorkItem
 from weft.core.schedule import Schedule
 from weft.schedule.gather import gather
 from weft.schedule.usp import usp
@@ -27,13 +27,13 @@ def random_partition(rng: np.random.Generator, case: Case) -> Partition:
     taker = rng.integers(ranks, size=(mask.heads, mask.q_blocks))
     taker[rng.random(mask.heads) < 0.5] = taker[0]  # heads dealt alike make works of several heads
     bringer = rng.integers(ranks, size=mask.kv_blocks)
-    work: list[tuple[Work, ...]] = []
+    work: list[tuple[WorkItem, ...]] = []
     for rank in range(ranks):
         rows = {head: tuple(np.flatnonzero(taker[head] == rank).tolist()) for head in range(mask.heads)}
         alike = groupby(sorted(rows, key=rows.__getitem__), key=rows.__getitem__)
         work.append(
             tuple(
-                Work(Indices.of(heads), tokens(blocks, mask.block_q, mask.q_len))
+                WorkItem(Indices.of(heads), tokens(blocks, mask.block_q, mask.q_len))
                 for blocks, heads in alike
                 if blocks
             )

@@ -24,9 +24,8 @@ from weft.schedule.measure import measure
 from weft.schedule.reverse import reverse
 from weft.schedule.switch import switch
 from weft.schedule.verify import verify
-from weft.simulate.critical import critical_path
 from weft.simulate.events import simulate
-from weft.simulate.predict import predict
+from weft.simulate.predict import critical_path, predict
 
 SIZES = st.integers(1, 23)
 RANKS = st.integers(1, 7)
@@ -221,7 +220,7 @@ def test_a_switch_attends_to_nothing() -> None:
     schedule = even(1, 1, 1)
     mine = Indices.of([0])
     attend = Attend(0, Piece("q", mine, mine), Piece("kv", mine, mine))
-    with pytest.raises(ScheduleError, match="attends to nothing"):
+    with pytest.raises(ScheduleError, match="has no Attend"):
         verify(replace(schedule, ops=(attend,)))
 
 
@@ -290,8 +289,8 @@ PROBLEM = Problem(batch=1, heads=2, kv_heads=2, head_dim=1, q=EVEN, kv=EVEN)
         (EVEN, (5, 4), (0, 1), "at dims"),
         (EVEN, (4, 4), (0, None), "after a gather"),
         (WHOLE, (), (0, None), "at dims"),
-        (WHOLE, (4, -1), (0, None), "negative"),
-        (WHOLE, (4, 0, 2**62), (0, None), "too large"),
+        (WHOLE, (4, -1), (0, None), "sizes ≥ 0"),
+        (WHOLE, (4, 0, 2**62), (0, None), "at most .* elements"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(
@@ -302,7 +301,7 @@ def test_shapes_that_do_not_fit_are_refused(
 
 
 def test_layouts_that_do_not_belong_together_are_refused() -> None:
-    with pytest.raises(InputError, match="over 2 ranks"):
+    with pytest.raises(InputError, match="same number of ranks, got 2 and 3"):
         Switch.of(Layout.even(4, 2), Layout.even(4, 3), width=1)
     with pytest.raises(InputError, match="already a backward"):
         reverse(reverse(even(2, 2, 2)))

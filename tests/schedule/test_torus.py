@@ -227,5 +227,5 @@ def test_machines_that_do_not_divide_the_ranks_are_refused():
         {"machines": 2, "chunks": 0},
         {"machines": 2, "defer": -1},
     ):
-        with pytest.raises(InputError, match="Machines divide the ranks, chunks are 1 or more"):
+        with pytest.raises(InputError, match="machines must divide 4 ranks, chunks must be ≥ 1"):
             torus(case, BlockMask.dense(4, 32), mesh, nothing, **wrong)

@@ -138,7 +138,7 @@ def changed(schedule: Schedule, index: int, *ops: Op) -> Schedule:
         (changed(GRADIENTS, 2), "^hand: dkv of head 0, computed on rank 0, never gets home"),
         (changed(GRADIENTS, 2, GRADIENTS.ops[2], GRADIENTS.ops[2]), "op 3, .*this gradient a second time"),
         (changed(GRADIENTS, 0, GRADIENTS.ops[2], ZERO), "op 1, .*adds to dkv that rank 0 has already sent"),
-        (changed(GRADIENTS, 2, move("dkv", HEAD, FIRST, 0, 1)), "op 2, .*rank 0 is at home with some of"),
+        (changed(GRADIENTS, 2, move("dkv", HEAD, FIRST, 0, 1)), "op 2, .*rank 0 is home to some of"),
         (changed(GRADIENTS, 2, move("o", HEADS, FIRST, 0, 1)), "op 2, .*do, dq and dkv, not 'o'"),
         (changed(AGAIN, 0, move("kv", HEAD, LAST, 0, 1)), "op 0, .*rank 0 does not have kv of head 0"),
         (replace(GRADIENTS, kept=()), "op 0, .*rank 0 does not have kv"),
@@ -168,9 +168,9 @@ def test_gradients_go_to_a_home_of_their_tensor():
 
 
 def test_backward_schedules_are_not_reversed_again():
-    with pytest.raises(InputError, match="already a backward schedule. Reverse the forward one"):
+    with pytest.raises(InputError, match="already a backward schedule. Pass the forward one"):
         reverse(GRADIENTS)
-    with pytest.raises(InputError, match="keep='some' is unknown. Use all, none or auto"):
+    with pytest.raises(InputError, match="keep must be 'all', 'none' or 'auto', got 'some'"):
         reverse(AWAY, keep="some")
 
 

@@ -20,15 +20,17 @@ from typing import Any
 import numpy as np
 
 from weft.core.errors import InputError
-from weft.serve.app import Limits, create_app, server_config
+from weft.serve.api.app import create_app
+from weft.serve.api.limits import RequestLimits
+from weft.serve.api.server import server_config
+from weft.serve.api_error import APIError
 from weft.serve.disk import Disk
-from weft.serve.errors import Refused
-from weft.serve.host import Protocol
-from weft.serve.jobs import TYPES, Asked, Failure, Job, Kind
+from weft.serve.job_store import JobStore, KeyReused
+from weft.serve.jobs import MEDIA_TYPES, GenerationParams, Job, JobFailure, Kind
+from weft.serve.messages import BatchProgress, EngineEvent, JobEnded, StepDone
 from weft.serve.reserve import DiskFull
 from weft.serve.spool import SpoolFile
-from weft.serve.store import KeyReused, Store
-from weft.serve.watch import Live
+from weft.serve.watch import LiveJob
 
 FACTS: dict[str, Any] = {
     "model": "shapes", "class": "VideoPipeline", "kinds": ["video", "image"], "frames": 16, "height": 64,
@@ -49,9 +51,9 @@ class Fake:
         self.trouble = ""
         self.name, self.state, self.pace, self.limit, self.world = "shapes", "ok", pace, limit, world
         self.largest = largest  # pixels of all frames
-        self.store = Store(folder)
+        self.store = JobStore(folder)
         self.disk = Disk(folder / "jobs", quota=2**33, reserve=self.store.reserve)
-        self.on_event: list[Callable[[str, dict[str, Any]], None]] = []
+        self.on_event: list[Callable[[EngineEvent], None]] = []
         self._previews: dict[str, tuple[int, bytes]] = {}
         self._began, self._ended = time.time(), threading.Event()
         self._thread = threading.Thread(target=self._work, daemon=True)
@@ -75,23 +77,23 @@ class Fake:
         return self.state if self.facts or self.state != "ok" else "starting"
 
     def submit(
-        self, asked: Asked, *, priority: int = 0, deadline: float | None = None, key: str | None = None,
-        body: bytes = b"", image: SpoolFile | None = None, jobs: int = 1,  # noqa: ARG002
+        self, params: GenerationParams, *, priority: int = 0, deadline: float | None = None,
+        key: str | None = None, body: bytes = b"", image: SpoolFile | None = None, jobs: int = 1,  # noqa: ARG002
     ) -> Job:  # fmt: skip
         if len(self.store.active()) >= self.limit:
-            raise Refused(429, "queue_full", f"{self.limit} jobs wait already. Try again later.", retry=3)
-        if asked.frames * asked.height * asked.width > self.largest:
-            raise Refused(
+            raise APIError(429, "queue_full", f"{self.limit} jobs wait already. Try again later.", retry=3)
+        if params.frames * params.height * params.width > self.largest:
+            raise APIError(
                 400, "out_of_memory", "That is too large for this server. Try fewer frames.", param="size"
             )
         name = "reference.png" if image else None
         try:
             job = self.store.create(
-                replace(asked, image=name), priority=priority, deadline=time.time() + (deadline or 60),
+                replace(params, image=name), priority=priority, deadline=time.time() + (deadline or 60),
                 key=key, body=body,
             )  # fmt: skip
         except KeyReused as error:
-            raise Refused(409, "idempotency_key_reused", str(error), param="Idempotency-Key") from error
+            raise APIError(409, "idempotency_key_reused", str(error), param="Idempotency-Key") from error
         if image:
             self.disk.move(job.id, "reference.png", image)
         return job
@@ -106,9 +108,9 @@ class Fake:
         return self.store.page(kind, limit=limit, order=order, after=after)
 
     def cancel(self, id: str) -> None:
-        failed = self.store.fail(id, Failure(code="cancelled", message="It was cancelled."))
+        failed = self.store.fail(id, JobFailure(code="cancelled", message="It was cancelled."))
         if failed:
-            self._tell("job_ended", job=failed)
+            self.emit(JobEnded(id, failed))
 
     def cancel_and_delete(self, id: str) -> bool:
         self.cancel(id)
@@ -120,16 +122,16 @@ class Fake:
         self.disk.remove(id)
         return bool(gone)
 
-    def live(self, id: str) -> Live | None:
+    def live(self, id: str) -> LiveJob | None:
         job, active = self.store.get(id), self.store.active()
         if job is None or not job.active:
             return None
         waiting = [j.id for j in active if j.status == "queued"]
         place = waiting.index(id) + 1 if id in waiting else None
         step, preview = self._previews.get(id, (0, None))
-        left = (job.asked.steps - job.step) * max(self.pace, 0.001) * (1 + (place or 0) / 2)
+        left = (job.params.steps - job.step) * max(self.pace, 0.001) * (1 + (place or 0) / 2)
         ranks = () if place else self._ranks(job, active)
-        return Live(
+        return LiveJob(
             queue_position=place, eta=left, ranks=ranks, plan=None if place else f"ulysses {len(ranks)}",
             preview=preview, preview_step=step,
         )  # fmt: skip
@@ -149,10 +151,10 @@ class Fake:
         job = self.store.get(id)
         if job is None or job.output is None:
             return None
-        return self.disk.of(id) / job.output, TYPES[job.asked.format]
+        return self.disk.of(id) / job.output, MEDIA_TYPES[job.params.format]
 
-    def explain(self, asked: Asked) -> dict[str, Any]:
-        seconds = {str(ranks): round(asked.steps * 0.4 / ranks, 3) for ranks in (1, 2, 4)}
+    def explain(self, params: GenerationParams) -> dict[str, Any]:
+        seconds = {str(ranks): round(params.steps * 0.4 / ranks, 3) for ranks in (1, 2, 4)}
         reason = "4 ranks: 6 heads do not divide by 4, rows do. 0.9 of the time of ulysses 2 ring 2."
         return {
             "plan": "ring 4",
@@ -178,13 +180,13 @@ class Fake:
             "uptime": round(now - self._began, 1), "ranks": ranks, "imbalance": 1.07, "exposed": 0.04,
             "queue_limit": self.limit, "queued": len(active) - len(running), "waiting": self.store.queued(),
             "running": [
-                {"batch": job.id, "jobs": [job.id], "kind": job.asked.kind, "step": job.step,
-                 "steps": job.asked.steps, "ranks": list(self._ranks(job, active)), "plan": "ring 2",
+                {"batch": job.id, "jobs": [job.id], "kind": job.params.kind, "step": job.step,
+                 "steps": job.params.steps, "ranks": list(self._ranks(job, active)), "plan": "ring 2",
                  "seconds": self.pace}
                 for job in running
             ],
             "timeline": {"label": "step 7, layer 3: ring of 4", "spans": timeline(self.world)},
-            "plan": self.explain(running[0].asked) if running else None,
+            "plan": self.explain(running[0].params) if running else None,
         }  # fmt: skip
 
     def _ranks(self, job: Job, active: Sequence[Job]) -> tuple[int, ...]:
@@ -193,9 +195,9 @@ class Fake:
         first = running.index(job.id) * share if job.id in running else 0
         return tuple(range(first, first + share))
 
-    def _tell(self, name: str, **said: Any) -> None:
-        for hear in self.on_event:
-            hear(name, said)
+    def emit(self, event: EngineEvent) -> None:
+        for on_event in self.on_event:
+            on_event(event)
 
     def _work(self) -> None:
         while not self._ended.wait(max(self.pace, 0.002)):
@@ -209,19 +211,20 @@ class Fake:
                         self._step(job)
 
     def _step(self, job: Job) -> None:
-        asked = job.asked
+        params = job.params
         # Without a pace twenty steps are enough to see, whatever was asked for.
-        step = min(asked.steps, job.step + (1 if self.pace else max(1, asked.steps // 20)))
-        if "fail" in asked.prompt and step > 2:
+        step = min(params.steps, job.step + (1 if self.pace else max(1, params.steps // 20)))
+        if "fail" in params.prompt and step > 2:
             self._previews.pop(job.id, None)
-            failed = self.store.fail(job.id, Failure(code="internal_error", message="It went wrong."))
-            self._tell("job_ended", job=failed)
-        elif job.step < asked.steps:
-            self._previews[job.id] = step, preview(asked, step)
+            failed = self.store.fail(job.id, JobFailure(code="internal_error", message="It went wrong."))
+            self.emit(JobEnded(job.id, failed))
+        elif job.step < params.steps:
+            self._previews[job.id] = step, preview(params, step)
             self.store.step(job.id, step, {"queue": 0.01, "encode": 0.01, "denoise": step * self.pace})
-            self._tell("step", seconds=self.pace, imbalance=1.07, exposed=0.0, ranks=self._ranks(job, [job]))
+            message = StepDone(batch=job.id, step=step, seconds=self.pace, imbalance=1.07)
+            self.emit(BatchProgress(message, (job.id,), self._ranks(job, [job])))
         else:
-            made, name = media(asked), "output." + asked.format
+            made, name = media(params), "output." + params.format
             try:
                 self.disk.write(job.id, name, made)
             except DiskFull:
@@ -232,47 +235,47 @@ class Fake:
             timings = {**job.timings, "decode": 0.02}
             done = self.store.complete(job.id, name, len(made), timings, time.time() + 86400)
             if done:
-                self._tell("job_ended", job=done)
+                self.emit(JobEnded(job.id, done))
 
 
 def _running(active: Sequence[Job]) -> int:
     return sum(job.status == "in_progress" for job in active)
 
 
-def scene(asked: Asked, at: float) -> np.ndarray:
+def scene(params: GenerationParams, at: float) -> np.ndarray:
     """A disc that crosses a slope of two colours, uint8 [H, W, 3]."""
-    dice = np.random.default_rng(asked.seed)
+    dice = np.random.default_rng(params.seed)
     low, high, disc = dice.uniform(0, 255, (3, 3))
-    y, x = np.mgrid[0 : asked.height, 0 : asked.width] / max(asked.height, asked.width)
+    y, x = np.mgrid[0 : params.height, 0 : params.width] / max(params.height, params.width)
     picture = low + (high - low) * (x + y)[..., None] / 2
-    near = (x - 0.2 - 0.6 * at) ** 2 + (y - 0.5 * asked.height / max(asked.height, asked.width)) ** 2
+    near = (x - 0.2 - 0.6 * at) ** 2 + (y - 0.5 * params.height / max(params.height, params.width)) ** 2
     picture[near < 0.02] = disc
     return picture.clip(0, 255).astype(np.uint8)
 
 
-def preview(asked: Asked, step: int) -> bytes:
+def preview(params: GenerationParams, step: int) -> bytes:
     from PIL import Image, ImageFilter
 
-    left = 1 - step / asked.steps
-    noise = np.random.default_rng(step).uniform(0, 255, (asked.height, asked.width, 3))
-    mixed = (1 - left) * scene(asked, 0.5) + left * noise
+    left = 1 - step / params.steps
+    noise = np.random.default_rng(step).uniform(0, 255, (params.height, params.width, 3))
+    mixed = (1 - left) * scene(params, 0.5) + left * noise
     blurred = Image.fromarray(mixed.astype(np.uint8)).filter(ImageFilter.GaussianBlur(6 * left))
     return _file(blurred, "png")
 
 
-def media(asked: Asked) -> bytes:
+def media(params: GenerationParams) -> bytes:
     from PIL import Image
 
-    if asked.format != "mp4":
-        return _file(Image.fromarray(scene(asked, 0.5)), asked.format)
+    if params.format != "mp4":
+        return _file(Image.fromarray(scene(params, 0.5)), params.format)
     import av
 
     out = io.BytesIO()
     with av.open(out, "w", format="mp4") as file:
-        stream: Any = file.add_stream("libx264", rate=round(asked.fps))
-        stream.width, stream.height, stream.pix_fmt = asked.width, asked.height, "yuv420p"
-        for index in range(asked.frames):
-            frame = av.VideoFrame.from_ndarray(scene(asked, index / asked.frames), format="rgb24")
+        stream: Any = file.add_stream("libx264", rate=round(params.fps))
+        stream.width, stream.height, stream.pix_fmt = params.width, params.height, "yuv420p"
+        for index in range(params.frames):
+            frame = av.VideoFrame.from_ndarray(scene(params, index / params.frames), format="rgb24")
             file.mux(stream.encode(frame))
         file.mux(stream.encode())
     return out.getvalue()
@@ -317,13 +320,12 @@ def made(folder: Path, **options: Any) -> Iterator[Fake]:
 
 
 @contextmanager
-def serving(engine: Any, *, key: str | None = None, limits: Limits | None = None) -> Iterator[str]:
+def serving(engine: Any, *, key: str | None = None, limits: RequestLimits | None = None) -> Iterator[str]:
     """The address of a real server, in a thread, on a free port."""
     import uvicorn
 
-    app = create_app(engine, key=key, limits=limits or Limits())
+    app = create_app(engine, key=key, limits=limits or RequestLimits())
     config = server_config(app, host="127.0.0.1", port=0)
-    config.http, config.ws, config.lifespan = Protocol, "none", "off"
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -343,10 +345,10 @@ def main() -> None:
     options.add_argument("--port", type=int, default=8123)
     options.add_argument("--pace", type=float, default=0.25, help="seconds for a step")
     options.add_argument("--folder", type=Path, default=None)
-    given = options.parse_args()
-    with made(given.folder or Path(tempfile.mkdtemp()), pace=given.pace) as engine:
-        app = create_app(engine, key=None, limits=Limits())
-        uvicorn.Server(server_config(app, host="127.0.0.1", port=given.port)).run()
+    args = options.parse_args()
+    with made(args.folder or Path(tempfile.mkdtemp()), pace=args.pace) as engine:
+        app = create_app(engine, key=None, limits=RequestLimits())
+        uvicorn.Server(server_config(app, host="127.0.0.1", port=args.port)).run()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import httpx
 import psutil
 
 from tests.serve.full_disk import MIB, Filler
-from weft.run.scratch import LOCK
+from weft.run.net.scratch import LOCK
 
 HOLD_SECONDS = 4.0
 """For which connections of a flood, and streams, stay open."""

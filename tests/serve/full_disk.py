@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from weft.serve.store import Store
+from weft.serve.job_store import JobStore
 
 MIB = 2**20
 
@@ -61,7 +61,7 @@ class Injected:
     The reserve helps no more than on a disk that another program fills at once.
     """
 
-    def __init__(self, store: Store, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, store: JobStore, patch: pytest.MonkeyPatch) -> None:
         self.is_full, self.refused = False, 0
         database, fsync, replace = store._database, os.fsync, Path.replace
         execute = database.execute

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from weft.serve.app import Limits
+from weft.serve.api.limits import RequestLimits
 
-LIMITS = Limits(body=300_000, body_seconds=2, picture=150_000, pixels=1_000_000, decode_seconds=20)
+LIMITS = RequestLimits(body=300_000, body_seconds=2, picture=150_000, pixels=1_000_000, decode_seconds=20)
 QUICK = {"prompt": "a cat", "num_inference_steps": 2}
 VIDEOS, IMAGES = "/v1/videos", "/v1/images/generations"
 

@@ -15,14 +15,15 @@ from typing import Any
 import uvicorn
 
 from tests.serve.fake import Fake
-from weft.serve.app import Limits, create_app
-from weft.serve.host import address, bind
+from weft.serve.api.app import create_app
+from weft.serve.api.limits import RequestLimits
+from weft.serve.api.server import address, bind
 
 ROOT = Path(__file__).parents[2]
 # The engine is the fake one; all else is what users run.
 PROCESS = """
 import os, sys
-import weft.serve.engine as module, weft.serve.host as host
+import weft.serve.engine as module, weft.serve.api.server as host
 from tests.serve.fake import Fake
 
 class Engine(Fake):
@@ -34,7 +35,7 @@ class Engine(Fake):
 
 module.Engine = Engine
 host.HEAD_SECONDS = float(os.environ.get("HEAD", "10"))
-host.host.__kwdefaults__["grace"] = float(os.environ.get("GRACE", "20"))
+host.serve.__kwdefaults__["grace"] = float(os.environ.get("GRACE", "20"))
 from weft.cli.main import main
 main(sys.argv[1:])
 """
@@ -44,7 +45,7 @@ main(sys.argv[1:])
 def in_thread(engine: Fake) -> Iterator[str]:
     """The address of a server that lasts as long as the block."""
     listener = bind("127.0.0.1", 0)
-    config = uvicorn.Config(create_app(engine, limits=Limits()), log_config=None, access_log=False)
+    config = uvicorn.Config(create_app(engine, limits=RequestLimits()), log_config=None, access_log=False)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     engine.start()

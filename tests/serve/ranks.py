@@ -10,8 +10,28 @@ from contextlib import suppress
 from typing import Any
 
 from weft.core.errors import CommError
-from weft.run.secure import connect
-from weft.serve.ranks import Ranks
+from weft.run.net.secure import connect
+from weft.serve.jobs import GenerationParams
+from weft.serve.messages import (
+    BatchDone,
+    BatchStopped,
+    Exit,
+    FromRank,
+    Hello,
+    Join,
+    PreviewMade,
+    RankFailed,
+    Ready,
+    ResultMade,
+    RunBatch,
+    Shutdown,
+    StepDone,
+    StopBatch,
+    ToRank,
+    decode,
+    encode,
+)
+from weft.serve.supervisor import RankSupervisor
 
 FACTS: dict[str, Any] = {
     "model": "toy", "class": "Toy", "kinds": ["video", "image"], "frames": 16, "height": 64, "width": 64,
@@ -21,14 +41,14 @@ FACTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-class ThreadRanks(Ranks):
+class ThreadRanks(RankSupervisor):
     """Starts threads where `Ranks` starts an agent; `fail(number)` is what SIGKILL is to a process."""
 
     broken = ""
     """They cannot be imported (before `hello`), or not load the model (after `join`)."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.threads: dict[int, _Rank] = {}
         self.pace, self.poison = 0.002, ""
         self.paces: dict[str, float] = {}
@@ -43,7 +63,7 @@ class ThreadRanks(Ranks):
     def _start(self, number: int) -> None:
         self.threads[number] = _Rank(self, number)
 
-    def look(self) -> None:
+    def check(self) -> None:
         for number, rank in list(self.threads.items()):
             if not rank.is_alive() and not self._closing:
                 self._start(number)
@@ -57,81 +77,77 @@ class _Rank(threading.Thread):
         super().__init__(daemon=True)
         self.ranks, self.number, self.stops = ranks, number, set()
         self.gone = threading.Event()
-        self.commands: queue.Queue[tuple[dict[str, Any], bytes]] = queue.Queue()
+        self.commands: queue.Queue[FromRank | ToRank] = queue.Queue()
         self.channel = connect(ranks.address, ranks._token, "rank")
         self.start()
 
     def end(self) -> None:
         self.gone.set()
         self.channel.close()
-        self.commands.put(({"do": "end"}, b""))
+        self.commands.put(Shutdown())
 
     def run(self) -> None:
         threading.Thread(target=self._read, daemon=True).start()
+        failed = RankFailed(rank=self.number, message="The toy is broken.")
         with suppress(CommError, OSError):
             if self.ranks.broken == "before":
-                self._say("failed", message="The toy is broken.")
+                self._emit(failed)
                 return
-            self._say("hello", world=self.ranks.world, pid=0, host="threads")
-            while (got := self.commands.get())[0]["do"] != "end":
-                said, blob = got
-                if said["do"] == "join":
+            self._emit(Hello(rank=self.number, world=self.ranks.world, pid=0, host="threads"))
+            while not isinstance(message := self.commands.get(), Shutdown):
+                if isinstance(message, Join):
                     if self.ranks.broken:
-                        self._say("failed", batch=None, code="refused", message="The toy is broken.")
+                        self._emit(failed)
                         break
-                    self._say("ready", facts=FACTS)
-                elif said["do"] == "run":
-                    self._segment(said, blob)
+                    self._emit(Ready(facts=FACTS))  # type: ignore[arg-type]
+                elif isinstance(message, RunBatch):
+                    self._run_batch(message)
         self.channel.close()
 
     def _read(self) -> None:
         try:
-            while True:
-                said, blob = self.channel.receive()
-                if said["do"] == "stop":
-                    self.stops.add(said["batch"])
-                elif said["do"] == "exit":
-                    break
+            while not isinstance(message := decode(*self.channel.receive()), Exit):
+                if isinstance(message, StopBatch):
+                    self.stops.add(message.batch)
                 else:
-                    self.commands.put((said, blob))
+                    self.commands.put(message)
         except (CommError, OSError):
             pass
         self.end()
 
-    def _say(self, told: str, blob: bytes = b"", **said: Any) -> None:
-        self.channel.send({"told": told, "rank": self.number, **said}, blob)
+    def _emit(self, message: FromRank) -> None:
+        self.channel.send(*encode(message))
 
-    def _segment(self, said: dict[str, Any], blob: bytes) -> None:
+    def _run_batch(self, run: RunBatch) -> None:
         """Only the leader works: the others are taken by nobody else as long as it does."""
-        batch, ranks, first, jobs = said["batch"], said["ranks"], said["step"], said["jobs"]
-        if self.number != ranks[0]:
+        batch, ids, jobs, steps = run.batch, run.ids, run.jobs, run.jobs[0].steps
+        if self.number != run.ranks[0]:
             return
-        self.ranks.segments.append((batch, tuple(ranks), first))
-        ids = [job["id"] for job in jobs]
-        assert not first or json.loads(blob) == [*ids, first], "another state than its own"
-        for step in range(first + 1, jobs[0]["steps"] + 1):
-            pace = self.ranks.paces.get(jobs[0]["prompt"], self.ranks.pace)
-            if self.gone.wait(pace / len(ranks)):
+        self.ranks.segments.append((batch, run.ranks, run.step))
+        assert not run.step or json.loads(run.state) == [*ids, run.step], "another state than its own"
+        for step in range(run.step + 1, steps + 1):
+            pace = self.ranks.paces.get(jobs[0].prompt, self.ranks.pace)
+            if self.gone.wait(pace / len(run.ranks)):
                 raise CommError("ended in a step")
-            if self.ranks.poison and self.ranks.poison in jobs[0]["prompt"]:
+            if self.ranks.poison and self.ranks.poison in jobs[0].prompt:
                 self.end()
                 raise CommError("poison")
-            state, took = json.dumps([*ids, step]).encode(), pace
-            self._say("step", state, batch=batch, step=step, seconds=took, imbalance=1.0, exposed=0.0)
-            for job in jobs:
-                self._say("preview", b"png%d" % step, batch=batch, job=job["id"], step=step)
-            if batch in self.stops and step < jobs[0]["steps"]:
+            state = json.dumps([*ids, step]).encode()
+            self._emit(StepDone(batch=batch, step=step, seconds=pace, imbalance=1.0, state=state))
+            for id in ids:
+                self._emit(PreviewMade(batch=batch, job=id, step=step, png=b"png%d" % step))
+            if batch in self.stops and step < steps:
                 self.stops.discard(batch)
-                self._say("stopped", state, batch=batch, step=step)
+                self._emit(BatchStopped(batch=batch, step=step, state=state))
                 return
-        for job in jobs:
+        for id, job in zip(ids, jobs, strict=True):
             timings = {"encode": 0.0, "denoise": 0.1, "decode": 0.0}
-            name = "video.mp4" if job["kind"] == "video" else "image.png"
-            self._say("made", made(job), batch=batch, job=job["id"], name=name, timings=timings, about={})
+            name = "video.mp4" if job.kind == "video" else "image.png"
+            self._emit(ResultMade(batch=batch, job=id, name=name, timings=timings, data=made(job)))
         self.stops.discard(batch)
-        self._say("done", batch=batch)
+        self._emit(BatchDone(batch=batch))
 
 
-def made(asked: dict[str, Any]) -> bytes:
+def made(params: GenerationParams) -> bytes:
     """What comes of a request: it depends on that alone."""
-    return hashlib.sha256(json.dumps([asked["prompt"], asked["seed"]]).encode()).digest()
+    return hashlib.sha256(json.dumps([params.prompt, params.seed]).encode()).digest()

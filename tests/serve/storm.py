@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.serve.faults import FaultPlan
 from tests.serve.hosting import ROOT
-from weft.serve.host import bind
+from weft.serve.api.server import bind
 
 MAX_DESCRIPTORS = 1024
 """Of the server: what most systems give."""

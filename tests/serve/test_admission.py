@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
+from bench.serving_simulator import SimulatedJob, simulate
 from tests.serve.ranks import FACTS
 from weft.core.topology import Topology
 from weft.serve.admission import STALE_SECONDS, Admission
-from weft.serve.jobs import Shape
+from weft.serve.batch import Batch
+from weft.serve.jobs import JobShape
 from weft.serve.latency import Latency
 from weft.serve.scheduler import POLICIES, elastic
-from weft.serve.simulator import Arrival, simulate
-from weft.serve.tasks import Task
 
-DEFAULT = Shape(frames=16, height=64, width=64, steps=10, guided=True)
-OPENAI = Shape(frames=32, height=1280, width=720, steps=10, guided=True)
+DEFAULT = JobShape(frames=16, height=64, width=64, steps=10, guided=True)
+OPENAI = JobShape(frames=32, height=1280, width=720, steps=10, guided=True)
 """What OpenAI's client asks for by default: 720x1280, 4 seconds."""
-LONG = Shape(frames=16, height=512, width=512, steps=10, guided=True)
+LONG = JobShape(frames=16, height=512, width=512, steps=10, guided=True)
 
 
 class Timed(Admission):
@@ -85,7 +85,7 @@ def test_step_far_larger_than_all_observed_needs_a_margin_below_the_limit() -> N
     admits = Admission(latency, max_step=1.2 * step)
     refused = admits.refusal(LONG)
     assert refused is not None
-    assert "nothing nearly as large was seen yet" in refused.message
+    assert "nothing nearly as large was observed yet" in refused.message
     assert Admission(latency, max_step=1.6 * step).refusal(LONG) is None
     assert Admission(latency, max_step=1.01 * default).refusal(DEFAULT) is None
     latency.observe(LONG, 1, 1, step, steps=20)
@@ -112,7 +112,7 @@ def test_several_images_of_one_request_count_together(policy: str, turns: int) -
     latency = admission(4).latency
     for size in (1, 2, 4):
         latency.observe(image, size, 1, 1.0, steps=20)
-    whole = latency.whole(image, 4 if policy == "all" else 1)
+    whole = latency.total(image, 4 if policy == "all" else 1)
     enough, less = ((turns + by) * whole for by in (0.1, -0.1))
     assert Admission(latency, policy=policy, max_time=enough).refusal(image, jobs=8) is None
     refused = Admission(latency, policy=policy, max_time=less).refusal(image, jobs=8)
@@ -128,7 +128,7 @@ def test_the_scheduler_gives_no_job_so_few_ranks_that_a_step_is_too_long() -> No
         latency.observe(LONG, size, 1, seconds, steps=20)
     times, bounded = Admission(latency, max_step=20.0), Admission(latency, max_step=8.0)
     assert [math.isfinite(bounded.step(LONG, size)) for size in (1, 2, 4)] == [False, True, True]
-    tasks = [Task(id=f"{at}", shape=LONG, left=10, arrived=0.0, deadline=1e9) for at in range(4)]
+    tasks = [Batch(id=f"{at}", jobs=[f"{at}"], shape=LONG, arrived=0.0, deadline=1e9) for at in range(4)]
     assert {len(grant.ranks) for grant in elastic(tasks, 0.0, 4, times)} == {1}
     assert min(len(grant.ranks) for grant in elastic(tasks, 0.0, 4, bounded)) >= 2
     assert {len(grant.ranks) for grant in POLICIES["one"](tasks, 0.0, 4, bounded)} == {2}
@@ -138,7 +138,7 @@ def test_what_has_become_too_long_still_runs_where_it_is_fastest() -> None:
     """It was admitted; then the machine became slow."""
     late = admission(4, max_step=1e-5)
     assert [math.isfinite(late.step(LONG, size)) for size in (1, 2, 4)] == [False, False, True]
-    task = Task(id="a", shape=LONG, left=10, arrived=0.0, deadline=1.0)
+    task = Batch(id="a", jobs=["a"], shape=LONG, arrived=0.0, deadline=1.0)
     assert [grant.ranks for grant in elastic([task], 0.0, 4, late)] == [(0, 1, 2, 3)]
 
 
@@ -147,7 +147,7 @@ def test_time_is_that_on_the_ranks_that_the_policy_gives(policy: str) -> None:
     latency = admission(2).latency
     for _ in range(20):  # on both ranks a small one is slower
         latency.observe(DEFAULT, 2, 1, 5 * latency.predicted(DEFAULT, 1))
-    seconds = {size: latency.whole(DEFAULT, size) for size in (1, 2)}
+    seconds = {size: latency.total(DEFAULT, size) for size in (1, 2)}
     assert seconds[1] < seconds[2] / 2
     limited = Admission(latency, policy=policy, max_time=seconds[1] * 1.5)
     assert (limited.refusal(DEFAULT) is None) == (policy == "one")
@@ -204,6 +204,9 @@ def test_an_image_waits_for_one_step_of_the_longest_video_and_no_more(
     image = replace(DEFAULT, frames=1)
     assert slow.refusal(LONG) is None
     alone = slow.latency.alone(image)
-    jobs = [Arrival(0.0, LONG, slow.allowed(LONG, deadline)), Arrival(came, image, came + 3 * alone)]
+    jobs = [
+        SimulatedJob(0.0, LONG, slow.allowed(LONG, deadline)),
+        SimulatedJob(came, image, came + 3 * alone),
+    ]
     outcome = simulate(jobs, elastic, slow)  # type: ignore[arg-type]
     assert outcome.latencies[1] <= slow.max_step + alone + 2

@@ -18,18 +18,20 @@ import pytest
 from tests.serve.fake import Fake, serving
 from tests.serve.hosting import until
 from tests.serve.test_uploads import picture
-from weft.serve import logs
-from weft.serve.app import Limits, create_app
-from weft.serve.errors import Refused
-from weft.serve.jobs import Asked, Failure, Job, new_id
-from weft.serve.results import with_result
-from weft.serve.watch import Live
-from weft.serve.wire import made as made_of
+from weft.serve.api import logs
+from weft.serve.api.app import create_app
+from weft.serve.api.job_routes import finished_job
+from weft.serve.api.limits import RequestLimits
+from weft.serve.api.openapi import openapi_schema
+from weft.serve.api.schemas import job_response as made_of
+from weft.serve.api_error import APIError
+from weft.serve.jobs import GenerationParams, Job, JobFailure, new_id
+from weft.serve.watch import LiveJob
 
-ASKED = Asked(
+ASKED = GenerationParams(
     kind="video", model="shapes", prompt="a", frames=2, height=8, width=8, steps=9, seed=0, format="mp4"
 )
-JOB = Job(id=new_id("video", 0), asked=ASKED, created=0.0, deadline=1.0)
+JOB = Job(id=new_id("video", 0), params=ASKED, created=0.0, deadline=1.0)
 
 
 def test_every_answer_has_an_id_and_is_for_nobody_elses_page(http: httpx.Client) -> None:
@@ -114,7 +116,7 @@ def test_a_fault_of_ours_says_only_where_to_look(engine: Fake, monkeypatch: pyte
 
     out = io.StringIO()
     handler = logging.StreamHandler(out)
-    handler.setFormatter(logs.Lines())
+    handler.setFormatter(logs.JSONFormatter())
     monkeypatch.setattr(engine, "page", broken)
     logger = logging.getLogger("weft.serve")
     logger.addHandler(handler)
@@ -136,7 +138,7 @@ def test_a_fault_of_ours_says_only_where_to_look(engine: Fake, monkeypatch: pyte
 def test_requests_are_logged_without_prompts(http: httpx.Client) -> None:
     out = io.StringIO()
     handler = logging.StreamHandler(out)
-    handler.setFormatter(logs.Lines())
+    handler.setFormatter(logs.JSONFormatter())
     logs.access.addHandler(handler)
     logs.access.setLevel(logging.INFO)
     try:
@@ -199,13 +201,13 @@ def test_a_model_of_images_has_a_plan_too(http: httpx.Client, engine: Fake) -> N
     [("out_of_memory", 400), ("too_long", 400), ("disk_full", 503), ("rank_lost", 503), ("else", 500)],
 )
 def test_who_waits_is_told_whose_fault_it_was(code: str, status: int) -> None:
-    with pytest.raises(Refused) as refused:
-        with_result(replace(JOB, status="failed", failure=Failure(code=code, message="It failed.")))
+    with pytest.raises(APIError) as refused:
+        finished_job(replace(JOB, status="failed", failure=JobFailure(code=code, message="It failed.")))
     assert refused.value.status == status
 
 
 def test_a_job_that_ended_is_nowhere_any_more() -> None:
-    live = Live(queue_position=1, eta=2.0, ranks=(0,), preview=b"png", preview_step=3)
+    live = LiveJob(queue_position=1, eta=2.0, ranks=(0,), preview=b"png", preview_step=3)
     assert made_of(replace(JOB, status="in_progress"), live).weft.eta_seconds == 2.0
     ended = made_of(replace(JOB, status="failed"), live).weft
     assert (ended.eta_seconds, ended.queue_position, ended.ranks) == (None, None, [])
@@ -220,7 +222,7 @@ def test_the_page_is_served(http: httpx.Client) -> None:
 
 
 def test_the_document_describes_every_route_with_its_errors(engine: Fake) -> None:
-    said = httpx.Response(200, json=document(engine, None)).json()
+    said = httpx.Response(200, json=schema_of(engine, None)).json()
     assert "/v1/videos" in said["paths"]
     for path, item in said["paths"].items():
         for method, operation in item.items():
@@ -229,21 +231,19 @@ def test_the_document_describes_every_route_with_its_errors(engine: Fake) -> Non
             for status, response in operation["responses"].items():
                 if int(status) >= 400 and path != "/health":
                     schema = response["content"]["application/json"]["schema"]
-                    assert schema["$ref"].endswith("/Error")
+                    assert schema["$ref"].endswith("/ErrorResponse")
     references = {part.split('"')[0] for part in json.dumps(said).split("#/components/schemas/")[1:]}
     assert references <= set(said["components"]["schemas"])
     assert "securitySchemes" not in said["components"]
-    assert document(engine, "k" * 16)["paths"]["/v1/videos"]["get"]["security"]
+    assert schema_of(engine, "k" * 16)["paths"]["/v1/videos"]["get"]["security"]
 
 
-def document(engine: Fake, key: str | None) -> dict[str, Any]:
-    from weft.serve.document import document
-
-    return document(create_app(engine, key=key, limits=Limits()), key=key is not None)
+def schema_of(engine: Fake, key: str | None) -> dict[str, Any]:
+    return openapi_schema(create_app(engine, key=key, limits=RequestLimits()), key=key is not None)
 
 
 def test_the_server_has_no_torch() -> None:
-    code = "import sys; from weft.serve import app, host; assert 'torch' not in sys.modules"
+    code = "import sys; from weft.serve.api import app, server; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.serve.fake import Fake, serving
 from weft.core.errors import InputError
-from weft.serve import auth
+from weft.serve.api import auth
 
 KEY = "correct-horse-battery-staple"
 

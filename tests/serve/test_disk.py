@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.serve.test_jobs import asked
+from tests.serve.test_jobs import params
 from weft.core.errors import InputError
-from weft.serve.disk import Disk, DiskFull, State
+from weft.serve.disk import Disk, DiskFull, SavedState
+from weft.serve.job_store import JobStore
 from weft.serve.jobs import new_id
-from weft.serve.store import Store
 
 A, B, C = (new_id("video", time) for time in (1, 2, 3))
 
@@ -86,7 +86,7 @@ def test_the_quota_holds_and_says_what_would_help(disk: Disk, tmp_path: Path) ->
     with pytest.raises(DiskFull):
         disk.write(B, "video.mp4", bytes(101))  # the old file stays until the new one is whole
     agree(disk, tmp_path)
-    with pytest.raises(InputError, match="quota=0"):
+    with pytest.raises(InputError, match="got 0"):
         Disk(tmp_path, quota=0)
 
 
@@ -160,7 +160,7 @@ def test_a_state_is_for_all_jobs_of_its_batch(disk: Disk, tmp_path: Path) -> Non
     disk.save_state([A, B, C], 3, b"three\nlatents")
     for opened in (disk, Disk(tmp_path, quota=1)):
         for id in (A, B, C):
-            assert opened.state(id) == State(jobs=(A, B, C), step=3, data=b"three\nlatents")
+            assert opened.state(id) == SavedState(jobs=(A, B, C), step=3, data=b"three\nlatents")
     disk.save_state([A, B, C], 4, b"four")
     disk.remove(A)  # cancelled; the others go on without it
     assert disk.state(A) is None
@@ -168,7 +168,7 @@ def test_a_state_is_for_all_jobs_of_its_batch(disk: Disk, tmp_path: Path) -> Non
     assert state and state.step == 4
     disk.save_state([B, C], 5, b"five")
     for opened in (disk, Disk(tmp_path, quota=1)):
-        assert opened.state(C) == State(jobs=(B, C), step=5, data=b"five")
+        assert opened.state(C) == SavedState(jobs=(B, C), step=5, data=b"five")
     assert len(files(tmp_path)) == 1
     agree(disk, tmp_path)
     disk.drop_state(B)
@@ -247,8 +247,8 @@ def test_a_kill_leaves_whole_files_and_the_last_state(tmp_path: Path) -> None:
 
 
 def test_sweep_leaves_what_is_needed(tmp_path: Path) -> None:
-    store, disk = Store(tmp_path), Disk(tmp_path, quota=10**6)
-    queued, running, done = (store.create(asked(), deadline=1.0).id for _ in range(3))
+    store, disk = JobStore(tmp_path), Disk(tmp_path, quota=10**6)
+    queued, running, done = (store.create(params(), deadline=1.0).id for _ in range(3))
     for id in (running, done):
         store.begin(id)
     store.complete(done, "video.mp4", 3, {}, 50.0)

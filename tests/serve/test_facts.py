@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models.checkpoints import CALLS, TINY
-from tests.models.toys import seeded
-from weft.models.dit import DiTConfig, VideoDiT
-from weft.models.video import VideoPipeline
-from weft.models.vocabulary import Vocabulary
-from weft.models.words import LENGTH, WORDS
+from tests.diffusers.checkpoints import CALLS, TINY
+from tests.diffusers.toys import seeded
 from weft.serve.facts import facts_of
+from weft.video.captions import LENGTH, WORDS
+from weft.video.pipeline import VideoPipeline
+from weft.video.transformer import DiTConfig, VideoDiT
+from weft.video.vocabulary import Vocabulary
 
 
 def test_own_model() -> None:

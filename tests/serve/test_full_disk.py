@@ -19,21 +19,22 @@ from tests.serve.fake import serving
 from tests.serve.full_disk import Filler, Injected, mounted
 from tests.serve.hostile import PICTURE
 from tests.serve.ranks import ThreadRanks
-from tests.serve.test_engine import asked, ended, running, until
+from tests.serve.test_engine import ended, params, running, until
 from weft.serve import engine as engines
 from weft.serve import outcomes
+from weft.serve.api_error import APIError
 from weft.serve.engine import Engine
-from weft.serve.errors import Refused
+from weft.serve.job_store import JobStore
+from weft.serve.messages import BatchProgress, EngineEvent
 from weft.serve.reserve import RESERVE_BYTES, DiskFull
-from weft.serve.store import Store
 
 RESULT = bytes(range(256)) * 400
 
 
 @pytest.fixture(autouse=True)
 def _threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "Ranks", ThreadRanks)
-    monkeypatch.setattr(engines, "TICK", 0.02)
+    monkeypatch.setattr(engines, "RankSupervisor", ThreadRanks)
+    monkeypatch.setattr(engines, "CHECK_SECONDS", 0.02)
     monkeypatch.setattr("tests.serve.ranks.made", lambda _: RESULT)
 
 
@@ -57,7 +58,7 @@ def check_log(caplog: pytest.LogCaptureFixture) -> None:
 def begun(engine: Engine, count: int = 1) -> list[str]:
     """Jobs that run, one rank each."""
     engine.ranks.pace = 0.05  # type: ignore[attr-defined]
-    ids = [engine.submit(asked(seed=at)).id for at in range(count)]
+    ids = [engine.submit(params(seed=at)).id for at in range(count)]
     until(lambda: any(job.step > 2 for job in engine.store.active()))
     return ids
 
@@ -109,7 +110,7 @@ def test_everything_can_be_deleted_from_a_disk_of_0_bytes(
 ) -> None:
     filler = Filler(small)
     with running(small, policy="one") as engine, serving(engine) as url:
-        ids = [engine.submit(asked(seed=at)).id for at in range(12)]
+        ids = [engine.submit(params(seed=at)).id for at in range(12)]
         until(lambda: ended(engine, *ids))
         engine.store._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # or its space is room enough
         filler.fill()
@@ -126,18 +127,18 @@ def test_everything_can_be_deleted_from_a_disk_of_0_bytes(
 
 def test_the_database_writes_in_its_reserve_and_takes_nothing_new(small: Path) -> None:
     filler = Filler(small)
-    store = Store(small)
-    ids = [store.create(asked(seed=at), deadline=1.0).id for at in range(8)]
+    store = JobStore(small)
+    ids = [store.create(params(seed=at), deadline=1.0).id for at in range(8)]
     store._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     filler.fill()
     assert store.fail(ids[0], outcomes.NO_ROOM) is not None
     assert store.reserve.is_full
     assert all(store.delete(id) for id in ids)
     with pytest.raises(DiskFull):
-        store.create(asked(), deadline=1.0)
+        store.create(params(), deadline=1.0)
     filler.empty()
     store.reserve.restore()
-    assert store.create(asked(), deadline=1.0)
+    assert store.create(params(), deadline=1.0)
     store.close()
 
 
@@ -164,15 +165,14 @@ def test_who_waits_for_an_image_has_it_when_there_is_room(small: Path) -> None:
     with running(small, policy="one") as engine, serving(engine) as url, httpx.Client(timeout=60) as http:
         engine.ranks.pace = 0.05  # type: ignore[attr-defined]
 
-        def free(what: str, said: dict[str, Any]) -> None:
-            if what == "step" and said["step"] == 2:
+        def free(event: EngineEvent) -> None:
+            step = event.step.step if isinstance(event, BatchProgress) else 0
+            if step == 2:
                 filler.fill()
-            elif what == "step" and said["step"] == 9:
-                engine.events.put(("call", filler.empty))
+            elif step == 9:
+                engine.events.put(filler.empty)
 
         engine.on_event.append(free)
-        hear = engine._hear
-        engine._hear = lambda what, *said: said[0]() if what == "call" else hear(what, *said)  # type: ignore[method-assign]
         answer = http.post(f"{url}/v1/images/generations", json={"prompt": "a", "num_inference_steps": 10})
         assert answer.status_code == 200
 
@@ -192,14 +192,14 @@ def test_pictures_of_results_come_also_from_a_full_disk(small: Path) -> None:
 def test_a_server_starts_on_a_full_disk(small: Path) -> None:
     filler = Filler(small)
     with running(small, policy="one") as engine:
-        done = engine.submit(asked())
+        done = engine.submit(params())
         until(lambda: ended(engine, done.id))
     filler.fill()
     with running(small, policy="one") as engine:
         assert engine.content(done.id)[0].read_bytes() == RESULT  # type: ignore[index]
-        with pytest.raises(Refused, match="disk"):
+        with pytest.raises(APIError, match="disk"):
             for _ in range(200):
-                engine.submit(asked())
+                engine.submit(params())
         assert engine.cancel_and_delete(done.id)
 
 
@@ -210,14 +210,14 @@ def test_idle_server_notices_that_the_disk_is_full(small: Path) -> None:
         filler.fill(left=20_000)
         until(lambda: engine.store.reserve.is_full)
         assert (small / "data" / "jobs.db-reserve").stat().st_size == RESERVE_BYTES
-        with pytest.raises(Refused, match="disk_full"):
-            engine.submit(asked())
+        with pytest.raises(APIError, match="disk_full"):
+            engine.submit(params())
         filler.empty()
         until(lambda: not engine.store.reserve.is_full)
 
 
 def test_the_reserve_is_there_and_only_for_this_user(tmp_path: Path) -> None:
-    store, file = Store(tmp_path), tmp_path / "jobs.db-reserve"
+    store, file = JobStore(tmp_path), tmp_path / "jobs.db-reserve"
     assert (file.stat().st_size, file.stat().st_mode & 0o777) == (RESERVE_BYTES, 0o600)
     assert file.stat().st_blocks * 512 >= RESERVE_BYTES
     store.reserve.release()
@@ -235,13 +235,13 @@ def test_outcomes_wait_for_a_database_that_takes_nothing_at_all(
     with running(tmp_path) as engine:
         disk = Injected(engine.store, monkeypatch)
         ids = begun(engine, 2)
-        cancelled = engine.submit(asked(seed=9)).id
+        cancelled = engine.submit(params(seed=9)).id
         disk.is_full = True
         engine.cancel(cancelled)
         engine.ranks.fail(0)  # type: ignore[attr-defined]  # and what is lost meanwhile goes on
         until(lambda: engine.store.reserve.is_full and cancelled in engine.dispatch.outcomes)
-        with pytest.raises(Refused) as refused:
-            engine.submit(asked())
+        with pytest.raises(APIError) as refused:
+            engine.submit(params())
         assert refused.value.code == "disk_full"
         disk.is_full = False
         until(lambda: completed(engine, ids) and ended(engine, cancelled))
@@ -284,7 +284,7 @@ def test_a_job_waits_for_a_descriptor_to_read_its_picture(
 
         monkeypatch.setattr(engine.disk, "read", out)
         upload.write(PICTURE)
-        job = engine.submit(asked(), image=upload)
+        job = engine.submit(params(), image=upload)
         until(lambda: completed(engine, [job.id]))
 
 

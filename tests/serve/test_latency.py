@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from bench.serving_simulator import WAN
 from weft.core.errors import InputError
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
@@ -18,16 +19,15 @@ from weft.core.problem import Problem
 from weft.core.topology import Topology
 from weft.plan.choose import choose
 from weft.serve import latency as latencies
-from weft.serve.jobs import Shape
-from weft.serve.latency import Latency, density, part
-from weft.serve.simulator import WAN
+from weft.serve.jobs import JobShape
+from weft.serve.latency import Latency, mask_density, resized_topology
 from weft.simulate.clusters import cluster
-from weft.simulate.models import Model
-from weft.simulate.whole import step
+from weft.simulate.model_step import step
+from weft.simulate.models import ModelSizes
 
-VIDEO = Shape(frames=81, height=480, width=832, steps=50, guided=True)
-IMAGE = Shape(frames=1, height=480, width=832, steps=50, guided=True)
-OTHER = Shape(frames=1, height=720, width=1280, steps=50, guided=True)
+VIDEO = JobShape(frames=81, height=480, width=832, steps=50, guided=True)
+IMAGE = JobShape(frames=1, height=480, width=832, steps=50, guided=True)
+OTHER = JobShape(frames=1, height=720, width=1280, steps=50, guided=True)
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_a_prediction_is_that_of_the_planner(latency: Latency, ranks: int) -> No
     problem = Problem(
         batch=1, heads=40, kv_heads=40, head_dim=128, q=layout, kv=layout, dtype="bfloat16"
     )  # fmt: skip
-    topology = part(latency.topology, ranks)
+    topology = resized_topology(latency.topology, ranks)
     plan = choose(problem, BlockMask.dense(40, 32760), topology)
     whole = step(latency.model, (21, 30, 52), plan.ranked[0].seconds, topology).seconds
     assert latency.step(plain, ranks) == pytest.approx(whole, rel=0.03)
@@ -70,9 +70,9 @@ def test_guidance_is_a_second_pass_and_a_batch_takes_as_many(latency: Latency) -
 
 
 def test_more_ranks_save_less_of_an_image_than_of_a_video(latency: Latency) -> None:
-    gains = [latency.whole(shape, 1) / latency.whole(shape, 8) for shape in (IMAGE, VIDEO)]
+    gains = [latency.total(shape, 1) / latency.total(shape, 8) for shape in (IMAGE, VIDEO)]
     assert 4 < gains[0] < gains[1] < 8
-    assert latency.alone(VIDEO) == latency.whole(VIDEO, 8)
+    assert latency.alone(VIDEO) == latency.total(VIDEO, 8)
 
 
 def test_a_sparse_mask_shortens_attention(latency: Latency) -> None:
@@ -82,7 +82,7 @@ def test_a_sparse_mask_shortens_attention(latency: Latency) -> None:
     assert whole - kept == pytest.approx(0.75 * attention, rel=0.05)
 
 
-SMALL = Model(name="", layers=4, heads=4, head_dim=8)
+SMALL = ModelSizes(name="", layers=4, heads=4, head_dim=8)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ SMALL = Model(name="", layers=4, heads=4, head_dim=8)
      ("something:new", 1.0), ("random:density=0.25", 0.25)],
 )  # fmt: skip
 def test_the_density_of_sparse_attention(sparse: str, expected: float) -> None:
-    assert density(sparse, (4, 16, 16), SMALL) == pytest.approx(expected, rel=0.15)
+    assert mask_density(sparse, (4, 16, 16), SMALL) == pytest.approx(expected, rel=0.15)
 
 
 def test_observed_steps_correct_predictions_of_all_sizes_ranks_and_step_counts(latency: Latency) -> None:
@@ -126,14 +126,14 @@ def test_memory_shrinks_with_ranks_and_limits_them(latency: Latency) -> None:
     assert 2 * WAN["params"] < eight < one
     tight = Latency(WAN, cluster("8xh100"), limit=(one + eight) / 2)
     assert tight.step(VIDEO, 1) == math.inf
-    assert tight.alone(VIDEO) == latency.whole(VIDEO, 8)
+    assert tight.alone(VIDEO) == latency.total(VIDEO, 8)
     assert list(tight.explain(VIDEO)["seconds_by_ranks"])[-1] == "8"
     assert tight.no_room(VIDEO) is None
     none = Latency(WAN, cluster("8xh100"), limit=1e9)
-    assert "no number of ranks" in none.explain(VIDEO)["reason"]
+    assert "any number of ranks" in none.explain(VIDEO)["reason"]
     assert none.explain(VIDEO)["seconds"] is None
     seconds = latency.alone(VIDEO)  # as long as if there were room
-    assert f"0.9 are there; and they would take about {seconds:,.0f} s" in str(none.no_room(VIDEO))
+    assert f"0.9 are free, and they would take about {seconds:,.0f} s" in str(none.no_room(VIDEO))
 
 
 def test_an_explanation_names_the_plan_the_seconds_and_the_reason(latency: Latency) -> None:
@@ -155,7 +155,7 @@ def test_an_explanation_names_the_plan_the_seconds_and_the_reason(latency: Laten
     ("ranks", "expected"), [(1, (1, 1)), (4, (1, 4)), (8, (1, 8)), (32, (4, 8)), (12, (2, 6))]
 )
 def test_a_part_of_a_cluster(ranks: int, expected: tuple[int, int]) -> None:
-    found = part(cluster("8x8xh100"), ranks)
+    found = resized_topology(cluster("8x8xh100"), ranks)
     assert (found.machines, found.devices) == expected
 
 
@@ -164,7 +164,7 @@ def test_facts_that_are_missing_are_named() -> None:
         Latency({k: v for k, v in WAN.items() if k not in ("depth", "params")}, Topology.local(2))
 
 
-HUGE = Shape(frames=100_000, height=99_984, width=99_984, steps=50, guided=True)
+HUGE = JobShape(frames=100_000, height=99_984, width=99_984, steps=50, guided=True)
 
 
 @pytest.mark.parametrize("sparse", [None, "sta"])
@@ -178,7 +178,7 @@ def test_a_size_that_nobody_can_make_is_predicted_all_the_same(sparse: str | Non
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_what_is_scaled_takes_as_long(latency: Latency, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
     true = latency.predicted(VIDEO, ranks)
-    monkeypatch.setattr(latencies, "TOKENS", 10_000)
+    monkeypatch.setattr(latencies, "MAX_PLANNED_TOKENS", 10_000)
     scaled = Latency(WAN, cluster("8xh100"))
     assert scaled.predicted(VIDEO, ranks) == pytest.approx(true, rel=0.01)
 
@@ -186,17 +186,17 @@ def test_what_is_scaled_takes_as_long(latency: Latency, monkeypatch: pytest.Monk
 def test_what_is_remembered_of_what_was_asked_is_bounded(
     latency: Latency, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for bound in ("WAYS", "PREDICTIONS"):
+    for bound in ("MAX_CACHED_CANDIDATES", "MAX_CACHED_PREDICTIONS"):
         monkeypatch.setattr(latencies, bound, 4)
     latency = Latency(WAN, cluster("8xh100"))
     kept: weakref.WeakSet[Any] = weakref.WeakSet()
-    make = latencies._Ways
+    make = latencies._Candidates
 
     def noted(*given: Any) -> Any:
         kept.add(way := make(*given))
         return way
 
-    monkeypatch.setattr(latencies, "_Ways", noted)
+    monkeypatch.setattr(latencies, "_Candidates", noted)
     for frames in range(1, 90, 8):
         latency.step(replace(IMAGE, frames=frames), 1)
     assert len(kept) <= 4

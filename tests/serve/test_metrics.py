@@ -11,6 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.serve.fake import Fake, made, serving
+from weft.serve.messages import AttentionTimeline, BatchProgress, RanksLost, StepDone
 from weft.serve.metrics import Metrics
 
 FAMILIES = {
@@ -47,7 +48,7 @@ def test_jobs_steps_ranks_and_requests_are_counted(tmp_path: Path) -> None:
         http.delete(f"/v1/videos/{id}")
         http.get("/no/such/address")
         http.request("PROPFIND", "/live")
-        engine._tell("restart", reason="a test")
+        engine.emit(RanksLost("a test"))
         answer = http.get("/metrics")
     found = families(answer.text)
     assert answer.headers["content-type"].startswith("text/plain")
@@ -84,23 +85,14 @@ def test_jobs_steps_ranks_and_requests_are_counted(tmp_path: Path) -> None:
 def test_compute_is_counted_for_each_rank(tmp_path: Path) -> None:
     engine = Fake(tmp_path)
     metrics = Metrics(engine)
-    for hear in engine.on_event:
-        hear(
-            "step",
-            {
-                "seconds": 0.5,
-                "imbalance": None,
-                "exposed": 0.1,
-                "ranks": (2, 3),
-                "attend": [0.1, 0.2],
-                "sent": [7, 9],
-                "density": 0.25,
-                "runs": 6,
-                "first": 2,
-            },
-        )
-        hear("step", {"seconds": None, "imbalance": None, "exposed": None, "ranks": (2, 3), "attend": None})
-        hear("something new", {})
+    full = StepDone(
+        batch="a", step=1, seconds=0.5, exposed=0.1, attend=(0.1, 0.2), sent=(7, 9), density=0.25, runs=6,
+        first=2,
+    )  # fmt: skip
+    for on_event in engine.on_event:
+        on_event(BatchProgress(full, ranks=(2, 3)))
+        on_event(BatchProgress(StepDone(batch="a", step=2, seconds=0.0), ranks=(2, 3)))
+        on_event(AttentionTimeline(batch="a", label="", spans=()))
     found = families(metrics.text().decode())
     engine.close()
     assert value(found, "weft_compute_seconds", "weft_compute_seconds_total", rank="3") == pytest.approx(0.2)

@@ -17,8 +17,9 @@ from uvicorn.server import ServerState
 
 from tests.serve.fake import Fake, made, serving
 from tests.serve.hosting import until
-from weft.serve.app import Limits, create_app, server_config
-from weft.serve.host import Protocol
+from weft.serve.api.app import create_app
+from weft.serve.api.limits import RequestLimits
+from weft.serve.api.server import BoundedH11Protocol, server_config
 
 
 def open_streams(http: httpx.Client, id: str, count: int, stack: ExitStack) -> list[int]:
@@ -28,7 +29,7 @@ def open_streams(http: httpx.Client, id: str, count: int, stack: ExitStack) -> l
 
 
 def test_streams_leave_room_for_requests_and_probes(tmp_path: Any) -> None:
-    limits = Limits(requests=2, streams=3)
+    limits = RequestLimits(requests=2, streams=3)
     pool = httpx.Limits(max_connections=None)
     with made(tmp_path, pace=0.05) as engine, serving(engine, limits=limits) as url, ExitStack() as stack:
         http = stack.enter_context(httpx.Client(base_url=url, timeout=60, limits=pool))
@@ -48,7 +49,7 @@ def test_streams_leave_room_for_requests_and_probes(tmp_path: Any) -> None:
 
 def test_so_many_requests_at_a_time(tmp_path: Any) -> None:
     body = {"prompt": "a", "num_inference_steps": 900}
-    with made(tmp_path, pace=0.05) as engine, serving(engine, limits=Limits(requests=1)) as url:
+    with made(tmp_path, pace=0.05) as engine, serving(engine, limits=RequestLimits(requests=1)) as url:
         with ThreadPoolExecutor(1) as pool:
             waits = pool.submit(httpx.post, f"{url}/v1/videos/sync", json=body, timeout=60)
             until(lambda: engine.store.active())
@@ -97,7 +98,7 @@ def test_a_method_that_is_not_for_a_path_is_told_all_that_are(
 ) -> None:
     answer = http.request(method, path)
     assert (answer.status_code, answer.headers["allow"]) == (405, allow)
-    assert answer.json()["error"]["message"] == f"{method} is not for this address. Use {allow}."
+    assert answer.json()["error"]["message"] == f"Method {method} is not allowed here. Use {allow}."
 
 
 @pytest.mark.parametrize(
@@ -106,7 +107,7 @@ def test_a_method_that_is_not_for_a_path_is_told_all_that_are(
         ("/v1/plan?sise=64x64", "unknown_parameter", "Did you mean 'size'?"),
         ("/v1/plan?num_frames=4", "unknown_parameter", "'num_frames'"),
         ("/v1/videos?limt=4", "unknown_parameter", "Did you mean 'limit'?"),
-        ("/v1/videos?limit=4&limit=5", "repeated_parameter", "limit is given twice"),
+        ("/v1/videos?limit=4&limit=5", "repeated_parameter", "limit is repeated"),
         ("/v1/images?after=&x=1", "unknown_parameter", "'x'"),
         ("/v1/models?a=b", "unknown_parameter", "Known: none"),
         ("/v1/status?a=", "unknown_parameter", "'a'"),
@@ -154,7 +155,7 @@ def test_connections_that_were_answered_before_their_body_are_bounded(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In number and in time: a byte of the body now and then is no request."""
-    monkeypatch.setattr("weft.serve.host.MAX_IDLE_CONNECTIONS", 2)
+    monkeypatch.setattr("weft.serve.api.server.MAX_IDLE_CONNECTIONS", 2)
     head = b"POST /nowhere HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 999\r\n\r\n"
     with made(tmp_path) as engine, serving(engine) as url, ExitStack() as stack:
         place = ("127.0.0.1", int(url.rpartition(":")[2]))
@@ -172,24 +173,24 @@ def test_connections_that_were_answered_before_their_body_are_bounded(
                     pass
 
         wait_until_closed([refused() for _ in range(3)][0])
-        monkeypatch.setattr("weft.serve.host.HEAD_SECONDS", 0.1)
+        monkeypatch.setattr("weft.serve.api.server.HEAD_SECONDS", 0.1)
         wait_until_closed(refused())
 
 
 def test_flood_does_not_close_a_connection_whose_request_was_not_read_yet(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weft.serve.host.MAX_IDLE_CONNECTIONS", 2)
+    monkeypatch.setattr("weft.serve.api.server.MAX_IDLE_CONNECTIONS", 2)
 
     async def ask(engine: Fake, stack: ExitStack) -> bytes:
         config, state = (
-            server_config(create_app(engine, limits=Limits()), host="127.0.0.1", port=0),
+            server_config(create_app(engine, limits=RequestLimits()), host="127.0.0.1", port=0),
             ServerState(),
         )
         config.load()
         loop = asyncio.get_running_loop()
         server = await loop.create_server(
-            lambda: Protocol(config=config, server_state=state, app_state={}), "127.0.0.1", 0
+            lambda: BoundedH11Protocol(config=config, server_state=state, app_state={}), "127.0.0.1", 0
         )
         place = server.sockets[0].getsockname()
         # The loop does not run meanwhile, so all of these are accepted before any of them is read.

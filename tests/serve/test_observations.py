@@ -11,9 +11,16 @@ from typing import Any
 import pytest
 
 from weft.core.topology import Topology
-from weft.serve.jobs import Shape
+from weft.serve.jobs import JobShape
 from weft.serve.latency import Latency
-from weft.serve.observations import MAX_KEYS, WINDOW_STEPS, Cost, Observations, Point, fit_line
+from weft.serve.observations import (
+    MAX_KEYS,
+    WINDOW_STEPS,
+    Observations,
+    PredictedCost,
+    WeightedPoint,
+    fit_line,
+)
 
 RECORDED = json.loads(Path(__file__).with_name("recorded_steps.json").read_text())
 """Of `weft serve` with the shipped model on 2 ranks (two cores), by policies `one` and `all`: warm-ups, steps
@@ -23,8 +30,8 @@ RUNS = sorted(RECORDED["runs"])
 SIZES = sorted({tuple(row[:5]) for run in RUNS for row in RECORDED["runs"][run]["steps"]})
 
 
-def shape(frames: int, height: int, width: int, guided: bool, steps: int = 30) -> Shape:  # noqa: FBT001
-    return Shape(frames=frames, height=height, width=width, guided=guided, steps=steps)
+def shape(frames: int, height: int, width: int, guided: bool, steps: int = 30) -> JobShape:  # noqa: FBT001
+    return JobShape(frames=frames, height=height, width=width, guided=guided, steps=steps)
 
 
 def recorded(run: str) -> dict[tuple[Any, ...], list[float]]:
@@ -124,10 +131,10 @@ def test_a_constant_for_each_number_of_ranks_and_one_slope() -> None:
     for x in (0.01, 0.04, 1.0):
         for ranks, wait in ((1, 0.0), (2, 0.02)):
             for _ in range(10):
-                seen.add((x, ranks), Cost(x, ranks), wait + 0.5 * x)
-    assert seen.estimate("new", Cost(0.02, 2)) == pytest.approx(0.03, rel=0.05)
-    assert seen.estimate("new", Cost(0.02, 1)) == pytest.approx(0.01, rel=0.05)
-    assert seen.estimate("new", Cost(10.0, 4)) == pytest.approx(5.0, rel=0.05)
+                seen.add((x, ranks), PredictedCost(x, ranks), wait + 0.5 * x)
+    assert seen.estimate("new", PredictedCost(0.02, 2)) == pytest.approx(0.03, rel=0.05)
+    assert seen.estimate("new", PredictedCost(0.02, 1)) == pytest.approx(0.01, rel=0.05)
+    assert seen.estimate("new", PredictedCost(10.0, 4)) == pytest.approx(5.0, rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -138,51 +145,53 @@ def test_a_constant_for_each_number_of_ranks_and_one_slope() -> None:
 def test_one_point_is_a_constant_if_that_is_plausible_and_else_a_slope(
     seconds: float, expected: float
 ) -> None:
-    line = fit_line([Point(1, 0.01, seconds)], overhead=0.05)
+    line = fit_line([WeightedPoint(1, 0.01, seconds)], overhead=0.05)
     assert line(0.01, 1) == pytest.approx(seconds)
     assert line(100.0, 1) == pytest.approx(expected, rel=0.01)
 
 
 def test_neither_constant_nor_slope_is_below_zero() -> None:
-    falling = fit_line([Point(1, 1.0, 9.0), Point(1, 9.0, 1.0)], overhead=0.05)
+    falling = fit_line([WeightedPoint(1, 1.0, 9.0), WeightedPoint(1, 9.0, 1.0)], overhead=0.05)
     assert falling.slope >= 0
-    steep = fit_line([Point(1, 1.0, 0.1), Point(1, 2.0, 9.0), Point(2, 1.0, 5.0)], overhead=0.05)
+    steep = fit_line(
+        [WeightedPoint(1, 1.0, 0.1), WeightedPoint(1, 2.0, 9.0), WeightedPoint(2, 1.0, 5.0)], overhead=0.05
+    )
     assert min(steep.constants.values()) >= 0
 
 
 def test_the_number_of_keys_is_bounded_and_odd_times_are_left_out() -> None:
     seen = Observations(overhead=0.05)
     for seconds in (0.0, -1.0, float("nan"), float("inf")):
-        seen.add("odd", Cost(1.0), seconds)
+        seen.add("odd", PredictedCost(1.0), seconds)
     assert len(seen) == seen.steps == 0
-    assert seen.estimate("odd", Cost(3.0)) == 3.0
+    assert seen.estimate("odd", PredictedCost(3.0)) == 3.0
     for key in range(3 * MAX_KEYS):
-        seen.add(key, Cost(1.0 + key), 1.0)
+        seen.add(key, PredictedCost(1.0 + key), 1.0)
     assert len(seen) == MAX_KEYS
     assert 3 * MAX_KEYS - 1 in seen
     for _ in range(100):  # the others are so old that their weight vanishes
-        seen.add("new", Cost(2.0), 5.0, steps=10_000)
-    assert seen.estimate("new", Cost(2.0)) == pytest.approx(5.0, rel=0.01)
-    assert seen.estimate("another", Cost(2.0)) == pytest.approx(5.0, rel=0.05)
+        seen.add("new", PredictedCost(2.0), 5.0, steps=10_000)
+    assert seen.estimate("new", PredictedCost(2.0)) == pytest.approx(5.0, rel=0.01)
+    assert seen.estimate("another", PredictedCost(2.0)) == pytest.approx(5.0, rel=0.05)
 
 
 def test_a_thread_estimates_while_another_adds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread may come between any two steps of this one: here it does."""
     seen = Observations(overhead=0.05)
-    seen.add("first", Cost(1.0), 1.0)
+    seen.add("first", PredictedCost(1.0), 1.0)
     weight = seen._weight
 
     def meanwhile(each: Any) -> float:
-        seen.add(len(seen), Cost(1.0), 1.0)
+        seen.add(len(seen), PredictedCost(1.0), 1.0)
         return weight(each)
 
     monkeypatch.setattr(seen, "_weight", meanwhile)
-    assert seen.estimate("other", Cost(2.0)) > 0
+    assert seen.estimate("other", PredictedCost(2.0)) > 0
 
 
 def test_loads_that_change_do_not_let_large_sizes_look_cheap() -> None:
     """Small steps were seen under load, larger ones not: the line through both falls."""
     steps = Observations(overhead=0.05)
-    steps.add("image", Cost(0.01, ranks=1), 0.3, steps=20)
-    steps.add("video", Cost(0.05, ranks=1), 0.2, steps=20)
-    assert steps.estimate("large", Cost(1000.0, ranks=1)) > 250.0
+    steps.add("image", PredictedCost(0.01, ranks=1), 0.3, steps=20)
+    steps.add("video", PredictedCost(0.05, ranks=1), 0.2, steps=20)
+    assert steps.estimate("large", PredictedCost(1000.0, ranks=1)) > 250.0

@@ -42,9 +42,11 @@ class Site:
     def start(self) -> None:
         import uvicorn
 
-        from weft.serve.app import Limits, create_app, server_config
+        from weft.serve.api.app import create_app
+        from weft.serve.api.limits import RequestLimits
+        from weft.serve.api.server import server_config
 
-        app = create_app(self.engine, key=self.key, limits=Limits())
+        app = create_app(self.engine, key=self.key, limits=RequestLimits())
         config = server_config(app, host="127.0.0.1", port=self.port)
         config.timeout_graceful_shutdown = 0  # as if it were killed: streams end in the middle
         self.server = uvicorn.Server(config)
@@ -61,14 +63,14 @@ class Site:
         self.engine.close()
 
     def make(self, kind: Any = "video", *, seed: int = 1, steps: int = 1, prompt: str = PROMPT) -> str:
-        from weft.serve.jobs import Asked
+        from weft.serve.jobs import GenerationParams
 
         frames, format = (8, "mp4") if kind == "video" else (1, "png")
-        asked = Asked(
+        params = GenerationParams(
             kind=kind, model="shapes", prompt=prompt, frames=frames, height=32, width=32, steps=steps,
             seed=seed, fps=8.0, format=format,
         )  # fmt: skip
-        return self.engine.submit(asked).id
+        return self.engine.submit(params).id
 
     def made(self, *args: Any, **options: Any) -> str:
         id = self.make(*args, **options)
@@ -176,7 +178,7 @@ def test_a_video_is_asked_for_watched_played_and_deleted(site: Site, visit: Call
     video.evaluate("video => video.play()")
     until(lambda: video.evaluate("video => video.readyState >= 2 && video.currentTime > 0"))
     assert card.locator(".prompt").inner_text() == PROMPT
-    assert f"seed {site.job(id).asked.seed}" in card.locator(".facts").inner_text()
+    assert f"seed {site.job(id).params.seed}" in card.locator(".facts").inner_text()
     assert "denoise" in card.locator(".timings").inner_text()
     with page.expect_download() as saved:
         card.locator(".download").click()
@@ -255,7 +257,7 @@ def test_a_picture_can_be_the_first_frame(site: Site, visit: Callable[..., Any],
     until(lambda: page.input_value("#steps"))
     page.set_input_files("#image", str(tmp_path / "red.png"))
     id = ask(page, "it begins with red", steps=3).get_attribute("data-id")
-    assert site.job(id).asked.image == "reference.png"
+    assert site.job(id).params.image == "reference.png"
     page.check("[name=kind][value=image]", force=True)
     assert not page.is_visible("#image")
 
@@ -286,7 +288,7 @@ def test_errors_stand_where_they_belong(tmp_path: Path, visit: Callable[..., Any
         until(lambda: page.input_value("#steps"))
         page.click("#make")
         assert page.evaluate("document.activeElement.id") == "prompt"
-        assert page.inner_text("#prompt-error") == "Say what to make."
+        assert page.inner_text("#prompt-error") == "Enter a prompt."
         page.fill("#width", "65")  # the plan is asked for as it is typed
         until(lambda: "multiple of 8" in page.inner_text("#size-error"))
         assert page.get_attribute("#width", "aria-invalid") == "true"

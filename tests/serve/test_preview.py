@@ -10,19 +10,21 @@ import torch
 from PIL import Image
 
 from tests.serve.ranks import FACTS
-from weft.models.resume import Moment
-from weft.serve.jobs import Asked
-from weft.serve.preview import crude, own
+from weft.generate.resume import StepInfo
+from weft.serve.jobs import GenerationParams
+from weft.serve.preview import latents_png, video_png
 
-ASKED = Asked(
+ASKED = GenerationParams(
     kind="video", model="toy", prompt="a loom", seed=0, format="mp4", frames=8, height=32, width=48, steps=4
 )
 PATCHES = FACTS | {"patch": (2, 8, 8)}
 """A grid of 4 × 4 × 6."""
 
 
-def moment(latents: torch.Tensor, answer: torch.Tensor | None = None) -> Moment:
-    return Moment(1, 0.1, latents, latents if answer is None else answer, lambda: pytest.fail("not saved"))
+def moment(latents: torch.Tensor, prediction: torch.Tensor | None = None) -> StepInfo:
+    return StepInfo(
+        1, 0.1, latents, latents if prediction is None else prediction, lambda: pytest.fail("not saved")
+    )
 
 
 def pixels(png: bytes) -> np.ndarray:
@@ -30,10 +32,10 @@ def pixels(png: bytes) -> np.ndarray:
 
 
 def test_the_own_model_shows_the_middle_frame_of_the_branch_with_the_prompt() -> None:
-    answer = torch.zeros(4, 5, 3, 6, 6)  # two jobs, each without and with its prompt
-    answer[3, 2] = 1.0
-    assert (pixels(own(moment(answer), 1, 2)) == 255).all()
-    assert (pixels(own(moment(answer), 0, 2)) == 128).all()
+    prediction = torch.zeros(4, 5, 3, 6, 6)  # two jobs, each without and with its prompt
+    prediction[3, 2] = 1.0
+    assert (pixels(video_png(moment(prediction), 1, 2)) == 255).all()
+    assert (pixels(video_png(moment(prediction), 0, 2)) == 128).all()
 
 
 LATENTS = {
@@ -46,7 +48,7 @@ LATENTS = {
 
 @pytest.mark.parametrize("shape", LATENTS.values(), ids=LATENTS)
 def test_latents_are_shown_as_wide_as_they_are(shape: tuple[int, ...]) -> None:
-    shown = pixels(crude(moment(torch.randn(2, *shape)), 1, ASKED, PATCHES))
+    shown = pixels(latents_png(moment(torch.randn(2, *shape)), 1, ASKED, PATCHES))
     assert shown.shape[1] / shown.shape[0] == 6 / 4
     assert (shown.min(), shown.max()) == (0, 255)
 
@@ -54,11 +56,11 @@ def test_latents_are_shown_as_wide_as_they_are(shape: tuple[int, ...]) -> None:
 def test_the_frame_is_that_in_the_middle() -> None:
     latents = torch.zeros(1, 16, 4, 4, 6)
     latents[0, :, 2, :2] = 1.0
-    shown = pixels(crude(moment(latents), 0, ASKED, PATCHES))
+    shown = pixels(latents_png(moment(latents), 0, ASKED, PATCHES))
     assert shown[0, 0].tolist() == [255, 255, 255]
     assert shown[-1, 0].tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 6), (95, 16), (16,)], ids=["two channels", "odd rows", "a vector"])
 def test_odd_latents_are_not_shown(shape: tuple[int, ...]) -> None:
-    assert crude(moment(torch.randn(1, *shape)), 0, ASKED, PATCHES) == b""
+    assert latents_png(moment(torch.randn(1, *shape)), 0, ASKED, PATCHES) == b""

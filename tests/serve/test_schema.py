@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from tests.serve.fake import Fake, made
 from tests.serve.full_disk import Injected
 from tests.serve.hosting import until
-from weft.serve.app import Limits, create_app
-from weft.serve.jobs import Asked
+from weft.serve.api.app import create_app
+from weft.serve.api.limits import RequestLimits
+from weft.serve.jobs import GenerationParams
 
 schemathesis = pytest.importorskip("schemathesis")
 from schemathesis.checks import not_a_server_error  # noqa: E402
@@ -37,7 +38,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fake]:
 
 @pytest.fixture(scope="module")
 def schema(engine: Fake) -> Any:
-    return schemathesis.openapi.from_asgi("/openapi.json", create_app(engine, limits=Limits()), headers=HERE)
+    return schemathesis.openapi.from_asgi(
+        "/openapi.json", create_app(engine, limits=RequestLimits()), headers=HERE
+    )
 
 
 @contextmanager
@@ -69,7 +72,7 @@ def no_fault(_: Any, response: Any, __: Any) -> None:
 
 def there(engine: Fake, kind: Any) -> str:
     """The id of a job, so that not every request ends with 404."""
-    asked = Asked(
+    asked = GenerationParams(
         kind=kind, model="shapes", prompt="a cat", frames=1, height=8, width=8, steps=2, seed=0,
         format="mp4" if kind == "video" else "png",
     )  # fmt: skip

@@ -20,12 +20,12 @@ import pytest
 from PIL import Image
 
 from tests.serve.fake import Fake, serving
-from weft.serve import uploads
+from weft.serve.api.input_image import decode_image
+from weft.serve.api.limits import RequestLimits, bounded
+from weft.serve.api_error import APIError
 from weft.serve.disk import Disk
-from weft.serve.errors import Refused
-from weft.serve.limits import Bounds, Limits
 
-LIMITS = Limits(body=200_000, body_seconds=1.0, picture=100_000, pixels=1_000_000, decode_seconds=20)
+LIMITS = RequestLimits(body=200_000, body_seconds=1.0, picture=100_000, pixels=1_000_000, decode_seconds=20)
 
 
 @pytest.fixture(scope="module")
@@ -54,13 +54,13 @@ def png(width: int, height: int, rows: bytes, *, before: bytes = b"") -> bytes:
 TEXT = zlib.compress(b"x" * 30_000_000, 9)
 
 
-def decoded(data: bytes, limits: Limits) -> bytes:
+def decoded(data: bytes, limits: RequestLimits) -> bytes:
     """The PNG that is made of a picture; no file and no byte is left of either."""
     with TemporaryDirectory() as folder:
         disk = Disk(Path(folder), quota=10**9)
         with disk.spool() as source, disk.spool() as picture:
             source.write(data)
-            asyncio.run(uploads.decoded(source, picture, limits))
+            asyncio.run(decode_image(source, picture, limits))
             assert disk.used() == len(data) + picture.path.stat().st_size
             made = picture.read()
         assert disk.used() == 0
@@ -68,8 +68,8 @@ def decoded(data: bytes, limits: Limits) -> bytes:
         return made
 
 
-def refusal(data: bytes, limits: Limits = LIMITS) -> Refused:
-    with pytest.raises(Refused) as refused:
+def refusal(data: bytes, limits: RequestLimits = LIMITS) -> APIError:
+    with pytest.raises(APIError) as refused:
         decoded(data, limits)
     return refused.value
 
@@ -264,11 +264,11 @@ def test_a_body_that_came_while_the_server_was_busy_is_read() -> None:
         await asyncio.sleep(0)
         return {"type": "http.request", "body": sent.pop(0), "more_body": bool(sent)}
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:  # noqa: ARG001
+    async def read() -> None:
+        receive_bounded = bounded(receive, limits)
         time.sleep(0.1)  # noqa: ASYNC251 - the whole process is busy
-        assert (await receive())["body"] == b"a"
-        assert (await receive())["body"] == b"b"
+        assert (await receive_bounded())["body"] == b"a"
+        assert (await receive_bounded())["body"] == b"b"
 
-    scope = {"type": "http", "query_string": b"", "path": "/", "headers": []}
-    asyncio.run(Bounds(app, limits)(scope, receive, None))
+    asyncio.run(read())
     assert not sent

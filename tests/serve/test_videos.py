@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from tests.serve.fake import Fake, media
-from weft.serve.jobs import Asked, Job
+from weft.serve.jobs import GenerationParams, Job
 
 QUICK = {"prompt": "a cat", "num_inference_steps": 3, "seed": 5}
 
@@ -94,16 +94,16 @@ def test_sizes_and_times_are_what_was_asked(
     [
         ({"size": "70x64"}, 400, "invalid_size", "size", "Nearest: 72x64."),
         ({"size": "64x1"}, 400, "invalid_size", "size", "Nearest: 64x8."),
-        ({"size": "64"}, 400, "invalid_size", "size", "size 64 is not legal"),
+        ({"size": "64"}, 400, "invalid_size", "size", "size 64 is invalid"),
         ({"size": "99999x99999"}, 400, "invalid_size", "size", "Nearest: 100000x100000."),
         ({"size": "8000x8000"}, 400, "out_of_memory", "size", "fewer frames"),
         ({"num_frames": 7}, 400, "invalid_num_frames", "num_frames", "Nearest: 8."),
-        ({"num_frames": 8, "seconds": "1"}, 400, "unsupported_combination", "num_frames", "Give one"),
+        ({"num_frames": 8, "seconds": "1"}, 400, "unsupported_combination", "num_frames", "Set one"),
         ({"prompt": ""}, 400, "invalid_prompt", "prompt", "at least 1"),
-        ({"prompt": " \n"}, 400, "invalid_prompt", "prompt", "not legal"),
+        ({"prompt": " \n"}, 400, "invalid_prompt", "prompt", "invalid"),
         ({"prompt": "x" * 4001}, 400, "invalid_prompt", "prompt", "4000"),
         ({"sed": 1}, 400, "unknown_field", "sed", "Did you mean 'seed'?"),
-        ({"output_path": "/etc/passwd"}, 400, "unknown_field", "output_path", "no field"),
+        ({"output_path": "/etc/passwd"}, 400, "unknown_field", "output_path", "Unknown field"),
         ({"seed": "5"}, 400, "invalid_seed", "seed", "integer"),
         ({"seed": -1}, 400, "invalid_seed", "seed", "seed -1"),
         ({"seed": 2**63}, 400, "invalid_seed", "seed", "less than"),
@@ -249,14 +249,14 @@ def test_variants_are_pictures_of_it(http: httpx.Client, video: str) -> None:
 
 def test_a_picture_of_a_long_video_takes_little_memory(tmp_path: Path) -> None:
     """All of its frames would be 280 MB."""
-    asked = Asked(
+    asked = GenerationParams(
         kind="video", model="shapes", prompt="", frames=240, height=512, width=768, steps=1, seed=0,
         format="mp4",
     )  # fmt: skip
     (tmp_path / "video.mp4").write_bytes(media(asked))
     code = (
         "import re, sys; from pathlib import Path; from PIL import Image; import av\n"
-        "from weft.serve.variants import variant_of\n"
+        "from weft.serve.api.variants import variant_of\n"
         "most = lambda: int(re.search(r'VmHWM:\\s*(\\d+)', Path('/proc/self/status').read_text())[1])\n"
         "before = most(); variant_of(Path(sys.argv[1]), 'thumbnail'); print(most() - before)"
     )

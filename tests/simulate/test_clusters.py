@@ -11,7 +11,7 @@ from weft.core.problem import Problem
 from weft.plan.choose import build
 from weft.simulate.clusters import cluster
 from weft.simulate.events import simulate
-from weft.simulate.gpus import DENSE, DEVICES, SPARSE, Kernel, default_backends, kernels_of
+from weft.simulate.gpus import DENSE, DEVICES, SPARSE, KernelSpeed, default_backends, kernels_of
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -59,7 +59,7 @@ def test_a_cluster_names_its_kernels_and_their_sources():
     mixed = cluster("2x8xh100:fa4,cudnn_sparse")
     assert mixed.kernel.startswith("fa4, ") and mixed.sparse_kernel.startswith("cudnn_sparse, ")
     assert cluster("8xh100:exact").flops < 0.1 * h100.flops
-    with pytest.raises(InputError, match="No speed is known of 'fa5' on h100. Use one of .*cudnn.*fa4"):
+    with pytest.raises(InputError, match="The speed of 'fa5' on h100 is unknown. Use one of .*cudnn.*fa4"):
         cluster("8xh100:fa5")
 
 
@@ -80,7 +80,7 @@ def test_a_card_with_pcie_is_its_sibling_behind_slower_links():
     assert pcie.intra.bandwidth == pytest.approx(32e9 * 0.88)
 
 
-def in_words(table: dict[str, Kernel], default: str) -> str:
+def in_words(table: dict[str, KernelSpeed], default: str) -> str:
     bold = {name: f"**{name}**" if name == default else name for name in table}
     return "; ".join(f"{bold[name]} {k.forward:g} / {k.backward:g} ({k.source})" for name, k in table.items())
 

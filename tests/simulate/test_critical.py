@@ -18,7 +18,7 @@ from weft.plan.choose import build
 from weft.schedule.measure import attend_works
 from weft.schedule.reverse import reverse
 from weft.simulate.costs import AttendPrice
-from weft.simulate.critical import critical_path
+from weft.simulate.predict import critical_path
 
 FREE = Link(latency=0.0, bandwidth=1e30)
 

@@ -15,8 +15,8 @@ from weft.core.schedule import Attend, Exchange, Piece, Schedule, Transfer
 from weft.core.topology import Link, Topology
 from weft.masks.random import random_mask
 from weft.plan.choose import build
-from weft.simulate.critical import critical_path
 from weft.simulate.events import simulate
+from weft.simulate.predict import critical_path
 
 TOKENS = 4  # of each rank; with one head of one float32, keys and values of a token are 8 bytes
 SHARD = TOKENS * 8

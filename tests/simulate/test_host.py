@@ -14,9 +14,9 @@ from weft.plan.balanced import Balancer
 from weft.plan.choose import build, choose
 from weft.plan.strategies import parse
 from weft.simulate.clusters import cluster
-from weft.simulate.critical import critical_path
 from weft.simulate.events import simulate
 from weft.simulate.gpus import GPU_HOST
+from weft.simulate.predict import critical_path
 
 FREE = Link(latency=0.0, bandwidth=1e30)
 COSTS = [field.name for field in fields(Host)]

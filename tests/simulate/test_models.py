@@ -5,7 +5,7 @@ import math
 import pytest
 
 from weft.core.errors import InputError
-from weft.simulate.models import MODELS, Model, model
+from weft.simulate.models import MODELS, ModelSizes, model
 
 BILLIONS = {  # as the name says, rounded; modulation and embeddings are not counted here
     "wan2.1-1.3b": 1.3,
@@ -39,12 +39,12 @@ def test_tokens_are_those_that_papers_count(name, size, tokens):
 
 
 def test_every_matrix_is_counted():
-    plain = Model(name="m", layers=1, heads=2, head_dim=8)
+    plain = ModelSizes(name="m", layers=1, heads=2, head_dim=8)
     assert plain.hidden == 16
     assert plain.weights == (4 + 2 * 4) * 256
-    assert Model(name="m", layers=1, heads=2, head_dim=8, gated=True).weights == (4 + 3 * 4) * 256
-    assert Model(name="m", layers=1, heads=2, head_dim=8, cross=7).weights == (4 + 2 * 4 + 2) * 256
-    pair = Model(name="m", layers=1, heads=2, head_dim=8, attentions=2, mlps=2, mlp=3)
+    assert ModelSizes(name="m", layers=1, heads=2, head_dim=8, gated=True).weights == (4 + 3 * 4) * 256
+    assert ModelSizes(name="m", layers=1, heads=2, head_dim=8, cross=7).weights == (4 + 2 * 4 + 2) * 256
+    pair = ModelSizes(name="m", layers=1, heads=2, head_dim=8, attentions=2, mlps=2, mlp=3)
     assert pair.weights == (2 * 4 + 2 * 2 * 3) * 256
 
 

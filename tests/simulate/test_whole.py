@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from weft.core.topology import Topology
-from weft.simulate.models import Model
-from weft.simulate.whole import step
+from weft.simulate.model_step import step
+from weft.simulate.models import ModelSizes
 
-SMALL = Model(name="small", layers=3, heads=2, head_dim=8, mlp=4)
+SMALL = ModelSizes(name="small", layers=3, heads=2, head_dim=8, mlp=4)
 GRID = (5, 3, 7)
 BARE = Topology(flops=1e9, call_seconds=0.0)
 

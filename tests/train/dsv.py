@@ -13,22 +13,22 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import weft
-from tests.models import toys
-from tests.models.toys import normal, seeded
+from tests.diffusers import toys
+from tests.diffusers.toys import normal, seeded
 from weft.core.mask import BlockMask
 from weft.masks.grid import TokenGrid
-from weft.models.dit import DiTConfig, VideoDiT
 from weft.run.world import World
 from weft.train.cubes import Cubes
 from weft.train.dsv import DSV
-from weft.train.recipe import SparsePart
+from weft.train.recipe import SparseConfig
+from weft.video.transformer import DiTConfig, VideoDiT
 
 on_ranks = partial(toys.on_ranks, timeout=100.0)  # a machine may be busy
 GRID = TokenGrid(3, 5, 7, prefix=8)
 CUBE = (2, 2, 2)
 CUBES = Cubes(GRID, CUBE, None)
 CONFIG = DiTConfig(words=11, length=8, video=(3, 10, 14), patch=(1, 2, 2), width=36, depth=2, heads=3)
-PART = SparsePart(cube=CUBE, stage1=0, gate=2.0, profile_every=1, profile_rarely=1, rows=13, rank=6)
+PART = SparseConfig(cube=CUBE, stage1=0, gate=2.0, profile_every=1, profile_rarely=1, rows=13, rank=6)
 BUDGETS = np.array([0.15, 0.4, 1.0])
 """Of which one head is dense."""
 
@@ -37,7 +37,7 @@ def model(*, coarse: bool = False, again: bool = False) -> Any:
     """With attention that has something to select, in training."""
     made = VideoDiT(CONFIG)
     if coarse:
-        method(SparsePart(coarse=True)).prepare(made)
+        method(SparseConfig(coarse=True)).prepare(made)
     seeded(made)
     for block in made.blocks:
         block.attn.norm_q.weight.data += 5
@@ -53,7 +53,7 @@ def inputs(batch: int = 2, seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
     return video, torch.linspace(0.9, 0.2, batch).double(), words
 
 
-def method(part: SparsePart = PART, budgets: Any = BUDGETS) -> DSV:
+def method(part: SparseConfig = PART, budgets: Any = BUDGETS) -> DSV:
     """With given budgets, in the middle of a run."""
     made = DSV(part, heads=CONFIG.heads, width=CONFIG.width, depth=CONFIG.depth)
     made.dispatcher.budgets = lambda _: budgets
@@ -62,14 +62,14 @@ def method(part: SparsePart = PART, budgets: Any = BUDGETS) -> DSV:
 
 
 def sparse(world: World | None, dsv: DSV, plan: str = "auto", **how: Any) -> Any:
-    return weft.parallelize(model(coarse=dsv.part.coarse, **how), mesh=world, sparse=dsv, plan=plan)
+    return weft.parallelize(model(coarse=dsv.config.coarse, **how), mesh=world, sparse=dsv, plan=plan)
 
 
 def masks(dsv: DSV) -> list[BlockMask]:
     """By layer, of the last forward."""
-    last = max(run for _, run, _ in dsv._kept)
+    last = max(run for _, run, _ in dsv._masks)
     return [
-        mask for (_, run, _), mask in sorted(dsv._kept.items(), key=lambda item: item[0][0]) if run == last
+        mask for (_, run, _), mask in sorted(dsv._masks.items(), key=lambda item: item[0][0]) if run == last
     ]
 
 

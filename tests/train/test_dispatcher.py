@@ -16,29 +16,31 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.models.toys import on_ranks
+from tests.diffusers.toys import on_ranks
 from weft.core.errors import InputError
-from weft.run.world import SoloComm, World
-from weft.train import costs
-from weft.train.costs import CPU, Costs
-from weft.train.dispatcher import BAND, GRID, Dispatcher
-from weft.train.recipe import SparsePart
+from weft.run.world import LocalComm, World
+from weft.train import attention_cost
+from weft.train.attention_cost import CPU, AttentionCost
+from weft.train.dispatcher import BUDGET_GRID, HYSTERESIS, Dispatcher
+from weft.train.recipe import SparseConfig
 
 HEADS = 3
-PRICES = Costs(tokens=4096, heads=HEADS, ranks=1, full=1.0, head=0.05, share=1.0, select=0.05, plan=0.0)
+PRICES = AttentionCost(
+    tokens=4096, heads=HEADS, ranks=1, full=1.0, head=0.05, share=1.0, select=0.05, plan=0.0
+)
 """A block of equal heads pays below a share of 0.9."""
-AT_ONCE = SparsePart(stage1=0)
+AT_ONCE = SparseConfig(stage1=0)
 shares = st.floats(0.0, 1.0)
 needs = st.lists(shares, min_size=HEADS, max_size=HEADS)
 few = settings(max_examples=30, deadline=None)
 
 
-def made(part: SparsePart, layers: int = 1, costs: Costs | None = PRICES) -> Dispatcher:
+def made(part: SparseConfig, layers: int = 1, costs: AttentionCost | None = PRICES) -> Dispatcher:
     return Dispatcher(part, layers=layers, heads=HEADS, costs=costs)
 
 
 def after(
-    part: SparsePart, *observed: Any, coverage: float = 1.0, costs: Costs | None = PRICES
+    part: SparseConfig, *observed: Any, coverage: float = 1.0, costs: AttentionCost | None = PRICES
 ) -> Dispatcher:
     """Each observation is a step's."""
     dispatcher = made(part, costs=costs)
@@ -59,13 +61,14 @@ def budgets(dispatcher: Dispatcher, layer: int = 0) -> list[float] | None:
 def test_budgets_are_what_heads_need_rounded_up_and_dense_heads_have_all(needed: list[float]) -> None:
     found = budgets(after(AT_ONCE, needed))
     shares = [max(0.02, share) for share in needed]
-    shares = [1.0 if 0.05 + share >= 1 - BAND else share for share in shares]
-    if sum(shares) + 0.05 * 2 * HEADS < HEADS * (1 - BAND):
+    shares = [1.0 if 0.05 + share >= 1 - HYSTERESIS else share for share in shares]
+    if sum(shares) + 0.05 * 2 * HEADS < HEADS * (1 - HYSTERESIS):
         assert found is not None
         assert all(
-            share - 1e-6 <= budget < share + 1 / GRID for budget, share in zip(found, shares, strict=True)
+            share - 1e-6 <= budget < share + 1 / BUDGET_GRID
+            for budget, share in zip(found, shares, strict=True)
         )
-        assert all(budget * GRID % 1 == 0 for budget in found)
+        assert all(budget * BUDGET_GRID % 1 == 0 for budget in found)
     else:
         assert found is None
 
@@ -85,7 +88,7 @@ def test_who_needs_more_does_not_get_less(some: list[float], others: list[float]
 def test_what_wobbles_inside_the_band_stays_on_its_side(
     wobbles: list[float], sparse: bool, gate: Any
 ) -> None:
-    at, width = (0.9, BAND) if gate == "cost" else (gate, gate * BAND)
+    at, width = (0.9, HYSTERESIS) if gate == "cost" else (gate, gate * HYSTERESIS)
     dispatcher = after(replace(AT_ONCE, gate=gate), 0.02 if sparse else 1.0)
     for step, wobble in enumerate(wobbles, 1):
         assert (budgets(dispatcher) is not None) == sparse
@@ -126,7 +129,7 @@ def test_needs_rise_at_once_where_a_selection_has_lost_the_mass_and_fall_slowly(
 
 
 def test_a_block_waits_for_its_own_predictor_but_not_for_ever() -> None:
-    part = SparsePart(stage1=5)
+    part = SparseConfig(stage1=5)
     dispatcher = made(part, layers=2)
     for step in range(7):
         dispatcher.begin(step)
@@ -139,21 +142,21 @@ def test_a_block_waits_for_its_own_predictor_but_not_for_ever() -> None:
 
 
 def test_a_predictor_that_turns_bad_in_stage_1_sends_its_block_back() -> None:
-    part = SparsePart(stage1=100)
+    part = SparseConfig(stage1=100)
     dispatcher = after(part, 0.1, coverage=0.9)
     for coverage, sparse in (
-        (0.855 * (1 - BAND) + 1e-6, True),
-        (0.855 * (1 - BAND) - 1e-6, False),
+        (0.855 * (1 - HYSTERESIS) + 1e-6, True),
+        (0.855 * (1 - HYSTERESIS) - 1e-6, False),
         (0.854, False),
     ):
         dispatcher.blocks[0].coverage = coverage
         dispatcher.begin(2)
         assert (dispatcher.budgets(0) is not None) == sparse
-        assert dispatcher.facts(0)["mode"] == ("sparse" if sparse else "dense")
+        assert dispatcher.record(0)["mode"] == ("sparse" if sparse else "dense")
 
 
 def test_methods_without_a_predictor_wait_for_nothing() -> None:
-    assert budgets(after(SparsePart(method="window", budget=0.25))) == [0.25] * HEADS
+    assert budgets(after(SparseConfig(method="window", budget=0.25))) == [0.25] * HEADS
 
 
 def test_dense_blocks_are_dense_for_ever_and_learn_nothing() -> None:
@@ -177,7 +180,7 @@ def test_a_forced_budget_is_refused_where_it_does_not_pay() -> None:
 @few
 @given(st.integers(1, 30), st.floats(0.05, 0.5), st.integers(0, 4))
 def test_annealing_falls_in_a_line_from_when_the_block_is_ready(steps: int, budget: float, wait: int) -> None:
-    part = SparsePart(stage1=wait, budget=budget, anneal=steps, gate=1.1)
+    part = SparseConfig(stage1=wait, budget=budget, anneal=steps, gate=1.1)
     dispatcher = made(part)
     for step in range(wait + steps + 3):
         dispatcher.begin(step)
@@ -187,7 +190,7 @@ def test_annealing_falls_in_a_line_from_when_the_block_is_ready(steps: int, budg
 
 
 def test_periods_of_profiling_and_of_predictors_that_nobody_asks() -> None:
-    dispatcher = made(SparsePart(stage1=50, profile_every=10, profile_rarely=25), layers=2)
+    dispatcher = made(SparseConfig(stage1=50, profile_every=10, profile_rarely=25), layers=2)
     seen: list[tuple[bool, bool]] = []
     for step in range(100):
         dispatcher.begin(step)
@@ -201,7 +204,7 @@ def test_periods_of_profiling_and_of_predictors_that_nobody_asks() -> None:
 @few
 @given(st.lists(st.tuples(needs, shares), min_size=2, max_size=12), st.integers(1, 11))
 def test_a_resumed_run_decides_as_one_that_went_on(observed: list[Any], cut: int) -> None:
-    part = SparsePart(stage1=6, anneal=4)
+    part = SparseConfig(stage1=6, anneal=4)
 
     def run(dispatcher: Dispatcher, first: int, last: int) -> list[Any]:
         found: list[Any] = []
@@ -239,14 +242,14 @@ def test_costs_are_shared_over_ranks_but_not_planning() -> None:
 
 
 def test_ranks_measure_together_and_find_the_same_and_leave_no_trace() -> None:
-    part = SparsePart(cube=(1, 4, 4), rank=4, rows=8)
+    part = SparseConfig(cube=(1, 4, 4), rank=4, rows=8)
 
-    def job(world: World) -> tuple[Costs, Costs]:
+    def job(world: World) -> tuple[AttentionCost, AttentionCost]:
         before = torch.get_rng_state()
         with torch.no_grad():
-            found = Costs.measure(131, 5, 8, part=part, world=world)
+            found = AttentionCost.measure(131, 5, 8, config=part, world=world)
         assert torch.equal(before, torch.get_rng_state())
-        return found, Costs.measure(131, 5, 8, part=part, world=world)
+        return found, AttentionCost.measure(131, 5, 8, config=part, world=world)
 
     answers = on_ranks(3, job, timeout=60.0)
     assert len({found for both in answers for found in both}) == 1
@@ -254,8 +257,8 @@ def test_ranks_measure_together_and_find_the_same_and_leave_no_trace() -> None:
     assert (found.tokens, found.heads, found.ranks) == (131, 5, 3)
     assert min(found.full, found.head + found.share, found.select) > 0
     asked = replace(part, cost_tokens=1024)
-    assert Costs.measure(131, 5, 8, part=asked).tokens == 1024
-    assert Costs.measure(131, 5, 8, part=replace(part, method="window")).select == 0
+    assert AttentionCost.measure(131, 5, 8, config=asked).tokens == 1024
+    assert AttentionCost.measure(131, 5, 8, config=replace(part, method="window")).select == 0
 
 
 def test_the_masks_that_planning_is_measured_with_take_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,15 +274,15 @@ def test_the_masks_that_planning_is_measured_with_take_little_memory(monkeypatch
             return out
 
     heads, tokens = 3, 4096
-    part = SparsePart(cube=(1, 2, 2), block_k=8)
+    part = SparseConfig(cube=(1, 2, 2), block_k=8)
     tiles = heads * (tokens // 4) * (tokens // 8)
-    monkeypatch.setattr(costs, "at_a_time", lambda _: tiles // 64)
+    monkeypatch.setattr(attention_cost, "elements_per_chunk", lambda _: tiles // 64)
     with Watch():
-        assert sum(len(piece) for piece in costs._tiles(heads * tokens // 4, tokens // 8, 8)) == 3072
-    costs._planning(64, heads, CPU, part, World(SoloComm()))  # imports what it needs
+        assert sum(len(piece) for piece in attention_cost._tiles(heads * tokens // 4, tokens // 8, 8)) == 3072
+    attention_cost._planning(64, heads, CPU, part, World(LocalComm()))  # imports what it needs
     tracemalloc.start()
     try:
-        costs._planning(tokens, heads, CPU, part, World(SoloComm()))
+        attention_cost._planning(tokens, heads, CPU, part, World(LocalComm()))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -289,8 +292,8 @@ def test_the_masks_that_planning_is_measured_with_take_little_memory(monkeypatch
 
 @pytest.mark.parametrize(("rows", "cols"), [(7, 5), (100, 3), (700, 130), (33, 1), (64, 8)])
 def test_tiles_in_pieces_are_those_of_one_draw(rows: int, cols: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "at_a_time", lambda _: 16)
+    monkeypatch.setattr(attention_cost, "elements_per_chunk", lambda _: 16)
     drawn = torch.randn(rows, cols, generator=torch.Generator().manual_seed(4))
-    pieces = [*costs._tiles(rows, cols, 2, 4)]
+    pieces = [*attention_cost._tiles(rows, cols, 2, 4)]
     assert len(pieces) > 1 or rows < 48
     assert torch.equal(torch.cat(pieces), drawn.argsort(-1) < 2)

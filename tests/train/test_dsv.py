@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.models.toys import check, step
+from tests.diffusers.toys import check, step
 from tests.train.dsv import BUDGETS, CUBES, PART, Masked, inputs, masks, method, model, on_ranks, sparse
 from weft.run.world import World
 

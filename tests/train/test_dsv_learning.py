@@ -12,21 +12,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.models.toys import normal, step
+from tests.diffusers.toys import normal, step
+from tests.threads import ThreadComm, _Board
 from tests.train.dsv import CONFIG, CUBES, GRID, PART, Masked, inputs, masks, method, model, on_ranks, sparse
 from weft.core.errors import InputError
 from weft.core.layout import Layout
-from weft.models.context import AttentionContext
-from weft.models.scores import sample
-from weft.run.comm.threads import ThreadComm, _Board
-from weft.run.switch import everyone
-from weft.run.world import SoloComm, World
-from weft.train.look import Look
+from weft.run.switch import all_gather
+from weft.run.world import LocalComm, World
+from weft.sparse.context import AttentionContext
+from weft.sparse.pooling import sample_positions
+from weft.train.attention_stats import AttentionStats
 from weft.train.predictor import Predictor
 
 BATCH, HEADS, HEAD = 2, 3, 12
-PLACES = sample(0, GRID.video, 13, 5)
-ALONE = World(SoloComm())
+PLACES = sample_positions(0, GRID.video, 13, 5)
+ALONE = World(LocalComm())
 
 
 def layouts(ranks: int) -> list[Layout]:
@@ -40,7 +40,7 @@ def layouts(ranks: int) -> list[Layout]:
     return [Layout(GRID.tokens, tuple(runs)), Layout.uneven(counts)]
 
 
-def look(world: World, layout: Layout, part: Any = PART) -> Look:
+def look(world: World, layout: Layout, part: Any = PART) -> AttentionStats:
     """At random queries and keys."""
     q, k = (2 * normal(BATCH, HEADS, GRID.tokens, HEAD, seed=seed) for seed in (3, 4))
     hidden = normal(BATCH, GRID.tokens, HEADS * HEAD, seed=5)
@@ -54,15 +54,15 @@ def look(world: World, layout: Layout, part: Any = PART) -> Look:
         predictor = Predictor(part, heads=HEADS, width=HEADS * HEAD, seed=1).double()
         for weight in predictor.parameters():
             weight.data += normal(*weight.shape, seed=weight.dim()) / 4
-    return Look(part, predictor, where, CUBES, PLACES, q=q[:, :, rows], k=k[:, :, rows])
+    return AttentionStats(part, predictor, where, CUBES, PLACES, q=q[:, :, rows], k=k[:, :, rows])
 
 
-def scores(one: Look) -> tuple[Tensor, Tensor]:
+def scores(one: AttentionStats) -> tuple[Tensor, Tensor]:
     """True and guessed [B, H, places, keys] of all tokens in the order of places, in the plainest way."""
     inverse = np.argsort(CUBES.place)
     q, k = (x[0].unflatten(0, (BATCH, HEADS))[:, :, inverse] for x in (one.q, one.k))
     true = q[:, :, PLACES] @ k.mT / HEAD**0.5
-    predictor, (x_q, x_k) = one.predictor, one.given  # pyright: ignore
+    predictor, (x_q, x_k) = one.predictor, one.inputs  # pyright: ignore
     low_q, low_k = (
         torch.einsum("bhsd,hdr->bhsr", x[:, :, inverse].expand(-1, HEADS, -1, -1), predictor.maps[side])
         + predictor.bias[side]
@@ -106,13 +106,13 @@ def test_hidden_states_of_other_tokens_are_refused() -> None:
     one = look(ALONE, Layout.even(GRID.tokens, 1), replace(PART, source="hidden"))
     where = replace(one.ctx, hidden=None, name="blocks.0.attn")
     with pytest.raises(InputError, match="blocks.0.attn attends from tokens that are not its first"):
-        one.predictor.given(where, normal(1, 3, 4, 12), normal(1, 3, 4, 12))  # pyright: ignore
+        one.predictor.inputs(where, normal(1, 3, 4, 12), normal(1, 3, 4, 12))  # pyright: ignore
 
 
 def learned(dsv: Any) -> list[Tensor]:
     """What was learned in one step: a tenth of the gradients."""
     dsv.step()
-    return [dsv.optimiser.state[weight]["exp_avg"].clone() for weight in dsv.predictors.parameters()]
+    return [dsv.optimizer.state[weight]["exp_avg"].clone() for weight in dsv.predictors.parameters()]
 
 
 def alike(one: list[Tensor], other: list[Tensor]) -> None:
@@ -131,7 +131,7 @@ def test_the_model_does_not_notice() -> None:
     before = [weight.detach().clone() for weight in dsv.predictors.parameters()]
     dsv.step()
     assert all((a != b).any() for a, b in zip(before, dsv.predictors.parameters(), strict=True))
-    assert [fact["layer"] for fact in dsv.facts()] == [0, 1]
+    assert [fact["layer"] for fact in dsv.records] == [0, 1]
 
 
 def test_facts_are_of_this_profile_and_tell_of_blocks_that_are_never_sparse() -> None:
@@ -141,17 +141,17 @@ def test_facts_are_of_this_profile_and_tell_of_blocks_that_are_never_sparse() ->
     sparse(ALONE, dsv)(*inputs())
     [[profile]] = dsv._profiles.values()
     dsv.step()
-    first, second = dsv.facts()
+    first, second = dsv.records
     assert first["coverage"] == pytest.approx(profile.coverage)
     assert (second["layer"], second["mode"], second["density"]) == (1, "dense", [1.0] * HEADS)
     assert "coverage" not in second
 
 
 def test_a_model_in_evaluation_teaches_nothing_and_keeps_nothing() -> None:
-    dsv, world = method(), World(SoloComm())
+    dsv, world = method(), World(LocalComm())
     with torch.no_grad():
         sparse(world, dsv).eval()(*inputs())
-    assert not dsv._kept and not dsv._losses and not dsv._profiles
+    assert not dsv._masks and not dsv._losses and not dsv._profiles
 
 
 def test_what_is_computed_again_is_learned_from_once() -> None:
@@ -197,7 +197,7 @@ class Threads:
         return self.mine.world.comm.size
 
     def all_reduce(self, x: Tensor) -> None:
-        x.copy_(everyone(x, mesh=self.mine.world).sum(0))
+        x.copy_(all_gather(x, mesh=self.mine.world).sum(0))
 
 
 def test_ranks_with_other_clips_share_what_they_learn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,21 +210,22 @@ def test_ranks_with_other_clips_share_what_they_learn(monkeypatch: pytest.Monkey
     def job(world: World) -> Any:
         threads.mine.world, (group, rank), dsv = world, divmod(world.comm.rank, 2), method()
         sparse(World(ThreadComm(boards[group], rank)), dsv)(*clips(slice(group, group + 1)))
-        return learned(dsv), dsv.facts()
+        return learned(dsv), dsv.records
 
     monkeypatch.setattr("weft.train.dsv.dist", threads)
+    monkeypatch.setattr("weft.train.mesh.dist", threads)
     found = on_ranks(4, job)
     for low, facts in found:
         alike(expected, low)
         assert facts == found[0][1]
-        for fact, other in zip(facts, alone.facts(), strict=True):
+        for fact, other in zip(facts, alone.records, strict=True):
             assert fact["sparsity"] == pytest.approx(other["sparsity"])
 
 
 @pytest.mark.parametrize("loss", PLAIN)
 def test_a_predictor_finds_what_attention_looks_for(loss: str) -> None:
     """Scores that are in 4 of 12 dims: half of its numbers, but it has to find which."""
-    part = replace(PART, loss=loss, rank=4, rate=2e-2)
+    part = replace(PART, loss=loss, rank=4, lr=2e-2)
     dsv = method(part, budgets=None)
     turn = torch.linalg.qr(normal(HEADS, HEAD, HEAD, seed=8))[0][:, :, :4]
     found: list[Any] = []
@@ -240,7 +241,7 @@ def test_a_predictor_finds_what_attention_looks_for(loss: str) -> None:
         )  # fmt: skip
         dsv.mask(where, q, k)
         dsv.step()
-        found.append(dsv.facts()[0])
+        found.append(dsv.records[0])
     assert found[0]["keys"] < 0.85
     assert found[-1]["keys"] > 0.95
     assert found[-1]["predictor"] < 0.2 * found[0]["predictor"]
@@ -263,8 +264,8 @@ def test_a_state_goes_on_where_it_was() -> None:
     two.load_state_dict({**one.state_dict()})
     expected, found = run(one, range(3, 5)), run(two, range(3, 5))
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
-    assert one.facts() == two.facts() and one.facts()[0]["mode"] == "sparse"
-    assert CONFIG.depth == len(one.facts())
+    assert one.records == two.records and one.records[0]["mode"] == "sparse"
+    assert CONFIG.depth == len(one.records)
 
 
 @pytest.mark.filterwarnings("ignore:In CPU autocast")

@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 
 import weft
-from tests.models.toys import check, normal, seeded, step
+from tests.diffusers.toys import check, normal, seeded, step
 from tests.train.dsv import BUDGETS, CUBES, GRID, PART, inputs, masks, method, model, on_ranks, sparse
 from tests.train.test_dsv_learning import ALONE, BATCH, HEAD, HEADS, PLACES, layouts, look, scores
 from weft.core.layout import Layout
 from weft.masks.grid import TokenGrid
-from weft.models.context import AttentionContext
-from weft.models.scores import owned
 from weft.run.world import World
+from weft.sparse.context import AttentionContext
+from weft.sparse.pooling import owned_tokens
 from weft.train import coarse
+from weft.train.attention_stats import AttentionStats
 from weft.train.cubes import Cubes
-from weft.train.look import Look
 
 KINDS = {
     "mean": PART,
-    "centre": replace(PART, proxy="centre"),
+    "center": replace(PART, proxy="center"),
     "hidden": replace(PART, source="hidden"),
     "pooled": replace(PART, method="pooled"),
     "window": replace(PART, method="window"),
@@ -53,7 +53,7 @@ def blocks_of(x: Tensor) -> list[Tensor]:
     return list(x.split(BLOCK, -2))
 
 
-def plain_scores(kind: str, one: Look) -> Tensor:
+def plain_scores(kind: str, one: AttentionStats) -> Tensor:
     """[B, H, rows, columns]"""
     inverse = np.argsort(CUBES.place)
     if kind == "window":
@@ -66,9 +66,9 @@ def plain_scores(kind: str, one: Look) -> Tensor:
         q, k = (x[0].unflatten(0, (BATCH, HEADS))[:, :, inverse] for x in (one.q, one.k))
         q, k = (torch.stack([each.mean(-2) for each in blocks_of(x)], -2) for x in (q, k))
         return q @ k.mT
-    predictor, given = one.predictor, one.given
+    predictor, given = one.predictor, one.inputs
     low_q, low_k = (predictor(x[:, :, inverse], side) for side, x in enumerate(given))  # pyright: ignore
-    if kind == "centre":  # of the cube, or of what there is of it
+    if kind == "center":  # of the cube, or of what there is of it
         at = [
             i * BLOCK + 7 if (i + 1) * BLOCK <= GRID.tokens else (i * BLOCK + GRID.tokens) // 2
             for i in range(15)
@@ -88,7 +88,7 @@ def kept() -> Tensor:
     return found
 
 
-def order(kind: str, one: Look) -> Tensor:
+def order(kind: str, one: AttentionStats) -> Tensor:
     """Of blocks, the kept first."""
     return plain_scores(kind, one).masked_fill(kept(), torch.inf).sort(descending=True, stable=True)[1]
 
@@ -110,9 +110,9 @@ def test_the_best_tiles_are_selected_on_any_ranks(kind: str) -> None:
                 assert np.array_equal(mask.tiles, expected.flatten(0, 1).numpy())
 
 
-def plain_profile(kind: str, one: Look, budgets: Any, mass: float) -> dict[str, Any]:
+def plain_profile(kind: str, one: AttentionStats, budgets: Any, mass: float) -> dict[str, Any]:
     """One query at a time."""
-    weights, best, guess = one._true[0].softmax(-1), order(kind, one).flatten(0, 1), None
+    weights, best, guess = one._scores[0].softmax(-1), order(kind, one).flatten(0, 1), None
     weights = weights[:, :, np.argsort(CUBES.place)]
     if one.predictor is not None:
         true, guess = scores(one)
@@ -188,7 +188,7 @@ def test_coarse_attention_is_among_means_of_cubes() -> None:
         )  # fmt: skip
         given = [x.detach()[:, :, rows].requires_grad_() for x in (q, k, v)]
         found = coarse.gated(where, CUBES.layout(layout), BLOCK, *given)
-        mine = torch.from_numpy(owned(layout)[world.comm.rank].rows)
+        mine = torch.from_numpy(owned_tokens(layout)[world.comm.rank].rows)
         loss = (found * slope[:, :, rows])[:, :, mine].sum()  # text, that all have, counts once
         own = torch.autograd.grad(loss, given)
         errors = (found - expected[:, :, rows]).abs().max().item()

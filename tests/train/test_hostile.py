@@ -19,9 +19,9 @@ from tests.train.test_trainer import TINY, changed
 from weft.core.errors import InputError, WeftError
 from weft.train.checkpoints import MANIFEST, Checkpoints
 from weft.train.journal import Journal
-from weft.train.latents import Latents
+from weft.train.latent_folder import LatentFolder
 from weft.train.recipe import Recipe
-from weft.train.storage import Print
+from weft.train.sharded_state import Fingerprint
 from weft.train.trainer import Trainer, train
 
 DEEP = "[" * 100_000
@@ -41,7 +41,7 @@ def forge(path: Path, name: str, data: bytes) -> None:
     """Replace a file, with the size and the digest that the manifest must have for it."""
     (path / name).write_bytes(data)
     manifest = json.loads((path / MANIFEST).read_text())
-    manifest["files"][name] = Print.of(path / name)
+    manifest["files"][name] = Fingerprint.of(path / name)
     (path / MANIFEST).write_text(json.dumps(manifest))
 
 
@@ -104,7 +104,7 @@ def test_a_hostile_manifest_gives_way_to_the_checkpoint_before(
 ) -> None:
     harm(saved(tmp_path))
     told: list[str] = []
-    assert Checkpoints(tmp_path, tell=told.append).latest() == 1
+    assert Checkpoints(tmp_path, notify=told.append).latest() == 1
     assert len(told) == 1 and "step-00000002" in told[0]
 
 
@@ -176,7 +176,7 @@ def test_a_checkpoint_in_the_format_of_torch_is_refused_and_not_unpickled(
     files = {".metadata": pickle.dumps(Canary()), "__0_0.distcp": pickle.dumps(Canary())}
     for name, data in files.items():
         (path / name).write_bytes(data)
-    prints = {name: Print.of(path / name) for name in files}
+    prints = {name: Fingerprint.of(path / name) for name in files}
     (path / MANIFEST).write_text(json.dumps({"step": 3, "files": prints}))
     with pytest.raises(InputError, match=r"older weft.* can run code .*Finish that run .*model\.start"):
         train(TINY, tmp_path / "run", live=False)
@@ -197,7 +197,7 @@ def test_a_damaged_recipe_of_a_run_is_an_error_that_names_it(text: str, tmp_path
     "text",
     [
         "steps = " + "[" * 100_000, "train = 3", "[train]\nsteps = 0x" + "f" * 5000, "[train]\nsteps = 1e300",
-        "[train]\nrate = nan", "[train]\nsteps = true", "[train]\nseed = -1",
+        "[train]\nlr = nan", "[train]\nsteps = true", "[train]\nseed = -1",
         "[train]\nsteps = 99999999999999999999",
         "[data]\nsize = 1" + "0" * 30, "\xff", "[model]\npatch = [1, 2]",
         "[model]\npatch = []", "[train]\na.b.c = 1",
@@ -230,8 +230,8 @@ def test_hostile_latents_are_left_out_by_name(tmp_path: Path) -> None:
     (tmp_path / "header.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode())
     (tmp_path / "length.safetensors").write_bytes(b"\xff" * 64)
     (tmp_path / "nested.safetensors").write_bytes((100_000).to_bytes(8, "little") + DEEP.encode())
-    found = Latents(tmp_path)
-    assert found.size == 2
+    found = LatentFolder(tmp_path)
+    assert found.num_clips == 2
     left_out = {name.removesuffix(".safetensors") for name, _ in found.skipped}
     assert left_out == {*hostile, "header", "length", "nested"}
 
@@ -252,14 +252,14 @@ def test_a_hostile_line_of_the_log_does_no_harm(line: str, tmp_path: Path) -> No
     [
         (1e38, r"values up to 1e\+38\. Scale them"),
         (float("nan"), "Its clips have NaN or infinity. Leave those clips out"),
-        (1.0, r"Its clips are in order, with values up to 1\. Lower train\.rate"),
+        (1.0, r"Its clips are in order, with values up to 1\. Lower train\.lr"),
     ],
 )
 def test_a_loss_that_is_no_number_is_told_with_what_was_seen(
     factor: float, said: str, tmp_path: Path
 ) -> None:
     trainer = Trainer(TINY, tmp_path, live=False)
-    plain, trainer._gradients = trainer.clips.load, lambda _: float("inf")
+    plain, trainer._forward_backward = trainer.clips.load, lambda _: float("inf")
     trainer.clips.load = lambda indices: ((found := plain(indices))[0] * factor, found[1])
     with pytest.raises(WeftError, match=f"Step 1: the loss is inf and .*{said}"):
         trainer.run()

@@ -17,15 +17,15 @@ from tests.train.test_hostile import forge, saved
 from tests.train.test_trainer import changed
 from weft.core.errors import InputError, WeftError
 from weft.train import checkpoints as module
-from weft.train import dsv, storage, trainer
+from weft.train import dsv, sharded_state, trainer
+from weft.train.attention_cost import AttentionCost
 from weft.train.checkpoints import MANIFEST, Checkpoints
-from weft.train.costs import Costs
 from weft.train.dispatcher import Dispatcher
-from weft.train.folder import Folder
 from weft.train.journal import Journal
-from weft.train.latents import Latents
-from weft.train.recipe import SparsePart
+from weft.train.latent_folder import LatentFolder
+from weft.train.recipe import SparseConfig
 from weft.train.trainer import train
+from weft.train.video_folder import VideoFolder
 
 
 def nested(depth: int) -> list[Any]:
@@ -47,17 +47,17 @@ def test_values_larger_than_other_json_files_are_loaded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        ("a" * 2000, "Values of 2,"),
+        ("a" * 2000, "Values are 2,"),
         (nested(70), "deep"),
         ("\ud800", "not JSON"),
-        ([torch.zeros(1)], "has a tensor"),
-        (np.zeros(1), "has a tensor"),
+        ([torch.zeros(1)], "contains a tensor"),
+        (np.zeros(1), "contains a tensor"),
     ],
 )
 def test_values_that_could_not_be_loaded_are_not_saved(
     value: Any, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage, "MAX_VALUES", 1000)
+    monkeypatch.setattr(sharded_state, "MAX_VALUES_BYTES", 1000)
     with pytest.raises(InputError, match=reason):
         Checkpoints(tmp_path).save(1, {"value": value})
     assert not list(tmp_path.iterdir())
@@ -130,9 +130,11 @@ STATE: dict[str, Any] = {"step": 3, "costs": COSTS, "blocks": [BLOCK]}
     ],
 )  # fmt: skip
 def test_a_hostile_state_of_the_dispatcher_is_refused(path: tuple[Any, ...], value: Any) -> None:
-    dispatcher, state = Dispatcher(SparsePart(), layers=1, heads=2), copy.deepcopy(STATE)
+    dispatcher, state = Dispatcher(SparseConfig(), layers=1, heads=2), copy.deepcopy(STATE)
     dispatcher.load_state_dict(state)
-    assert dispatcher.state_dict() == STATE and dispatcher.costs == Costs(**COSTS)
+    assert json.loads(json.dumps(dispatcher.state_dict())) == STATE and dispatcher.costs == AttentionCost(
+        **COSTS
+    )
     *parents, last = path
     table: Any = state
     for key in parents:
@@ -169,10 +171,10 @@ def test_pipes_in_place_of_files_do_not_block(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"log\.jsonl is not a regular file"):
         Journal(tmp_path, total=1)
     with pytest.raises(InputError, match="not a regular file"):
-        Latents(tmp_path)
+        LatentFolder(tmp_path)
     (tmp_path / "captions.jsonl").write_text('{"file": "a.mp4", "caption": "a cat"}\n')
     with pytest.raises(InputError, match="not a regular file"):
-        Folder(tmp_path, frames=1, size=8)
+        VideoFolder(tmp_path, frames=1, size=8)
     latents = {"latents": torch.zeros(1, 3, 4, 8, 8)}
     save_file(latents, tmp_path / "b.safetensors", {"captions": '["a cat"]'})
-    assert Latents(tmp_path).size == 1
+    assert LatentFolder(tmp_path).num_clips == 1

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from weft.core.errors import InputError
-from weft.train import live
+from weft.train import progress_line
 from weft.train.journal import Journal, encode
-from weft.train.live import Live
+from weft.train.progress_line import ProgressLine
 
 
 def records(folder) -> list[dict]:
@@ -45,8 +45,8 @@ def test_a_float_comes_back_to_the_bit(loss):
 
 def test_values_of_all_kinds_are_plain_and_there_at_once(tmp_path):
     with closing(Journal(tmp_path / "new", total=7)) as journal:
-        journal.write("run", 0, recipe={"size": (2, 4), "at": tmp_path}, ranks=2)
-        journal.write("sparsity", 3, layer=1, density=np.float32([0.1, math.nan]), coverage=np.float64(0.9))
+        journal.write("run", 0, recipe={"size": (2, 4), "at": str(tmp_path)}, ranks=2)
+        journal.write("sparsity", 3, layer=1, density=[float(np.float32(0.1)), math.nan], coverage=0.9)
         run, sparsity = records(tmp_path / "new")
     assert run["recipe"] == {"size": [2, 4], "at": str(tmp_path)} and run["total"] == 7
     assert sparsity["density"] == [float(np.float32(0.1)), "NaN"] and sparsity["coverage"] == 0.9
@@ -122,16 +122,16 @@ def test_a_full_disk_is_told_and_leaves_whole_lines(tmp_path):
 
 def test_the_line_says_where_the_run_stands(monkeypatch):
     clock = iter([100.0, 100.0, 100.0, 103.0, 103.0, 103.0])
-    monkeypatch.setattr(live.time, "monotonic", lambda: next(clock))
-    shown = Live(200, Console(file=StringIO(), width=200))
-    shown.hear(step(9))
+    monkeypatch.setattr(progress_line.time, "monotonic", lambda: next(clock))
+    shown = ProgressLine(200, Console(file=StringIO(), width=200))
+    shown.update(step(9))
     assert shown.line() == "step 9/200 · loss 0.5000 · 16.0 samples/s · 4,096 tokens/s · 1:36 left"
     for layer, (mode, density) in enumerate(
         [("dense", None), ("sparse", [0.25, 0.15]), ("sparse", [0.2, 0.24])]
     ):
-        shown.hear({"kind": "sparsity", "step": 10, "layer": layer, "mode": mode, "density": density})
-    shown.hear({"kind": "validation", "step": 10, "loss": math.nan})
-    shown.hear(step(10, loss=math.inf))
+        shown.update({"kind": "sparsity", "step": 10, "layer": layer, "mode": mode, "density": density})
+    shown.update({"kind": "validation", "step": 10, "loss": math.nan})
+    shown.update(step(10, loss=math.inf))
     assert shown.line().startswith("step 10/200 · loss inf (validation nan) · ")
     # Three seconds by the clock for the last step, whatever the step itself took.
     assert shown.line().endswith("9:30 left · 2 of 3 blocks sparse, density 0.21")
@@ -139,14 +139,14 @@ def test_the_line_says_where_the_run_stands(monkeypatch):
 
 def test_without_a_terminal_lines_are_rare_and_the_last_is_shown(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(live.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress_line.time, "monotonic", lambda: now[0])
     console = Console(file=StringIO(), width=40, soft_wrap=True)
-    shown = Live(100, console)
+    shown = ProgressLine(100, console)
     for n in range(1, 101):
         now[0] += 1
-        shown.hear(step(n))
-    shown.hear({"kind": "note", "step": 100, "text": "two files were skipped"})
-    shown.hear({"kind": "end", "step": 100})
+        shown.update(step(n))
+    shown.update({"kind": "note", "step": 100, "text": "two files were skipped"})
+    shown.update({"kind": "end", "step": 100})
     lines = console.file.getvalue().splitlines()
     words = [line.split(" · ")[0] for line in lines]
     assert words == [*(f"step {n}/100" for n in (1, 31, 61, 91)), "two files were skipped", "step 100/100"]
@@ -154,13 +154,13 @@ def test_without_a_terminal_lines_are_rare_and_the_last_is_shown(monkeypatch):
 
 
 def test_on_a_terminal_there_is_one_line_and_the_cursor_stays(monkeypatch):
-    monkeypatch.setattr(live, "IN_PLACE", 0.0)
+    monkeypatch.setattr(progress_line, "TERMINAL_SECONDS", 0.0)
     console = Console(file=StringIO(), force_terminal=True, width=60)
-    shown = Live(3, console)
+    shown = ProgressLine(3, console)
     for n in (1, 2, 3):
-        shown.hear(step(n))
+        shown.update(step(n))
     assert console.file.getvalue().count("\n") == 0
-    shown.hear({"kind": "end", "step": 3})
+    shown.update({"kind": "end", "step": 3})
     text = console.file.getvalue()
     assert "step 3/3" in text and "…" in text and text.count("\n") == 1
     assert text.index("\x1b[?25h") < text.index("step 1/3")

@@ -16,13 +16,13 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from weft.core.errors import InputError, WeftError
-from weft.models import checkpoint
-from weft.models.video import VideoPipeline
-from weft.train.data import Clips, Endless
-from weft.train.optimise import rate
-from weft.train.recipe import Recipe, TrainPart
-from weft.train.shapes import Shapes
+from weft.generate import pretrained
+from weft.train.data import ClipLoader
+from weft.train.optimizer import lr_at
+from weft.train.recipe import Recipe, TrainConfig
 from weft.train.trainer import Trainer, train
+from weft.video.pipeline import VideoPipeline
+from weft.video.shapes import Shapes
 
 TINY = Recipe.of(
     {
@@ -62,14 +62,14 @@ def test_a_run_leaves_a_log_samples_and_a_model(done: Path) -> None:
 def stopped(recipe: Recipe, folder: Path) -> Path:
     """The same run, told to stop in its fourth step, and gone on with."""
     trainer = Trainer(recipe, folder, live=False)
-    plain = trainer._gradients
+    plain = trainer._forward_backward
 
     def interrupted(step: int) -> float:
         if step == 4:
             signal.raise_signal(signal.SIGINT)
         return plain(step)
 
-    trainer._gradients = interrupted
+    trainer._forward_backward = interrupted
     assert trainer.run() == 4
     trainer.close()
     assert train(recipe, folder, live=False) == 6
@@ -89,7 +89,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(done: Path, tmp_path: Path) 
 def test_half_precision_goes_on_bit_for_bit_with_muon_and_predictors(tmp_path: Path) -> None:
     """Only what is computed in a step is halved: weights, moments, averages and predictors are not."""
     part = {"cube": (2, 1, 1), "rows": 8, "stage1": 1, "profile_rarely": 2, "gate": 1.0, "budget": 0.5}
-    half = changed(dtype="bfloat16", optimiser="muon")
+    half = changed(dtype="bfloat16", optimizer="muon")
     recipe = replace(half, sparse=Recipe.of({"sparse": part}).sparse)
     train(recipe, tmp_path / "whole", live=False)
     check_same(stopped(recipe, tmp_path / "cut"), tmp_path / "whole")
@@ -128,14 +128,15 @@ def test_a_step_stays_on_the_device_of_its_rank(tmp_path: Path, monkeypatch: pyt
     finally:
         trainer.close()
     met = [loss, *trainer.model.parameters(), *(weight.grad for weight in trainer.model.parameters())]
-    assert {x.device.type for x in (*met, *trainer.average.values()) if x is not None} == {"meta"}
+    assert {x.device.type for x in (*met, *trainer.ema.values()) if x is not None} == {"meta"}
 
 
 def test_a_run_goes_on_that_is_older_than_an_option(done: Path, tmp_path: Path) -> None:
     folder = tmp_path / "older"
     shutil.copytree(done, folder)
     said = json.loads((folder / "recipe.json").read_text())
-    assert said["train"].pop("optimiser") == "adamw"
+    assert said["train"].pop("optimizer") == "adamw"
+    said["train"]["rate"] = said["train"].pop("lr")  # as it was called then
     (folder / "recipe.json").write_text(json.dumps(said))
     assert train(TINY, folder, live=False) == 6
 
@@ -145,25 +146,25 @@ def test_a_model_without_the_coarse_branch_of_its_training_is_only_to_begin_with
     coarse = replace(changed(steps=1), sparse=Recipe.of({"sparse": sparse}).sparse)
     train(coarse, tmp_path / "coarse", live=False)
     model = tmp_path / "coarse" / "model"
-    for refuses in (checkpoint.check, checkpoint.load_pipeline, VideoPipeline.load):
+    for refuses in (pretrained.check, pretrained.load_pipeline, VideoPipeline.load):
         with pytest.raises(InputError, match="trained with a coarse branch .* without"):
             refuses(model)
     (note,) = log(tmp_path / "coarse", "note")
-    assert "model/ will be without a coarse branch" in note["text"]
+    assert "model/ is saved without a coarse branch" in note["text"]
     begun = replace(changed(steps=1), model=replace(TINY.model, start=str(model)))
     train(begun, tmp_path / "plain", live=False)
-    checkpoint.check(tmp_path / "plain" / "model")
+    pretrained.check(tmp_path / "plain" / "model")
     VideoPipeline.load(tmp_path / "plain" / "model")
 
 
 def test_another_recipe_does_not_go_on_in_the_same_folder(done: Path) -> None:
     with pytest.raises(InputError, match=r"\[train\]"):
-        train(changed(rate=0.5), done, live=False)
+        train(changed(lr=0.5), done, live=False)
 
 
 def test_a_loss_that_is_no_number_ends_the_run_before_it_spoils_the_weights(tmp_path: Path) -> None:
     trainer = Trainer(TINY, tmp_path, live=False)
-    trainer._gradients = lambda _: math.nan
+    trainer._forward_backward = lambda _: math.nan
     with pytest.raises(WeftError, match="Step 1"):
         trainer.run()
     trainer.close()
@@ -171,26 +172,26 @@ def test_a_loss_that_is_no_number_ends_the_run_before_it_spoils_the_weights(tmp_
 
 
 def test_the_rate_rises_and_falls() -> None:
-    part = TrainPart(steps=100, warmup=10, rate=2.0, floor=0.1)
-    rates = [rate(part, step) for step in range(1, 101)]
+    part = TrainConfig(steps=100, warmup=10, lr=2.0, floor=0.1)
+    rates = [lr_at(part, step) for step in range(1, 101)]
     assert rates[0] == pytest.approx(0.2)
     assert max(rates) == rates[9] == 2.0
     assert rates[-1] == pytest.approx(0.2)
     assert all(a >= b for a, b in zip(rates[9:], rates[10:], strict=False))
 
 
-class Ten(Endless):
+class Ten(Shapes):
     """A set that ends."""
 
-    size = 10  # type: ignore[assignment]
+    num_clips = 10  # type: ignore[assignment]
 
 
 def test_each_epoch_has_every_clip_once_and_none_that_is_held_out() -> None:
-    clips = Clips(Ten(Shapes(2, 8)), batch=4, held_out=2, seed=0, encode=lambda _: [0])
+    clips = ClipLoader(Ten(2, 8), batch=4, held_out=2, seed=0)
     seen = [index for step in range(1, 5) for index in clips.indices(step)]
     assert sorted(seen[:8]) == sorted(seen[8:]) == list(range(8))
     assert seen[:8] != seen[8:]
     assert list(clips.held_out) == [8, 9]
     clips.close()
-    with pytest.raises(InputError, match="held out"):
-        Clips(Ten(Shapes(2, 8)), batch=4, held_out=10, seed=0, encode=lambda _: [0])
+    with pytest.raises(InputError, match="held_out"):
+        ClipLoader(Ten(2, 8), batch=4, held_out=10, seed=0)

@@ -12,7 +12,7 @@ import typer
 from weft.cli.options import Backend, DeviceDtype, Json
 from weft.core.codec import to_plain
 from weft.core.errors import InputError
-from weft.core.files import check_place, writing
+from weft.core.files import check_writable, writing
 
 if TYPE_CHECKING:
     from weft.core.topology import Topology
@@ -34,32 +34,32 @@ def run(
 ) -> None:
     """Measure links, kernels and hosts, in under a minute; then: weft plan --topology topology.toml.
 
-    It is the part `links` of weft doctor --gpu.
+    The same measurement is the check `links` of weft doctor --gpu.
     """
     if ranks < 0 or head_dim < 0:
-        raise InputError(f"ranks={ranks}, head_dim={head_dim}.", hint="Both are 1 or more, or left out.")
-    check_place(out, hint="Give another --out.")  # before the measuring, not after it
-    found = _measure(ranks, {"head_dim": head_dim, "dtype": dtype, "backend": backend})
-    if found is None:  # another rank writes
+        raise InputError(f"--ranks and --head-dim must be >= 1 if given, got {ranks} and {head_dim}.")
+    check_writable(out, hint="Give another --out.")  # fail before measuring, not after it
+    topology = _measure(ranks, {"head_dim": head_dim, "dtype": dtype, "backend": backend})
+    if topology is None:  # another rank writes
         return
     with writing(out, hint="Give another --out."):
-        out.write_text(found.to_toml())
-    typer.echo(json.dumps(to_plain(found), indent=2) if as_json else _words(found, out))
+        out.write_text(topology.to_toml())
+    typer.echo(json.dumps(to_plain(topology), indent=2) if as_json else _words(topology, out))
 
 
-def _measure(ranks: int, how: dict[str, Any]) -> Topology | None:
+def _measure(ranks: int, options: dict[str, Any]) -> Topology | None:
     import torch
     from rich.console import Console
 
     from weft.cli.ranks import LaunchedRanks
-    from weft.run.calibrate import calibrate
-    from weft.run.pool import Pool
+    from weft.run.measure.calibrate import calibrate
+    from weft.run.spawn.pool import Pool
     from weft.run.world import is_launched, machines
 
     if is_launched():
         with LaunchedRanks() as ranks_here:
-            found = calibrate(**how, machines=machines())
-            return found if ranks_here.rank == 0 else None
+            topology = calibrate(**options, machines=machines())
+            return topology if ranks_here.rank == 0 else None
     gpus = torch.cuda.device_count()
     if gpus and ranks > gpus:
         raise InputError(f"{ranks} ranks need as many GPUs; {gpus} are visible.", hint=f"Use --ranks {gpus}.")
@@ -67,34 +67,33 @@ def _measure(ranks: int, how: dict[str, Any]) -> Topology | None:
     size, timeout = ranks or gpus or 2, 180.0 if gpus else 60.0
     status = Console(stderr=True).status("measuring links, kernels and hosts …")
     with status, Pool(size, timeout=timeout) as pool:
-        return pool.run(partial(calibrate, **how))[0]
+        return pool.run(partial(calibrate, **options))[0]
 
 
-def _words(found: Topology, out: Path) -> str:
-    shared = f", {found.cores} cores shared" if found.cores else ""
-    lines = [f"{found.machines} × {found.devices} devices{shared}", *_speeds(found)]
-    for name in ("intra", "inter") if found.machines > 1 else ("intra",):
-        link = getattr(found, name)
+def _words(topology: Topology, out: Path) -> str:
+    shared = f", {topology.cores} cores shared" if topology.cores else ""
+    lines = [f"{topology.machines} × {topology.devices} devices{shared}", *_speeds(topology)]
+    for name in ("intra", "inter") if topology.machines > 1 else ("intra",):
+        link = getattr(topology, name)
         lines.append(f"{name:<10} {link.bandwidth / 1e9:,.2f} GB/s, {link.latency * 1e6:,.0f} µs")
-    if found.links:
-        slowest = min(link.bandwidth for _, _, link in found.links)
+    if topology.links:
+        slowest = min(link.bandwidth for _, _, link in topology.links)
         lines.append(
-            f"{'':<10} {len(found.links) // 2} pairs differ; the slowest has {slowest / 1e9:,.2f} GB/s"
+            f"{'':<10} {len(topology.links) // 2} pairs differ; the slowest has {slowest / 1e9:,.2f} GB/s"
         )
-    if found.transport == "symmetric":
+    if topology.transport == "symmetric":
         lines.append("messages   through symmetric memory, which was faster than the process group")
     return "\n".join([*lines, f"written to {out}: weft plan … --topology {out}"])
 
 
-def _speeds(found: Topology) -> list[str]:
-    if found.cores:
-        extra = (
-            f"{found.row_seconds * 1e6:,.1f} µs a row of blocks, {found.tile_seconds * 1e9:,.0f} ns a tile"
-        )
-        calls = f"{found.call_seconds * 1e6:,.0f} µs a call"
-        return [f"attention  {found.flops / 1e9:,.1f} GFLOP/s, {calls}, {extra}"]
-    kinds = {"dense": (found.flops, found.backward_flops, found.kernel)}
-    kinds["sparse"] = found.sparse_flops, found.sparse_backward_flops, found.sparse_kernel
+def _speeds(topology: Topology) -> list[str]:
+    if topology.cores:
+        rows = f"{topology.row_seconds * 1e6:,.1f} µs a row of blocks"
+        tiles = f"{topology.tile_seconds * 1e9:,.0f} ns a tile"
+        calls = f"{topology.call_seconds * 1e6:,.0f} µs a call"
+        return [f"attention  {topology.flops / 1e9:,.1f} GFLOP/s, {calls}, {rows}, {tiles}"]
+    kinds = {"dense": (topology.flops, topology.backward_flops, topology.kernel)}
+    kinds["sparse"] = topology.sparse_flops, topology.sparse_backward_flops, topology.sparse_kernel
     return [
         f"{kind:<10} {ahead / 1e12:,.0f} TFLOP/s, backward {back / 1e12:,.0f} ({name})"
         for kind, (ahead, back, name) in kinds.items()

@@ -1,4 +1,4 @@
-"""`weft demo`: attention on 2 and 3 local ranks, checked against one process, and a video by two ranks."""
+"""`weft demo`: check attention on 2 and 3 local ranks against one process, and generate a video on two."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.core.errors import CommError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from weft.run.check import Outcome, Trial
+    from weft.run.measure.compare import Trial, TrialResult
 
 # Wan2.1-1.3B has 12 heads; 16×8×16 latent tokens less one, so that no rank count divides it.
 TOKENS, HEADS, HEAD_DIM = 2047, 12, 64
@@ -34,18 +34,18 @@ PROMPT = "a red circle moving left"
 
 def run(
     *,
-    ranks: Annotated[str, typer.Option(help="Numbers of ranks to try.")] = "2,3",
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks.")] = "2,3",
     out: Annotated[Path, typer.Option("--out", "-o", help="The video to write.")] = Path("demo.mp4"),
 ) -> None:
-    """Check one DiT block's attention on a few local ranks, then make a video by the small model here."""
-    from weft.models import media
+    """Check one DiT block's attention on a few local ranks, then generate a video with the small model."""
+    from weft.generate import media
 
     worlds = counts(ranks, "ranks")
     media.check_target(out)
     check_packages(out, own=True)
     from rich.console import Console
 
-    from weft.run.check import Trial
+    from weft.run.measure.compare import Trial
 
     console = Console()
     trials = {
@@ -62,11 +62,13 @@ def run(
     generate(PROMPT, out=out, ranks=2, seed=1)
 
 
-def _measure(console: Console, worlds: list[int], trials: dict[str, Trial]) -> list[tuple[int, str, Outcome]]:
-    from weft.run.check import check
-    from weft.run.pool import Pool
+def _measure(
+    console: Console, worlds: list[int], trials: dict[str, Trial]
+) -> list[tuple[int, str, TrialResult]]:
+    from weft.run.measure.compare import check
+    from weft.run.spawn.pool import Pool
 
-    rows: list[tuple[int, str, Outcome]] = []
+    rows: list[tuple[int, str, TrialResult]] = []
     with console.status("starting ranks …") as status:
         for world in worlds:
             with Pool(world) as pool:
@@ -77,7 +79,7 @@ def _measure(console: Console, worlds: list[int], trials: dict[str, Trial]) -> l
 
 
 def _seconds_alone(trial: Trial) -> float:
-    """The same attention by one thread of this process, with weft's own kernel."""
+    """Return the seconds of the same attention in one thread of this process, with weft's own kernel."""
     import torch
 
     from weft.run.attention import attention
@@ -94,7 +96,7 @@ def _seconds_alone(trial: Trial) -> float:
         torch.set_num_threads(threads)
 
 
-def _show(console: Console, rows: list[tuple[int, str, Outcome]], alone: dict[str, float]) -> None:
+def _show(console: Console, rows: list[tuple[int, str, TrialResult]], alone: dict[str, float]) -> None:
     sizes = f"{TOKENS} tokens · {HEADS} heads × {HEAD_DIM} · float32"
     console.print(f"One DiT block's attention · {sizes} · one thread a rank", highlight=False)
     columns = ("attention", "ranks", "plan", "alone", "time", "faster", "sent", "error", "grads", "")

@@ -1,4 +1,4 @@
-"""`weft doctor`: what this machine can do, what it lacks, and the command that adds it."""
+"""`weft doctor`: report the capabilities of this machine, and the commands that add missing ones."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ Status = Literal["ok", "limited", "missing"]
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One row: what was looked for, what was found, what that means, what adds it."""
+    """A row of the report: capability, status, version or value, note, and the command that adds it."""
 
     name: str
     status: Status
-    found: str = ""
+    value: str = ""
     note: str = ""
     add: str = ""
 
@@ -43,13 +43,13 @@ def run(
     out: doctor_gpu.Out = Path("weft-doctor"), read: doctor_gpu.Read = None, fault: doctor_gpu.Fault = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Show what this machine can do, and the command that adds what it cannot.
+    """Show what this machine can do, and the commands that add what it lacks.
 
     With --gpu, run all that weft has on all GPUs, check it against float64, and write a page, a JSON to send
     and the topology for the planner. Under torchrun its ranks are used, over several machines.
     """
     if gpu:
-        options = doctor_gpu.Options(device, ranks, minutes, out, only, fault or [], as_json)
+        options = doctor_gpu.GpuOptions(device, ranks, minutes, out, only, fault or [], as_json)
         sys.exit(doctor_gpu.examine_gpus(options))
     if read is not None:
         typer.echo(doctor_gpu.write_page(read))
@@ -63,7 +63,7 @@ def run(
 
 
 def examine() -> list[Finding]:
-    """Every row of the report, in the order it is shown."""
+    """Return all rows of the report in display order."""
     torch, torch_rows = _torch()
     checks: dict[str, Callable[[], list[Finding]]] = {
         "python": _python,
@@ -81,7 +81,7 @@ def examine() -> list[Finding]:
 
 
 def _guarded(name: str, check: Callable[[], list[Finding]]) -> list[Finding]:
-    # A driver or a /proc file fails in ways nobody can list; it costs its row, not the report.
+    # Drivers and /proc files fail in unforeseeable ways; a failure costs its row, not the report.
     try:
         return check()
     except Exception as error:
@@ -89,8 +89,8 @@ def _guarded(name: str, check: Callable[[], list[Finding]]) -> list[Finding]:
 
 
 def _python() -> list[Finding]:
-    found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    return [Finding(name="python", status="ok", found=found)]
+    line = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    return [Finding(name="python", status="ok", value=line)]
 
 
 def _torch() -> tuple[ModuleType | None, list[Finding]]:
@@ -104,16 +104,16 @@ def _torch() -> tuple[ModuleType | None, list[Finding]]:
             Finding(
                 name="torch",
                 status="limited",
-                found=_version("torch"),
+                value=_version("torch"),
                 note=f"does not import: {error}",
                 add="pip install --force-reinstall torch",
             )
         ]
-    found = f"{torch.__version__}, {_count(torch.get_num_threads(), 'thread')}"
+    line = f"{torch.__version__}, {_count(torch.get_num_threads(), 'thread')}"
     capability = torch.backends.cpu.get_cpu_capability()
     return torch, [
-        Finding(name="torch", status="ok", found=found),
-        Finding(name="CPU kernels", status="ok", found=capability, note=_bfloat16_note()),
+        Finding(name="torch", status="ok", value=line),
+        Finding(name="CPU kernels", status="ok", value=capability, note=_bfloat16_note()),
     ]
 
 
@@ -134,13 +134,13 @@ def _backends(torch: ModuleType | None) -> list[Finding]:
     here = [name for name in names if getattr(torch.distributed, f"is_{name}_available")()]
     if "gloo" not in here:
         note = "ranks on CPUs need gloo, which this torch is built without"
-        return [Finding(name="backends", status="limited", found=", ".join(here), note=note)]
+        return [Finding(name="backends", status="limited", value=", ".join(here), note=note)]
     note = "" if "nccl" in here else "CPUs only; GPUs need a CUDA build of torch"
-    return [Finding(name="backends", status="ok", found=", ".join(here), note=note)]
+    return [Finding(name="backends", status="ok", value=", ".join(here), note=note)]
 
 
 def _cores() -> list[Finding]:
-    from weft.run.launch import usable_cores
+    from weft.run.spawn.launch import usable_cores
 
     total, usable = os.cpu_count() or 1, float(usable_cores())
     quota = Path("/sys/fs/cgroup/cpu.max")
@@ -148,11 +148,11 @@ def _cores() -> list[Finding]:
         limit, period = quota.read_text().split()
         if limit != "max":
             usable = min(usable, int(limit) / int(period))
-    found = f"{usable:g} of {total}"
+    cores = f"{usable:g} of {total}"
     if usable < 2:
         note = "ranks take turns: results hold, timings do not"
-        return [Finding(name="cores", status="limited", found=found, note=note)]
-    return [Finding(name="cores", status="ok", found=found)]
+        return [Finding(name="cores", status="limited", value=cores, note=note)]
+    return [Finding(name="cores", status="ok", value=cores)]
 
 
 def _memory() -> list[Finding]:
@@ -160,18 +160,18 @@ def _memory() -> list[Finding]:
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.exists() and (text := limit.read_text().strip()) != "max":
         size = min(size, int(text))
-    return [Finding(name="memory", status="ok", found=_gib(size))]
+    return [Finding(name="memory", status="ok", value=_gib(size))]
 
 
 def _sharing(torch: ModuleType | None) -> list[Finding]:
     if torch is None:
         return []
-    from weft.run.comm.shm import missing
+    from weft.run.comm.shm import unavailable_reason
 
-    if reason := missing():
-        note = f"ranks of this machine talk by sockets: {reason}"
+    if reason := unavailable_reason():
+        note = f"ranks of this machine communicate over sockets: {reason}"
         return [Finding(name="shared memory", status="limited", note=note)]
-    return [Finding(name="shared memory", status="ok", found="read in place by the ranks of this machine")]
+    return [Finding(name="shared memory", status="ok", value="read in place by the ranks of this machine")]
 
 
 def _gpus(torch: ModuleType | None) -> list[Finding]:
@@ -181,7 +181,7 @@ def _gpus(torch: ModuleType | None) -> list[Finding]:
     if not listed:
         return [Finding(name="GPUs", status="missing", note="not needed: ranks run on CPUs")]
     note = "torch does not see them: install a CUDA build of torch"
-    return [Finding(name="GPUs", status="limited", found=str(len(listed)), note=note)]
+    return [Finding(name="GPUs", status="limited", value=str(len(listed)), note=note)]
 
 
 def _gpu(torch: ModuleType, index: int) -> Finding:
@@ -191,7 +191,7 @@ def _gpu(torch: ModuleType, index: int) -> Finding:
     return Finding(
         name=f"GPU {index}",
         status="ok",
-        found=f"{about.name}, {_gib(about.total_memory)}, sm {about.major}.{about.minor}",
+        value=f"{about.name}, {_gib(about.total_memory)}, sm {about.major}.{about.minor}",
         note=f"reaches {_count(peers, 'peer')} directly",
     )
 
@@ -206,30 +206,30 @@ def _compilers() -> list[Finding]:
     for name, commands, gives, add in wanted:
         here = [f"{command} {_release(command)}" for command in commands if shutil.which(command)]
         if here:
-            rows.append(Finding(name=name, status="ok", found=", ".join(here)))
+            rows.append(Finding(name=name, status="ok", value=", ".join(here)))
         else:
             rows.append(Finding(name=name, status="missing", note=f"for {gives}", add=add))
     return rows
 
 
 def _cpu_kernel(torch: ModuleType | None) -> list[Finding]:
-    """Whether the compiled kernel builds and runs here, on which instruction sets."""
+    """Check that the compiled kernel builds and runs, and list its instruction sets."""
     if torch is None:
         return []
-    from weft.run.kernels.cpu import isas, missing
+    from weft.run.kernels.cpu import isas, unavailable_reason
 
-    if why := missing():
+    if why := unavailable_reason():
         note = f"block-sparse attention is gathered for torch's SDPA instead: {why}"
         return [Finding(name="CPU kernel", status="limited", note=note)]
-    return [Finding(name="CPU kernel", status="ok", found=", ".join(isas()), note="the fastest first")]
+    return [Finding(name="CPU kernel", status="ok", value=", ".join(isas()), note="the fastest first")]
 
 
 def _release(command: str) -> str:
     if command != "nvcc":
         return next(iter(_lines(command, "-dumpversion")), "")
     # Cuda compilation tools, release 13.0, V13.0.88
-    said = " ".join(_lines(command, "--version"))
-    return said.partition("release ")[2].partition(",")[0]
+    output = " ".join(_lines(command, "--version"))
+    return output.partition("release ")[2].partition(",")[0]
 
 
 def _packages() -> list[Finding]:
@@ -241,12 +241,12 @@ def _packages() -> list[Finding]:
             note = f"for {package.gives}"
             rows.append(Finding(name=name, status="missing", note=note, add=package.add))
         else:
-            rows.append(Finding(name=name, status="ok", found=_version(package.distribution or name)))
+            rows.append(Finding(name=name, status="ok", value=_version(package.distribution or name)))
     return rows
 
 
 def _lines(command: str, *arguments: str) -> list[str]:
-    """What a command says, line by line; nothing if it is not there or fails."""
+    """Return the output lines of a command; empty if it is missing or fails."""
     try:
         done = subprocess.run([command, *arguments], capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -274,20 +274,20 @@ def _show(findings: list[Finding]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    colours = {"ok": "green", "limited": "yellow", "missing": "red"}
+    colors = {"ok": "green", "limited": "yellow", "missing": "red"}
     # Text, not str: rich takes the brackets of weft[models] for markup.
-    table = Table("", "", "found", "note", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = Table("", "", "value", "note", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     to_add = Table.grid(padding=(0, 2))
     for finding in findings:
-        status = Text(finding.status, style=colours[finding.status])
-        table.add_row(finding.name, status, Text(finding.found), Text(finding.note))
+        status = Text(finding.status, style=colors[finding.status])
+        table.add_row(finding.name, status, Text(finding.value), Text(finding.note))
         if finding.add:
             to_add.add_row("", finding.name, Text(finding.add))
     console = Console(highlight=False)
     console.print(f"weft {__version__}")
     console.print(table)
     if to_add.row_count:
-        console.print("\nWhat adds the missing:", to_add, sep="\n")
+        console.print("\nCommands that add what is missing:", to_add, sep="\n")
     console.print("", Text(_verdict(findings)), sep="\n")
 
 
@@ -296,5 +296,5 @@ def _verdict(findings: list[Finding]) -> str:
     if rows["torch"].status != "ok":
         return "weft can plan here, but run nothing."
     gpus = sum(name.startswith("GPU ") for name in rows)
-    where = _count(gpus, "GPU") if gpus else f"CPUs, {rows['cores'].found} cores"
+    where = _count(gpus, "GPU") if gpus else f"CPUs, {rows['cores'].value} cores"
     return f"weft runs here: {where}. Next: weft {'doctor --gpu' if gpus else 'verify'}"

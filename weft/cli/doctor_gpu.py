@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from weft.core.errors import InputError, nearest_of
-from weft.doctor.part import Part
-from weft.doctor.parts import PARTS, UNASKED
+from weft.doctor.suite import CheckSuite
+from weft.doctor.suites import NOT_COVERED, SUITES
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,7 +46,7 @@ Read = Annotated[Path | None, typer.Option(help="Write the page of a doctor.json
 Fault = Annotated[list[str] | None, typer.Option(hidden=True)]
 
 
-class Options(NamedTuple):
+class GpuOptions(NamedTuple):
     """What --gpu is given."""
 
     device: str
@@ -58,13 +58,13 @@ class Options(NamedTuple):
     as_json: bool
 
 
-def examine_gpus(options: Options) -> int:
+def examine_gpus(options: GpuOptions) -> int:
     """Examine on all ranks, started here unless a launcher has; return the exit code."""
     from torch.distributed import is_torchelastic_launched
 
     from weft.run.world import is_launched
 
-    parts, faults = _parts(options.only), _faults(options.faults)
+    suites, faults = _parts(options.only), _faults(options.faults)
     if options.device not in DEVICES or options.minutes <= 0 or options.ranks < 0:
         raise InputError(
             f"--device {options.device}, --minutes {options.minutes:g}, --ranks {options.ranks}.",
@@ -72,21 +72,21 @@ def examine_gpus(options: Options) -> int:
         )
     if not is_launched() and not is_torchelastic_launched():
         return _launched(options)
-    return _keep(options, parts, faults)
+    return _keep(options, suites, faults)
 
 
-def _launched(options: Options) -> int:
+def _launched(options: GpuOptions) -> int:
     """Run this command again on each rank."""
-    from weft.cli.ranks import outcome_told
-    from weft.run.launch import launch
+    from weft.cli.ranks import report_outcome
+    from weft.run.spawn.launch import launch
 
     outcome = launch(["-m", "weft.cli.main", *sys.argv[1:]], _ranks(options), grace=GRACE_SECONDS)
     if outcome.traceback or outcome.code not in (0, 1, 128 + signal.SIGINT, 128 + signal.SIGTERM):
-        outcome_told(outcome)
+        report_outcome(outcome)
     return outcome.code
 
 
-def _ranks(options: Options) -> int:
+def _ranks(options: GpuOptions) -> int:
     import torch
 
     if options.device == "cpu":
@@ -102,7 +102,7 @@ def _ranks(options: Options) -> int:
     return options.ranks or gpus
 
 
-def _keep(options: Options, parts: Sequence[Part], faults: dict[str, str]) -> int:
+def _keep(options: GpuOptions, suites: Sequence[CheckSuite], faults: dict[str, str]) -> int:
     """Be the keeper of this rank; rank 0 shows and writes."""
     from rich.console import Console
 
@@ -112,17 +112,17 @@ def _keep(options: Options, parts: Sequence[Part], faults: dict[str, str]) -> in
     rank, ranks = place()
     console = Console(highlight=False, soft_wrap=True, quiet=options.as_json or rank > 0)
     with console.status("starting") as status:
-        _begin(console, parts, ranks, options)
+        _begin(console, suites, ranks, options)
         report = serve_rank(
             Examination(
-                parts=parts,
+                suites=suites,
                 device=options.device,
                 seconds=60 * options.minutes - RESERVED_SECONDS,
                 faults=faults,
                 machines=machines(),
-            ),
-            on_begin=lambda part: status.update(f"{part.title}, at most {part.seconds:.0f} s"),
-            on_end=lambda part: console.print(_line(part)),
+                on_begin=lambda suite: status.update(f"{suite.title}, at most {suite.seconds:.0f} s"),
+                on_end=lambda suite: console.print(_line(suite)),
+            )
         )
     if report is None:
         return 0
@@ -130,16 +130,16 @@ def _keep(options: Options, parts: Sequence[Part], faults: dict[str, str]) -> in
     if options.as_json:
         typer.echo(as_json(report), nl=False)
     _end(console, report, files)
-    return int(any(part["status"] in BAD for part in report["parts"]))
+    return int(any(suite["status"] in BAD for suite in report["parts"]))
 
 
-def _parts(only: str) -> list[Part]:
+def _parts(only: str) -> list[CheckSuite]:
     names = [name.strip() for name in only.split(",") if name.strip()]
-    known = {part.name: part for part in PARTS}
+    known = {suite.name: suite for suite in SUITES}
     for name in names:
         if name not in known:
             raise InputError(f"--only {name}: there is no such part.", hint=nearest_of(name, known))
-    return [part for part in PARTS if not names or part.name in names]
+    return [suite for suite in SUITES if not names or suite.name in names]
 
 
 def _faults(pairs: Sequence[str]) -> dict[str, str]:
@@ -147,38 +147,38 @@ def _faults(pairs: Sequence[str]) -> dict[str, str]:
 
     faults = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
     wrong = [pair for pair in pairs if pair.partition("=")[2].partition(":")[0] not in FAULTS]
-    if wrong or not faults.keys() <= {part.name for part in PARTS}:
+    if wrong or not faults.keys() <= {suite.name for suite in SUITES}:
         raise InputError(f"--fault {' '.join(pairs)}.", hint=f"PART=FAULT, one of {', '.join(FAULTS)}.")
     return faults
 
 
-def _begin(console: Console, parts: Sequence[Part], ranks: int, options: Options) -> None:
+def _begin(console: Console, suites: Sequence[CheckSuite], ranks: int, options: GpuOptions) -> None:
     console.print("Never ran on a GPU before:", style="bold")
-    for claim in (*(claim for part in parts for claim in part.claims), *UNASKED):
+    for claim in (*(claim for suite in suites for claim in suite.claims), *NOT_COVERED):
         console.print(fill(f"  · {claim}", WIDTH, subsequent_indent="    "), markup=False)
     where = "CPUs that stand in for GPUs" if options.device == "cpu" else "GPUs"
     number = f"{ranks} rank{'s' * (ranks > 1)}"
-    console.print(f"\n{len(parts)} parts, at most {options.minutes:g} minutes, by {number} on {where}\n")
+    console.print(f"\n{len(suites)} parts, at most {options.minutes:g} minutes, by {number} on {where}\n")
 
 
-def _line(part: dict[str, Any]) -> Any:
+def _line(suite: dict[str, Any]) -> Any:
     """Return one line of at most 80 columns: name, status, seconds, and what tells most."""
     from rich.text import Text
 
-    status = part["status"]
-    line = Text(f"{part['name']:<20}", no_wrap=True)
+    status = suite["status"]
+    line = Text(f"{suite['name']:<20}", no_wrap=True)
     line.append(f"{status:<9}", style=COLORS.get(status, "bold red"))
-    line.append(f"{part['seconds']:>6.1f} s  ")
-    line.append(_told(part))
+    line.append(f"{suite['seconds']:>6.1f} s  ")
+    line.append(_told(suite))
     line.truncate(WIDTH, overflow="ellipsis")
     return line
 
 
-def _told(part: dict[str, Any]) -> str:
-    checks = part["checks"]
+def _told(suite: dict[str, Any]) -> str:
+    checks = suite["checks"]
     wrong = [check["name"] for check in checks if check["status"] == "wrong"]
-    if part["message"]:
-        return str(part["message"])
+    if suite["message"]:
+        return str(suite["message"])
     if wrong:
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         return f"{wrong[0]}{more} of {len(checks)}"
@@ -194,7 +194,7 @@ def _told(part: dict[str, Any]) -> str:
 
 
 def _end(console: Console, report: dict[str, Any], files: Sequence[Path]) -> None:
-    from weft.doctor.page import verdict
+    from weft.doctor.html import verdict
 
     console.print("", fill(verdict(report), WIDTH), sep="\n", style="bold", markup=False)
     for path in files:
@@ -208,7 +208,7 @@ def _end(console: Console, report: dict[str, Any], files: Sequence[Path]) -> Non
 def write_page(path: Path) -> str:
     """Write the page of a report that was sent, beside it; return its name."""
     from weft.core.files import read_json, whole, writing
-    from weft.doctor.page import page
+    from weft.doctor.html import page
 
     report = read_json(path)
     try:

@@ -1,4 +1,4 @@
-"""`weft generate`: an image or a video from a local checkpoint, or from weft's own, on several ranks."""
+"""`weft generate`: generate an image or a video from a local checkpoint, on several ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import secrets
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,7 +16,8 @@ from weft.cli.packages import need
 from weft.core.errors import InputError
 
 if TYPE_CHECKING:
-    from weft.models.request import Request
+    from weft.generate.pretrained import Kwargs
+    from weft.generate.request import Request
 
 SEEDS = 2**31
 
@@ -33,9 +34,9 @@ def run(
     frames: Annotated[int | None, typer.Option(help="Frames of a video.")] = None,
     steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
     seed: Annotated[
-        int | None, typer.Option(help="The same seed makes the same, on any number of ranks.")
+        int | None, typer.Option(help="The result depends on the seed, not on the number of ranks.")
     ] = None,
-    negative: Annotated[str | None, typer.Option(help="What not to show.")] = None,
+    negative: Annotated[str | None, typer.Option(help="Negative prompt.")] = None,
     guidance: Annotated[float | None, typer.Option(help="How closely to follow the prompt.")] = None,
     image: Annotated[Path | None, typer.Option(help="The image that a video begins with.")] = None,
     fps: Annotated[float | None, typer.Option(help="Frames per second.")] = None,
@@ -55,19 +56,20 @@ def run(
 
     weft generate ./Wan2.1-T2V-1.3B-Diffusers "a loom at work" --ranks 4 -o loom.mp4
 
-    Without a checkpoint, by the small model that comes with weft, which knows coloured shapes that move:
+    Without a checkpoint, use the small model that comes with weft, which knows moving colored shapes:
 
     weft generate "a red circle moving left" -o ball.mp4
     """
-    from weft.models import checkpoint, media
+    from weft.generate import media, pretrained
+    from weft.video.saved_model import is_own
 
     media.check_target(out)
-    model_dir, prompt = _asked(first, second)
-    checkpoint.check(model_dir)
+    model_dir, prompt = _model_and_prompt(first, second)
+    pretrained.check(model_dir)
     if ranks < 1 or (image is not None and not image.is_file()):
-        raise InputError(f"ranks={ranks}, image={image}.", hint="Ranks are 1 or more, an image is a file.")
-    check_packages(out, own=checkpoint.is_own(model_dir))
-    from weft.models.request import Request
+        raise InputError(f"--ranks must be >= 1 and --image a file, got {ranks} and {image}.")
+    check_packages(out, own=is_own(model_dir))
+    from weft.generate.request import Request
     from weft.run.devices import default_dtype
 
     width, height = sizes(size, "width x height", "832x480") if size else (None, None)
@@ -77,14 +79,14 @@ def run(
         tiling=tiling, dtype=dtype or default_dtype(), plan=plan, sparse=sparse, cfg=cfg, check=check,
         backend=backend, quiet=as_json,
     )  # fmt: skip
-    made = _generate(request, ranks)
-    if made is not None:
-        typer.echo(json.dumps(made, indent=2, default=vars) if as_json else _words(made))
+    report = _generate(request, ranks)
+    if report is not None:
+        typer.echo(json.dumps(report, indent=2, default=vars) if as_json else _summary(report))
 
 
-def _asked(first: str, second: str | None) -> tuple[Path, str]:
-    """The model and the prompt; alone, the prompt is the first."""
-    from weft.models.checkpoint import shipped
+def _model_and_prompt(first: str, second: str | None) -> tuple[Path, str]:
+    """Return model and prompt; a single argument is the prompt."""
+    from weft.video.saved_model import shipped
 
     if second is not None:
         return Path(first), second
@@ -94,8 +96,8 @@ def _asked(first: str, second: str | None) -> tuple[Path, str]:
 
 
 def check_packages(out: Path, *, own: bool) -> None:
-    """What a model of weft's own, or of Diffusers, needs to make this file."""
-    from weft.models.media import SUFFIXES
+    """Check the packages that weft's own model or Diffusers needs, and the format of the file."""
+    from weft.generate.media import SUFFIXES
 
     models = ("safetensors",) if own else ("diffusers", "transformers")
     need("torch", *models, SUFFIXES[out.suffix.lower()], extra="video" if own else "models")
@@ -103,36 +105,36 @@ def check_packages(out: Path, *, own: bool) -> None:
 
 def _seed(seed: int | None) -> int:
     if seed is not None and not 0 <= seed < 2**63:
-        raise InputError(f"seed={seed} is out of range.", hint="A seed is from 0 to 2⁶³ - 1.")
+        raise InputError(f"--seed must be in [0, 2⁶³ - 1], got {seed}.")
     return secrets.randbelow(SEEDS) if seed is None else seed
 
 
-def _more(pairs: list[str]) -> dict[str, Any]:
-    """NAME=VALUE, where a value is JSON if it can be."""
-    found: dict[str, Any] = {}
+def _more(pairs: list[str]) -> Kwargs:
+    """Parse NAME=VALUE; values that are not JSON are strings."""
+    kwargs: Kwargs = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals or not name.isidentifier():
             raise InputError(f"--set {pair} is not NAME=VALUE.", hint="Write --set max_sequence_length=256.")
         try:
-            found[name] = json.loads(value)
+            kwargs[name] = json.loads(value)
         except json.JSONDecodeError:
-            found[name] = value
-    return found
+            kwargs[name] = value
+    return kwargs
 
 
-def _generate(request: Request, ranks: int) -> dict[str, Any] | None:
-    """What was made, on the rank that tells."""
+def _generate(request: Request, ranks: int) -> Kwargs | None:
+    """Return the report, on rank 0."""
     import torch
     from rich.console import Console
 
     from weft.cli.ranks import launched, model_ranks, run_once
-    from weft.models.generate import generate, prepare
+    from weft.generate.generate import generate, prepare
     from weft.run.world import is_launched, world_of
 
     if is_launched():
-        made = generate(request)
-        return made if world_of(None, 60.0).comm.rank == 0 else None
+        report = generate(request)
+        return report if world_of(None, 60.0).comm.rank == 0 else None
     if torch.cuda.is_available() and ranks > 1:  # as torchrun would: one process for each GPU
         sys.exit(launched(ranks))
     with model_ranks(ranks) as pool:
@@ -141,15 +143,15 @@ def _generate(request: Request, ranks: int) -> dict[str, Any] | None:
         return run_once(pool, generate, request)[0]
 
 
-def _words(made: dict[str, Any]) -> str:
-    """What is told at the end: where it is, how to make it again, how it went."""
-    many = f", {made['frames']} frames" if made["frames"] > 1 else ""
-    plans = f" ({', '.join(made['plans'])})" if made["plans"] else ""
+def _summary(report: Kwargs) -> str:
+    """Return the file, how to generate it again, and the timing."""
+    frames = f", {report['frames']} frames" if report["frames"] > 1 else ""
+    plans = f" ({', '.join(report['plans'])})" if report["plans"] else ""
     lines = [
-        f"{made['out']}: {made['size']}{many}, seed {made['seed']}",
-        f"{made['steps']} steps of {made['seconds_per_step']:.2f} s on {made['ranks']} ranks{plans}, "
-        f"{made['seconds']:.1f} s in all",
+        f"{report['out']}: {report['size']}{frames}, seed {report['seed']}",
+        f"{report['steps']} steps of {report['seconds_per_step']:.2f} s on {report['ranks']} ranks{plans}, "
+        f"{report['seconds']:.1f} s in all",
     ]
-    if gain := made["explained"].get("gain"):
-        lines.append(f"plans that followed the masks: attention {gain:.2f} × as fast as by the first ones")
+    if gain := report["explained"].get("gain"):
+        lines.append(f"plans that followed the masks: attention {gain:.2f} × as fast as with the first plans")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The `weft` command: a table of verbs, loaded one at a time, and what the exit codes mean.
+"""The `weft` command: a table of verbs that are imported on use, and the exit codes.
 
 A new verb is one line in VERBS and one file with a function `run`, whose signature and docstring
 become its options and its --help.
@@ -18,14 +18,14 @@ from weft import __version__
 from weft.core.errors import InputError, MissingError, WeftError
 
 VERBS = {
-    "bench": ("weft.cli.bench", "Put load on a server and tell how it holds."),
-    "calibrate": ("weft.cli.calibrate", "Measure links and kernel here, for the planner."),
+    "bench": ("weft.cli.bench", "Load a server with requests and measure its latencies."),
+    "calibrate": ("weft.cli.calibrate", "Measure links and kernels of this machine for the planner."),
     "demo": ("weft.cli.demo", "Check an attention on a few local ranks, and make a video."),
     "doctor": ("weft.cli.doctor", "Show what this machine can do and how to add what it cannot."),
-    "evaluate": ("weft.cli.evaluate", "Tell how well a trained model shows what it is asked for."),
+    "evaluate": ("weft.cli.evaluate", "Measure how well a trained model follows its prompts."),
     "generate": ("weft.cli.generate", "Make an image or a video from a local checkpoint."),
-    "mask": ("weft.cli.mask", "Draw a mask; show how dense and how uneven it is."),
-    "models": ("weft.cli.models", "List the models that weft.parallelize knows."),
+    "mask": ("weft.cli.mask", "Draw a mask; show its density and imbalance."),
+    "models": ("weft.cli.models", "List the models that weft.parallelize supports."),
     "plan": ("weft.cli.plan", "Rank the ways to run a model's attention on a cluster."),
     "report": ("weft.cli.report", "Write a page with figures of a run, a schedule or a plan."),
     "run": ("weft.cli.run", "Run a script on several ranks."),
@@ -33,11 +33,11 @@ VERBS = {
     "simulate": ("weft.cli.simulate", "Time plans on clusters of several sizes."),
     "testbed": ("weft.cli.testbed", "Build several machines on this one, with slow links between."),
     "train": ("weft.cli.train", "Train a video model by a recipe, on several ranks."),
-    "verify": ("weft.cli.verify", "Prove that N ranks compute what one rank computes."),
+    "verify": ("weft.cli.verify", "Check that N ranks compute what one rank computes."),
 }
-"""Verb: its module and its line in `weft --help`."""
+"""Verb → (module, line in `weft --help`)."""
 
-# The first kind that fits decides.
+# The first matching class decides.
 EXIT_CODES: tuple[tuple[type[WeftError], int], ...] = (
     (InputError, 2),  # as for a mistyped option
     (MissingError, 3),
@@ -46,7 +46,7 @@ EXIT_CODES: tuple[tuple[type[WeftError], int], ...] = (
 
 
 class Verbs(TyperGroup):
-    """A group that lists its verbs from the table and imports the one that is called."""
+    """Command group that lists its verbs from the table and imports only the one that is called."""
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> tuple[Any, Any, list[str]]:
         name, listed, rest = super().resolve_command(ctx, args)
@@ -54,7 +54,7 @@ class Verbs(TyperGroup):
 
 
 def load(name: str) -> Any:
-    """The real command behind a verb of the table."""
+    """Return the typer command of a verb."""
     verb = typer.Typer(add_completion=False, rich_markup_mode=None)
     module = import_module(VERBS[name][0])
     verb.command(name, context_settings=getattr(module, "SETTINGS", None))(module.run)
@@ -77,7 +77,7 @@ def _weft(
 
 
 def _listed() -> None:
-    """Stands in for a verb in the list; `Verbs` puts the real one in its place."""
+    """Placeholder of a verb in the list; `Verbs` resolves the real command."""
 
 
 def _app() -> typer.Typer:

@@ -1,4 +1,4 @@
-"""`weft mask`: draws a mask and shows how dense it is and how unevenly it falls on ranks."""
+"""`weft mask`: draw a block mask, and show its density and its imbalance over ranks."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ if TYPE_CHECKING:
     from weft.masks.grid import TokenGrid
 
 SIDE = 64
-"""The picture is at most this many dots wide and high."""
+"""Maximum width and height of the picture in dots."""
 EMPTY, FULL = (34, 34, 40), (86, 180, 233)
-"""The colours of a dot whose tiles are all left out and all kept."""
+"""Colors of a dot whose tiles are all inactive and all active."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """One way to put heads and blocks on ranks as they come, and how unevenly that loads them."""
+    """An unbalanced Ulysses × ring split of heads and blocks, and its imbalance."""
 
     ulysses: int
     ring: int
     imbalance: float
-    """Busiest rank / mean, every ring step waiting for its slowest rank."""
+    """Largest load / mean if each ring step waits for its slowest rank; `without_barriers`: if none does."""
     without_barriers: float
     bound: float
-    """No way to deal whole heads to the Ulysses groups is below."""
+    """Lower bound for any assignment of whole heads to Ulysses groups."""
 
 
 def run(
     spec: Annotated[
-        str, typer.Argument(metavar="SPEC", help="NAME or NAME:option=value,…; none lists all masks.")
+        str, typer.Argument(metavar="SPEC", help="NAME or NAME:option=value,…; omit it to list all masks.")
     ] = "",
     *,
     heads: Heads = 40,
@@ -52,10 +52,10 @@ def run(
     block: Annotated[int, typer.Option(help="Tokens in a block.")] = 64,
     head: Annotated[int, typer.Option(help="The head to draw.")] = 0,
     ranks: Annotated[int, typer.Option(help="Ranks to share the work.")] = 8,
-    seed: Annotated[int, typer.Option(help="Another seed, another mask of the same kind.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed of the mask.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Draw a mask; show how dense it is and how unevenly it falls on ranks.
+    """Draw a mask; show its density and its imbalance over ranks.
 
     Try: weft mask sta:window=3x3x3,dense=0.1 --heads 24
     """
@@ -63,37 +63,37 @@ def run(
         _list_masks()
         return
     if ranks < 1:
-        raise InputError(f"{ranks} ranks share no work.", hint="Give 1 or more.")
+        raise InputError(f"--ranks must be >= 1, got {ranks}.")
     if heads > 0 and not 0 <= head < heads:
-        raise InputError(f"There is no head {head} of {heads}.", hint=f"Give --head 0 to {heads - 1}.")
+        raise InputError(f"--head must be in [0, {heads - 1}], got {head}.")
     from weft.masks.spec import mask_from_spec
 
     tokens = read_grid(grid, text)
-    if not as_json:  # a large mask takes seconds: what was understood is said before
-        more = f" + {text} text" if text else ""
-        typer.echo(f"{spec} · {heads} heads · {'×'.join(map(str, tokens.extent))}{more} tokens")
+    if not as_json:  # a large mask takes seconds: echo the input first
+        prefix = f" + {text} text" if text else ""
+        typer.echo(f"{spec} · {heads} heads · {'×'.join(map(str, tokens.extent))}{prefix} tokens")
     mask = mask_from_spec(spec, heads=heads, grid=tokens, block=block, seed=seed)
     if as_json:
         about = {"spec": spec, "heads": heads, "grid": tokens.extent, "text": text, "block": block}
         cuts = [asdict(cut) for cut in natural_cuts(mask, ranks)]
-        kept = {"density": mask.density, "densities": _densities(mask), "digest": mask.digest}
-        typer.echo(json.dumps({**about, "seed": seed, **kept, "ranks": ranks, "cuts": cuts}, indent=2))
+        measured = {"density": mask.density, "densities": _densities(mask), "digest": mask.digest}
+        typer.echo(json.dumps({**about, "seed": seed, **measured, "ranks": ranks, "cuts": cuts}, indent=2))
     else:
         _show(mask, head, ranks)
 
 
 def read_grid(written: str, text: int = 0) -> TokenGrid:
-    """The grid that is written as TxHxW."""
+    """Parse a grid written as TxHxW."""
     from weft.masks.grid import TokenGrid
 
     t, h, w = sizes(written, "frames x rows x columns", "21x30x52")
     if text < 0:
-        raise InputError(f"--text {text} is no number of tokens.", hint="Give 0 or more.")
+        raise InputError(f"--text must be >= 0, got {text}.")
     return TokenGrid(t, h, w, prefix=text)
 
 
 def natural_cuts(mask: BlockMask, ranks: int) -> Iterator[Split]:
-    """Every U × R: heads in U even runs, rows and columns in R even runs, in the order they come."""
+    """Yield every U × R split: U contiguous runs of heads, R contiguous runs of query and of key blocks."""
     import numpy as np
 
     from weft.core.indices import split_evenly
@@ -107,14 +107,14 @@ def natural_cuts(mask: BlockMask, ranks: int) -> Iterator[Split]:
             continue
         starts = [start for start, _ in split_evenly(mask.q_blocks, ring)]
         tiles = np.empty((ulysses, ring, ring), dtype=np.int64)
-        for one, run in zip(tiles, split_evenly(mask.heads, ulysses), strict=True):
-            rows = np.add.reduceat(tile_loads(mask, [range(*run)])[0], starts, axis=0)
-            one[:] = np.add.reduceat(rows, starts, axis=1)
+        for loads_of_group, span in zip(tiles, split_evenly(mask.heads, ulysses), strict=True):
+            rows = np.add.reduceat(tile_loads(mask, [range(*span)])[0], starts, axis=0)
+            loads_of_group[:] = np.add.reduceat(rows, starts, axis=1)
         yield Split(ulysses, ring, step_ratio(tiles), ratio(tiles.sum(axis=2)), bound(loads, ulysses))
 
 
 def _densities(mask: BlockMask) -> list[float]:
-    """The active share of each head's token pairs."""
+    """Return the active share of each head's query-key token pairs."""
     from weft.plan.counts import head_loads
 
     return (head_loads(mask) / (mask.q_len * mask.kv_len)).tolist()
@@ -143,7 +143,7 @@ def _show(mask: BlockMask, head: int, ranks: int) -> None:
     if not cuts:
         console.print(f"\n{mask.heads} heads and {mask.q_blocks} blocks leave some of {ranks} ranks idle.")
         return
-    console.print(f"\nOn {ranks} ranks as it comes, busiest / mean (1.000 is even):")
+    console.print(f"\nOn {ranks} ranks, unbalanced: largest load / mean (1.000 is even):")
     console.print("ulysses × ring   each step waits   no waiting   best with whole heads")
     for cut in cuts:
         shape = f"{cut.ulysses} × {cut.ring}"
@@ -155,7 +155,7 @@ def _tiles(dot: int) -> str:
 
 
 def _draw(mask: BlockMask, head: int, console: Console) -> Iterator[Text]:
-    """Two rows of dots a line, in colour where there is one."""
+    """Yield text lines, each two rows of dots; in color if the terminal supports it."""
     import numpy as np
     from rich.text import Text
 
@@ -171,7 +171,7 @@ def _draw(mask: BlockMask, head: int, console: Console) -> Iterator[Text]:
         for upper, lower in zip(dots[::2], dots[1::2], strict=True):
             line = Text()
             for above, below in zip(upper, lower, strict=True):
-                line.append("▀", style=f"{_colour(above)} on {_colour(below)}")
+                line.append("▀", style=f"{_color(above)} on {_color(below)}")
             yield line
         return
     for upper, lower in zip(dots[::2], dots[1::2], strict=True):
@@ -179,13 +179,13 @@ def _draw(mask: BlockMask, head: int, console: Console) -> Iterator[Text]:
 
 
 def _character(above: float, below: float) -> str:
-    """Two dots without colour: which of them is kept, or how much if they are alike."""
+    """Return a half block for the denser of two dots, or a shade of their mean if they are similar."""
     if abs(above - below) > 0.5:
         return "▀" if above > below else "▄"
     return " ░▒▓█"[ceil(2 * (above + below))]
 
 
-def _colour(share: float) -> str:
+def _color(share: float) -> str:
     mixed = (round(empty + share * (full - empty)) for empty, full in zip(EMPTY, FULL, strict=True))
     return "rgb({},{},{})".format(*mixed)
 
@@ -195,7 +195,7 @@ def _list_masks() -> None:
 
     typer.echo("Masks, with their options and defaults:\n")
     for name, make in PRODUCERS.items():
-        written = ",".join(f"{key}={show(value)}" for key, value in options(name).items())
-        typer.echo(f"  {name}{':' if written else ''}{written.replace('file=', '')}")
+        defaults = ",".join(f"{key}={show(value)}" for key, value in options(name).items())
+        typer.echo(f"  {name}{':' if defaults else ''}{defaults.replace('file=', '')}")
         typer.echo(f"      {(make.__doc__ or '').splitlines()[0]}")
     typer.echo("\nTry: weft mask sta:window=3x3x3,dense=0.1 --heads 24")

@@ -1,4 +1,4 @@
-"""`weft models`: the transformers that `weft.parallelize` knows, and what it can do with each."""
+"""`weft models`: list the transformers that `weft.parallelize` supports, with their features."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import typer
 from weft.cli.options import Json
 
 LISTS = {"ZImageTransformer2DModel"}
-"""Models that are given a list of latents: no batch, so no two halves of it."""
+"""Models whose input is a list of latents: without a batch there are no guidance halves."""
 
 
 def run(*, as_json: Json = False) -> None:
-    """List the models that weft.parallelize knows: how they attend, and what else is split."""
+    """List the models that weft.parallelize supports, with their kind of attention and features."""
     rows = _rows()
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
@@ -26,8 +26,8 @@ def run(*, as_json: Json = False) -> None:
 
 
 def _rows() -> list[dict[str, Any]]:
-    from weft.models.adapters import ADAPTERS
-    from weft.models.decode import KNOWN
+    from weft.diffusers.adapters import ADAPTERS
+    from weft.diffusers.vae import TILED_VAES
 
     decoders = _decoders()
     return [
@@ -35,8 +35,8 @@ def _rows() -> list[dict[str, Any]]:
             "model": name,
             "attention": adapter.kind,
             "masks": adapter.grid is not None,
-            "guidance": name not in LISTS,  # its calls are seen from outside, whichever model it is
-            "vae": decoders[name] <= KNOWN if name in decoders else None,
+            "guidance": name not in LISTS,  # detected from the calls, for any model
+            "vae": decoders[name] <= TILED_VAES if name in decoders else None,
             "note": adapter.note,
         }
         for name, adapter in sorted(ADAPTERS.items())
@@ -44,16 +44,16 @@ def _rows() -> list[dict[str, Any]]:
 
 
 def _decoders() -> dict[str, set[str]]:
-    """The VAEs of each transformer's pipelines, as the text of the installed Diffusers names them."""
+    """Return the VAE classes of each transformer, read from the pipelines of the installed Diffusers."""
     spec = find_spec("diffusers")
     folders = (spec.submodule_search_locations or []) if spec else []
-    found: dict[str, set[str]] = {}
+    decoders: dict[str, set[str]] = {}
     for path in (path for folder in folders for path in Path(folder, "pipelines").rglob("pipeline*.py")):
         text = path.read_text(encoding="utf-8")
         vaes = re.findall(r"\bvae: .*?(Autoencoder\w+)", text)
         for model in re.findall(r"\btransformer: .*?(\w+Transformer\w+)", text):
-            found.setdefault(model, set()).update(vaes)
-    return found
+            decoders.setdefault(model, set()).update(vaes)
+    return decoders
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
@@ -65,8 +65,8 @@ def _show(rows: list[dict[str, Any]]) -> None:
         table.add_column(name, no_wrap=name != "")
     words = {True: "yes", False: "–", None: "?"}
     for row in rows:
-        said = [words[row[name]] for name in ("masks", "guidance", "vae")]
-        table.add_row(row["model"], row["attention"], *said, row["note"])
+        labels = [words[row[name]] for name in ("masks", "guidance", "vae")]
+        table.add_row(row["model"], row["attention"], *labels, row["note"])
     console = Console()
     console.print(table)
     console.print(

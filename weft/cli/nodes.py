@@ -1,4 +1,4 @@
-"""The options of commands that run on several machines, and what they say together."""
+"""Options of commands that run on several machines, validated together."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from weft.cli.packages import need
 from weft.core.errors import InputError
 
 if TYPE_CHECKING:
-    from weft.run.nodes import Nodes
-    from weft.run.tls import Certificate
+    from weft.run.net.tls import Certificate
+    from weft.run.spawn.nodes import Nodes
 
 Count = Annotated[int, typer.Option("--nodes", help="Machines; give this command on each of them.")]
 Node = Annotated[int, typer.Option("--node", help="Which machine this is, from 0.")]
@@ -34,9 +34,9 @@ def nodes_of(
     count: int, node: int, master: str, token_file: Path | None, interface: str,
     tls: tuple[Path | None, Path | None],
 ) -> Nodes:  # fmt: skip
-    """Check the options together, before anything listens."""
-    from weft.run import network
-    from weft.run.nodes import Nodes
+    """Validate the options before anything listens."""
+    from weft.run.net import interfaces
+    from weft.run.spawn.nodes import Nodes
 
     if count < 1 or not 0 <= node < count:
         raise InputError(
@@ -48,15 +48,15 @@ def nodes_of(
     host, port = meeting_point(master, count)
     if token_file is None:
         raise InputError(
-            f"{count} machines prove to each other that they know a secret, and --token-file is missing.",
+            f"--nodes {count} requires --token-file, the secret by which machines authenticate each other.",
             hint="Make one with openssl rand -hex 32 > token, chmod 600 it, and copy it to every machine.",
         )
-    from weft.serve.auth import read_key
+    from weft.serve.api.auth import read_key
 
     token, certificate = read_key(token_file), _certificate(*tls)
     if node == 0 and certificate is None:
         need("cryptography", extra="nodes")
-    name, address = network.choose(host, interface, is_master=node == 0)
+    name, address = interfaces.choose(host, interface, is_master=node == 0)
     return Nodes(
         count=count, node=node, master=(host, port), address=address, interface=name, token=token,
         certificate=certificate,
@@ -64,7 +64,7 @@ def nodes_of(
 
 
 def _certificate(cert: Path | None, key: Path | None) -> Certificate | None:
-    from weft.run.tls import Certificate, server_context
+    from weft.run.net.tls import Certificate, server_context
 
     if (cert is None) != (key is None):
         raise InputError("--tls-cert and --tls-key belong together.", hint="Pass both, or neither.")

@@ -1,4 +1,4 @@
-"""Numbers as people type them: 2,3 or 8, 832x480, 24h, 10GiB, 10.0.0.1:29500."""
+"""Parse numbers of the command line: 2,3 or 8, 832x480, 24h, 10GiB, 10.0.0.1:29500."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ BYTES = {
 
 
 def counts(text: str, name: str) -> list[int]:
-    """Positive whole numbers, separated by commas."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+    """Parse positive integers separated by commas."""
+    parts = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and int(word) > 0 for word in parts):
         raise InputError(f"{name}={text!r} is not a list of counts.", hint="Write 2 or 2,3,4.")
-    return [int(part) for part in parts]
+    return [int(word) for word in parts]
 
 
 def sizes(text: str, words: str, such: str) -> tuple[int, ...]:
-    """Whole numbers of 1 or more with an x between them, as many as there are words.
+    """Parse positive integers separated by x, one for each word of `words`.
 
     >>> sizes("832x480", "width x height", "1280x720")
     (832, 480)

@@ -1,4 +1,4 @@
-"""Options that several verbs have, each with the same words everywhere."""
+"""Options that several verbs share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weft.core.problem import check_dtype
 
 
 def checked_backend(name: str) -> str:
-    """Refuse an unknown backend while options are read, before torch is imported or a rank is started."""
+    """Validate the backend while options are parsed, before torch is imported or a rank is started."""
     if name:
         check_backend(name)
     return name

@@ -1,4 +1,4 @@
-"""The optional packages: what each one gives, the extra that adds it, the sentence where it is missing."""
+"""Optional packages: their use, the extra that installs them, and the error if one is missing."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from weft.core.errors import MissingError
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """What a package is for and the smallest extra that has it."""
+    """An optional package: its use and the smallest extra that installs it."""
 
     gives: str
     extra: str
     distribution: str = ""
-    """What pip calls it, if not what import does."""
+    """Name on the package index, if it differs from the import name."""
 
     @property
     def add(self) -> str:
@@ -47,18 +47,18 @@ PACKAGES = {
     "matplotlib": Package(gives="figures", extra="report"),
     "yunchang": Package(gives="a peer to measure against", extra="bench"),
 }
-"""By the name that imports them."""
+"""Packages by import name."""
 
 
 def need(*names: str, extra: str = "") -> None:
-    """Raise for the first that is not installed; `extra` has all of them, so that nobody is told twice."""
+    """Raise for the first package that is not installed; `extra` is one that installs all of them."""
     for name in names:
         if find_spec(name) is None:
             raise missing_package(name, extra) or ModuleNotFoundError(name, name=name)
 
 
 def missing_package(module: str, extra: str = "") -> MissingError | None:
-    """The error to show when `module` cannot be imported, if weft knows what adds it."""
+    """Return the error for a module that cannot be imported, or None if no extra installs it."""
     name = module.partition(".")[0]
     if name not in PACKAGES:
         return None

@@ -1,4 +1,4 @@
-"""`weft plan`: the ways to run a model's attention on a cluster, ranked, and why the first is first."""
+"""`weft plan`: rank the plans for an attention of a model on a cluster, and explain the choice."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from weft.cli.options import Block, Cluster, Dtype, Frames, Json, Mask, Name, Si
 from weft.cli.tables import table
 from weft.cli.workload import Workload, assumed, assumed_lines, read_topology
 from weft.core import units
-from weft.core.files import check_place, writing
+from weft.core.files import check_writable, writing
 
 if TYPE_CHECKING:
     from rich.status import Status
     from rich.table import Table
 
     from weft.core.topology import Topology
-    from weft.plan.choose import Option, Plan
-    from weft.simulate.models import Model
+    from weft.plan.choose import Candidate, Plan
+    from weft.simulate.models import ModelSizes
 
 COSTS = ("intra_bytes", "inter_bytes", "imbalance", "bound", "memory")
-"""Of an option, as JSON names them."""
+"""Fields of a plan in the JSON output."""
 
 
 def run(
@@ -39,7 +39,7 @@ def run(
     show_all: Annotated[bool, typer.Option("--all", help="Also list what was left out unbuilt.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Rank the ways to run one attention of a model on a cluster, by predicted time.
+    """Rank the plans for one attention of a model on a cluster by predicted time.
 
     Try: weft plan wan2.1-14b --topology 8xh100 --mask svg:density=0.25
     """
@@ -47,8 +47,8 @@ def run(
     cluster = read_topology(topology)
     problem = work.problem(cluster.ranks)
     if save:
-        check_place(save, hint="Give another --save.")
-    # Drawing a large mask takes seconds: what was understood is said before.
+        check_writable(save, hint="Give another --save.")
+    # A large mask takes seconds: echo the input first.
     if not as_json:
         typer.echo(f"{work} · {_links(cluster)}")
     with _busy(f"drawing {mask} …"):
@@ -80,19 +80,19 @@ def _links(cluster: Topology) -> str:
     return f"{cluster.name} ({links})"
 
 
-def _show(plan: Plan, model: Model, cluster: Topology, *, show_all: bool) -> None:
+def _show(plan: Plan, model: ModelSizes, cluster: Topology, *, show_all: bool) -> None:
     from rich.console import Console
 
     from weft.report.terminal import load_lines, text_gantt
-    from weft.schedule.measure import rank_work
+    from weft.schedule.measure import measure
     from weft.simulate.events import simulate
 
-    console, work = Console(), rank_work(plan.schedule)
+    console, work = Console(), measure(plan.schedule).work
     if not any(work):
         typer.echo("Nothing is active: no rank has anything to do, and every plan takes no time.")
         return
     typer.echo(assumed_lines(cluster, plan.schedule.attention[1]))
-    # In a narrow terminal its lines wrap, and every figure is still there to read.
+    # In a narrow terminal lines wrap, so that no number is cut.
     Console(width=max(console.width, 100)).print(_table(plan))
     if show_all:
         for name, seconds in plan.left_out:
@@ -126,19 +126,19 @@ def _show(plan: Plan, model: Model, cluster: Topology, *, show_all: bool) -> Non
 def _table(plan: Plan) -> Table:
     between = _leaves(plan)
     numbers = ("attention", "", "exposed", "imbal./min", "sent", *(["between"] if between else []), "memory")
-    found = table(("#", "plan", *numbers), left=("plan",))
+    rows = table(("#", "plan", *numbers), left=("plan",))
     best, ranks = plan.ranked[0].seconds, plan.schedule.problem.ranks
     for place, option in enumerate(plan.ranked, start=1):
         cells = _cells(place, option, best, ranks, between=between)
-        found.add_row(*cells, style="bold" if place == 1 else "")
-    return found
+        rows.add_row(*cells, style="bold" if place == 1 else "")
+    return rows
 
 
 def _leaves(plan: Plan) -> bool:
     return any(option.inter_bytes for option in plan.ranked)
 
 
-def _cells(place: int, option: Option, best: float, ranks: int, *, between: bool) -> list[str]:
+def _cells(place: int, option: Candidate, best: float, ranks: int, *, between: bool) -> list[str]:
     return [
         str(place),
         option.name,

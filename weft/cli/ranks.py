@@ -1,4 +1,4 @@
-"""Local ranks for the commands that run whole models, and their failures told once."""
+"""Ranks for commands that run whole models; failures are reported once."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import typer
 
 from weft.core.errors import WeftError
-from weft.run.launch import Nodes, Outcome, launch, usable_cores
-from weft.run.pool import Pool, RankFailure
+from weft.run.spawn.launch import LaunchOutcome, Nodes, launch, usable_cores
+from weft.run.spawn.pool import Pool, RankFailure
 
 
 def model_ranks(size: int) -> Pool:
@@ -19,7 +19,7 @@ def model_ranks(size: int) -> Pool:
 
 
 class LaunchedRanks:
-    """The world that torchrun has started, in the place of a Pool: what it runs, all ranks run."""
+    """The world that torchrun started, with the interface of a Pool: every rank runs each call."""
 
     def __init__(self) -> None:
         from weft.run.world import world_of
@@ -45,14 +45,14 @@ class LaunchedRanks:
 def launched(ranks: int, nodes: Nodes | None = None, *, grace: float | None = None) -> int:
     """Run this command again on each of some ranks, and return its exit code."""
     outcome = launch(["-m", "weft.cli.main", *sys.argv[1:]], ranks, nodes, grace=grace)
-    if outcome.traceback:  # what the command itself says
+    if outcome.traceback:  # the error of the command itself
         typer.echo(outcome.traceback.rstrip(), err=True)
     elif outcome.rank is not None or outcome.reason:
-        outcome_told(outcome)
+        report_outcome(outcome)
     return outcome.code
 
 
-def outcome_told(outcome: Outcome) -> int:
+def report_outcome(outcome: LaunchOutcome) -> int:
     """Print why a launch failed, and return its exit code."""
     if outcome.rank is not None:
         text = f"weft: rank {outcome.rank} {outcome.reason}.\n{outcome.traceback}"
@@ -63,13 +63,13 @@ def outcome_told(outcome: Outcome) -> int:
 
 
 def run_once(pool: Pool | LaunchedRanks, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    with told_once():
+    with report_once():
         return pool.run(fn, *args)
 
 
 @contextmanager
-def told_once() -> Iterator[None]:
-    """What all ranks of a run refuse alike is one sentence, and any other failure has one traceback."""
+def report_once() -> Iterator[None]:
+    """Report an error that all ranks raise as one sentence, and any other failure by one traceback."""
     try:
         yield
     except RankFailure as failure:

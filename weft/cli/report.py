@@ -1,4 +1,4 @@
-"""`weft report`: a folder with a page, figures, a trace and numbers, of a run, a schedule or a plan."""
+"""`weft report`: write a page, figures, a trace and numbers of a run, a schedule or a plan."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ def run(
     ask = partial(Workload.read, size=size, frames=frames, mask=mask, block=block, dtype=dtype)
     trained = [_is_training(Path(one)) for one in what]
     if len(what) > (most := 8 if all(trained) else 2):
-        raise InputError(f"{len(what)} things are too many to compare.", hint=f"Give up to {most}.")
+        raise InputError(f"At most {most} can be compared, got {len(what)}.")
     if any(trained) and not all(trained):
         odd = what[trained.index(False)]
         raise InputError(
-            f"{odd} is no training run: it cannot be compared with one.", hint="Report it alone."
+            f"{odd} is not a training run and cannot be compared with one.", hint="Report it alone."
         )
     with Console(stderr=True).status("reading and simulating …") as status:
         if all(trained):
@@ -86,12 +86,12 @@ def run(
 
 
 def _is_training(path: Path) -> bool:
-    """A folder with a training run's log, or the log itself."""
+    """Whether a path is the log of a training run, or its folder."""
     return (path / "log.jsonl").is_file() if path.is_dir() else path.name == "log.jsonl"
 
 
 def _runs(what: list[str]) -> list[Run]:
-    """By the names of their folders, or by all that was given where two would have one name."""
+    """Return the runs, named by their folders, or by their full paths if two names are equal."""
     from weft.report.training import read
 
     runs = [read(Path(one)) for one in what]
@@ -122,11 +122,11 @@ def _asked(name: str, ask: Callable[[str], Workload]) -> Workload:
     except InputError as error:
         if name in MODELS or name[:1].isdigit():
             raise
-        raise InputError(f"{name!r} is no file or folder here. {error.message}", hint=error.hint) from None
+        raise InputError(f"{name!r} is not a file or folder. {error.message}", hint=error.hint) from None
 
 
 def _read_case(name: str, topology: str, *, alone: bool) -> Case:
-    """A trace, with the schedule that lies beside it; or a schedule, simulated."""
+    """Return the case of a trace, with the schedule beside it, or of a simulated schedule."""
     from weft.core.schedule import Schedule
     from weft.plan.explanation import Explanation
     from weft.report.sources import measured, simulated
@@ -138,7 +138,7 @@ def _read_case(name: str, topology: str, *, alone: bool) -> Case:
         schedule = Schedule.load(saved) if saved.is_file() else None
         explained = Explanation.load(plans) if plans.is_file() else None
         timeline, cluster = _timeline(path), read_topology(topology) if topology else None
-        # Beside a model or a schedule, --topology is what that is simulated on.
+        # Compared with a model or a schedule, --topology is the cluster of that one.
         return measured(timeline, schedule, cluster if alone else None, explained)
     schedule = Schedule.load(path)
     return simulated(schedule, _cluster(topology, schedule))
@@ -146,7 +146,7 @@ def _read_case(name: str, topology: str, *, alone: bool) -> Case:
 
 def _timeline(path: Path) -> Timeline:
     from weft.core.timeline import Timeline
-    from weft.run.trace import MAX_BYTES, read_trace
+    from weft.run.measure.trace import MAX_BYTES, read_trace
 
     if path.is_dir() and any(path.glob("rank*.jsonl")):
         return read_trace(path)
@@ -160,7 +160,7 @@ def _timeline(path: Path) -> Timeline:
 
 
 def _cluster(topology: str, schedule: Schedule) -> Topology:
-    """The one that is asked for, or machines of 8 H100 for as many ranks as there are."""
+    """Return the topology of the option, or machines of 8 H100 for the ranks of the schedule."""
     ranks = schedule.problem.ranks
     whole = ranks > 8 and ranks % 8 == 0
     return read_topology(topology or (f"{ranks // 8}x8xh100" if whole else f"{ranks}xh100"))
@@ -174,12 +174,12 @@ def _plan_case(work: Workload, cluster: Topology, plan: str, *, alone: bool) -> 
     chosen = choose(problem, work.mask, cluster)
     schedule = chosen.schedule if plan == "auto" else build(plan, problem, work.mask, cluster)
     case = simulated(schedule, cluster, [option.name for option in chosen.ranked])
-    # One page has the model above it; of two, each says which it is.
+    # The page of one case is titled by its model; of two, each name includes it.
     return case if alone else replace(case, name=f"{work.model.name}, {case.name}")
 
 
 def _show(cases: list[Case]) -> None:
-    """The first table and the timelines, in the terminal."""
+    """Print the summary table and the timelines."""
     from rich.console import Console
 
     from weft.report.case import summary
@@ -187,14 +187,14 @@ def _show(cases: list[Case]) -> None:
     from weft.report.terminal import text_gantt
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    found = [summary(case) for case in cases]
+    summaries = [summary(case) for case in cases]
     several = len(cases) > 1
     heads = ("", *(case.name.replace(", ", ",\n") for case in cases), *(["difference"] if several else []))
     numbers = table(heads, left=("",), show_header=several)
     for name, (label, _) in MEANINGS.items():
-        cells = [show(name, one[name]) for one in found]
+        cells = [show(name, one[name]) for one in summaries]
         if several:
-            cells.append(difference(name, found[0][name], found[1][name]))
+            cells.append(difference(name, summaries[0][name], summaries[1][name]))
         numbers.add_row(label, *cells)
     console.print(numbers)
     console.print(verdict(cases))
@@ -205,7 +205,7 @@ def _show(cases: list[Case]) -> None:
 
 
 def _show_run(run: Run) -> None:
-    """What a training run has come to, its loss as a small curve, and its layers."""
+    """Print the summary of a training run, its loss as a sparkline, and its layers."""
     from rich.console import Console
     from rich.table import Table
 
@@ -219,10 +219,10 @@ def _show_run(run: Run) -> None:
         facts.add_row(*row)
     console.print(facts)
     console.print(f"{sparkline(run.values['loss'])}  loss")
-    head, found = layer_rows(run)
-    if found:
+    head, rows = layer_rows(run)
+    if rows:
         layers = Table(*head, box=None, pad_edge=False, padding=(0, 1))
-        for row in found:
+        for row in rows:
             layers.add_row(*row)
         console.print(layers)
     console.print(verdict(run))

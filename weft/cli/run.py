@@ -1,4 +1,4 @@
-"""`weft run`: a script on several ranks, with one traceback if it fails."""
+"""`weft run`: run a script on several ranks, with one traceback if it fails."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from weft.cli import nodes as node_options
 from weft.core.errors import InputError
 
-# Options that are not weft's are the script's.
+# Unknown options belong to the script.
 SETTINGS = {"ignore_unknown_options": True}
 
 
@@ -33,14 +33,14 @@ def run(
     """Run a script on several ranks, as torchrun does, with one traceback if it fails.
 
     Ctrl-C is a KeyboardInterrupt in the script, on every rank; a second one kills. On one machine nothing
-    listens beyond loopback; several machines prove themselves with the token, over TLS.
+    listens beyond loopback; several machines authenticate with the token, over TLS.
     """
     if not script.is_file():
-        raise InputError(f"There is no script {script}.", hint="weft run SCRIPT [ARGS] --ranks 4")
+        raise InputError(f"Script {script} not found.", hint="weft run SCRIPT [ARGS] --ranks 4")
     if ranks < 1:
         raise InputError(f"--ranks must be >= 1, got {ranks}.")
     where = node_options.nodes_of(nodes, node, master, token_file, interface, (tls_cert, tls_key))
-    from weft.cli.ranks import outcome_told
-    from weft.run.launch import launch
+    from weft.cli.ranks import report_outcome
+    from weft.run.spawn.launch import launch
 
-    sys.exit(outcome_told(launch([str(script), *(args or [])], ranks, where)))
+    sys.exit(report_outcome(launch([str(script), *(args or [])], ranks, where)))

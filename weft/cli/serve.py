@@ -1,4 +1,4 @@
-"""`weft serve`: an OpenAI-compatible server of images and videos, over ranks here or on several machines."""
+"""`weft serve`: an OpenAI-compatible server of images and videos, over ranks of one or several machines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weft.cli.packages import need
 from weft.core.errors import InputError
 
 if TYPE_CHECKING:
-    from weft.serve.settings import Settings
+    from weft.serve.settings import ServerSettings
 
 POLICIES = ("elastic", "all", "one")
 PACKAGES = (
@@ -32,30 +32,30 @@ PACKAGES = (
     "PIL",
 )
 KeyFile = Annotated[
-    Path | None, typer.Option(help="A file with the key that clients show; without, only loopback.")
+    Path | None, typer.Option(help="A file with the key of clients; without it, loopback only.")
 ]
 MaxTime = Annotated[
     str | None,
     typer.Option(
-        help="Longest predicted time of a request, alone: 10m, 2h. Longer ones are refused with 400. "
+        help="Longest predicted time of a request, alone: 10m, 2h. Longer ones are rejected with 400. "
         "[default: 1h, or 10 times the model's default request]"
     ),
 ]
 MaxStep = Annotated[
     str | None,
     typer.Option(
-        help="Longest predicted time of one step, for which others may have to wait: 30s. "
+        help="Longest predicted time of one step, which others may have to wait for: 30s. "
         "[default: 30s, or 10 times that of the model's default request]"
     ),
 ]
 Data = Annotated[
-    Path | None, typer.Option(help="Folder of jobs and results; below ~/.local/state/weft if not given.")
+    Path | None, typer.Option(help="Folder of jobs and results. [default: below ~/.local/state/weft]")
 ]
 Policy = Annotated[
-    str, typer.Option(help="elastic; or first come first served by all ranks, or by one each: all, one.")
+    str, typer.Option(help="elastic; or first come, first served: `all` ranks, or `one` rank, for each job.")
 ]
-AGAIN_SECONDS = 2.0
-"""Between two starts of an agent whose server is not there."""
+RETRY_SECONDS = 2.0
+"""Between two starts of an agent whose server is not reachable."""
 
 
 def run(
@@ -66,13 +66,13 @@ def run(
     host: Annotated[str, typer.Option(help="The address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 finds a free one.")] = 8000,
     ranks: Annotated[int, typer.Option(help="Ranks to start on this machine.")] = 2,
-    served_name: Annotated[str, typer.Option(help="What clients call the model; its folder's name.")] = "",
+    served_name: Annotated[str, typer.Option(help="Model name for clients; default: its folder's.")] = "",
     api_key_file: KeyFile = None,
-    max_queue: Annotated[int, typer.Option(help="Jobs that may wait; more are refused with 429.")] = 64,
+    max_queue: Annotated[int, typer.Option(help="Queued jobs at most; more are rejected with 429.")] = 64,
     max_time: MaxTime = None,
     max_step: MaxStep = None,
-    ttl: Annotated[str, typer.Option(help="How long results are kept: 15m, 24h, 7d.")] = "24h",
-    quota: Annotated[str, typer.Option(help="Disk space for results.")] = "10GiB",
+    ttl: Annotated[str, typer.Option(help="Retention time of results: 15m, 24h, 7d.")] = "24h",
+    quota: Annotated[str, typer.Option(help="Maximum disk usage of results.")] = "10GiB",
     data: Data = None,
     policy: Policy = "elastic",
     dtype: DeviceDtype = "",
@@ -88,24 +88,25 @@ def run(
     tls_key: node_options.TLSKey = None,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts into the log.")] = False,
 ) -> None:
-    """Serve a model: /v1/videos and /v1/images as OpenAI's clients know them, and a page at /.
+    """Serve a model: /v1/videos and /v1/images, compatible with OpenAI's clients, and a page at /.
 
     weft serve                                             the small model that comes with weft, on 2 ranks
     weft serve ./Wan2.1-T2V-1.3B-Diffusers --ranks 8
 
-    Jobs survive lost ranks and a restart with the same --data. The first Ctrl-C or SIGTERM finishes what
-    runs, for at most 20 s, and keeps the rest; a second ends at once. Logs are JSON on stderr.
+    Jobs survive lost ranks and a restart with the same --data. The first Ctrl-C or SIGTERM gives running jobs
+    20 s to finish and keeps the others; a second exits at once. Logs are JSON on stderr.
     """
-    from weft.models import checkpoint
+    from weft.generate import pretrained
+    from weft.video.saved_model import is_own, shipped
 
-    directory = (model or checkpoint.shipped()).resolve()
-    checkpoint.check(directory)
-    _check_packages(own=checkpoint.is_own(directory))
+    directory = (model or shipped()).resolve()
+    pretrained.check(directory)
+    _check_packages(own=is_own(directory))
     _check_options(policy, ranks=ranks, port=port, max_queue=max_queue)
-    from weft.serve.settings import Settings
+    from weft.serve.settings import ServerSettings
 
     name = _name(served_name, directory, own=model is None)
-    settings = Settings(
+    settings = ServerSettings(
         model=directory, folder=(data or _state() / name).resolve(), name=name, ranks=ranks, policy=policy,
         queue=max_queue, keep=duration(ttl, "ttl"), quota=amount(quota, "quota"),
         max_time=duration(max_time, "max-time") if max_time else None,
@@ -119,40 +120,34 @@ def run(
         _serve(settings, (host, port), api_key_file, log_prompts=log_prompts)
 
 
-def _check_packages(*, own: bool) -> None:
-    need(*PACKAGES, extra="serve")
-    if not own:
-        need("diffusers", "transformers", "accelerate")
-
-
-def _serve(settings: Settings, at: tuple[str, int], key_file: Path | None, *, log_prompts: bool) -> None:
-    from weft.serve import auth, logs
-    from weft.serve.app import Limits, create_app
+def _serve(
+    settings: ServerSettings, at: tuple[str, int], key_file: Path | None, *, log_prompts: bool
+) -> None:
+    from weft.serve.api import auth, logs
+    from weft.serve.api.app import create_app
+    from weft.serve.api.limits import RequestLimits
+    from weft.serve.api.server import address, bind, log_events, serve
     from weft.serve.engine import Engine
-    from weft.serve.host import address, bind, host, log_events
 
     key = auth.read_key(key_file) if key_file else None
     auth.check_bind(at[0], key)
     listener = bind(*at)
 
     def ready() -> None:
-        many = f"{settings.world} rank{'s' * (settings.world > 1)}"
-        print(
-            f"weft: {settings.name} on {many} at {address(listener)} (a page there, the API below /v1)",
-            flush=True,
-        )
+        ranks = f"{settings.world} rank{'s' * (settings.world > 1)}"
+        print(f"weft: {settings.name} on {ranks} at {address(listener)} (page; API below /v1)", flush=True)
 
     with listener:
         engine = Engine(settings)
         logs.configure()
         log_events(engine, prompts=log_prompts)
-        host(engine, create_app(engine, key=key, limits=Limits()), listener, ready=ready)
+        serve(engine, create_app(engine, key=key, limits=RequestLimits()), listener, ready=ready)
 
 
-def _join(settings: Settings) -> None:
-    """Run ranks on another machine than the server's: an agent, again and again until somebody ends this."""
-    from weft.run.channel import Closed
-    from weft.run.secure import connect
+def _join(settings: ServerSettings) -> None:
+    """Run ranks on another machine than the server's: restart an agent until a signal ends this command."""
+    from weft.run.net.channel import Closed
+    from weft.run.net.secure import connect
     from weft.serve.agent import end, start
 
     ended, nodes = threading.Event(), settings.nodes
@@ -163,38 +158,43 @@ def _join(settings: Settings) -> None:
         try:
             connect(nodes.master, nodes.token, "ping").close()  # a refused token ends this command
         except Closed as error:
-            print(f"weft: {error} It is tried again.", flush=True)
-            ended.wait(AGAIN_SECONDS)
+            print(f"weft: {error} Retrying.", flush=True)
+            ended.wait(RETRY_SECONDS)
             continue
         agent = start(settings.agent(nodes.master, nodes.token))
         while agent.poll() is None and not ended.wait(0.2):
             pass
         end(agent)
-        if not ended.wait(AGAIN_SECONDS):
-            print("weft: the ranks here have ended, as is said above; they are started again", flush=True)
+        if not ended.wait(RETRY_SECONDS):
+            print("weft: the ranks of this machine exited (see above); restarting them", flush=True)
+
+
+def _check_packages(*, own: bool) -> None:
+    need(*PACKAGES, extra="serve")
+    if not own:
+        need("diffusers", "transformers", "accelerate")
 
 
 def _check_options(policy: str, *, ranks: int, port: int, max_queue: int) -> None:
     if policy not in POLICIES:
-        raise InputError(f"--policy {policy} is unknown.", hint=f"It is one of {', '.join(POLICIES)}.")
+        raise InputError(f"Unknown --policy {policy}.", hint=f"Policies are {', '.join(POLICIES)}.")
     if min(ranks, max_queue) < 1 or not 0 <= port < 2**16:
         raise InputError(
-            f"--ranks {ranks} --port {port} --max-queue {max_queue} is not a server.",
-            hint="--ranks and --max-queue must be >= 1, and --port < 65536.",
+            "--ranks and --max-queue must be >= 1 and --port in 0 … 65535, "
+            f"got --ranks {ranks} --max-queue {max_queue} --port {port}."
         )
 
 
-def _name(given: str, directory: Path, *, own: bool) -> str:
-    name = given or ("weft-shapes" if own else directory.name)
+def _name(served_name: str, directory: Path, *, own: bool) -> str:
+    name = served_name or ("weft-shapes" if own else directory.name)
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
         raise InputError(
-            f"{name!r} is no name for clients to call a model by.",
-            hint="Give --served-name, of letters, digits, '.', '_' and '-'.",
+            f"Invalid model name {name!r}.", hint="Pass --served-name, of letters, digits, '.', '_' and '-'."
         )
     return name
 
 
 def _state() -> Path:
-    """Where programs of a user keep what is not to be lost."""
+    """Return the folder for persistent state of the user's programs."""
     home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(home) / "weft" / "serve"

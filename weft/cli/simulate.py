@@ -1,4 +1,4 @@
-"""`weft simulate`: how plans do on clusters of several sizes, without having one."""
+"""`weft simulate`: simulate plans on clusters of several sizes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from weft.core.files import writing
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from weft.report.sweep import Found, Point
-    from weft.simulate.models import Model
+    from weft.report.sweep import SweepPoint, SweepResult
+    from weft.simulate.models import ModelSizes
 
 MOST_PLANS = 5
-"""Rows of the table for one size; --json has all."""
+"""Maximum rows of the table per size; --json has all."""
 
 
 def run(
@@ -63,28 +63,28 @@ def run(
     problems = [work.problem(c.ranks) for c in clusters]
     active, names = work.mask, tuple(name.strip() for name in plan.split(","))
     total = sum(len(wanted(p, active, c, names)) for p, c in zip(problems, clusters, strict=True))
-    if report:  # before the simulating, not after it
+    if report:  # fail before the simulation, not after it
         with writing(report, hint="Give another --report."):
             report.mkdir(parents=True, exist_ok=True)
     with _progress(total) as step:
-        found = list(sweep(work.problem, active, clusters, names, on_plan=step))
-    rows = _rows(found, work.model, work.grid)
+        results = list(sweep(work.problem, active, clusters, names, on_plan=step))
+    rows = _rows(results, work.model, work.grid)
     if report:
-        _report(found, report)
+        _report(results, report)
     if as_json:
         about = {"model": model, "mask": mask, "density": active.density, "topology": cluster.name}
         about |= {"assumed": assumed(cluster, active)}
         typer.echo(json.dumps({**about, "layers": work.model.layers, "rows": rows}, indent=2))
     else:
         typer.echo(f"{mask} · {active.density:.0%} active\n{assumed_lines(cluster, active)}")
-        _show(rows, found, work.model)
+        _show(rows, results, work.model)
         if report:
             typer.echo(f"\n{report / 'index.html'}")
 
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A bar on the error stream, where the eye is and no pipe reads; it names what is under way."""
+    """Show a progress bar on stderr that names the current plan."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -101,19 +101,21 @@ def _progress(total: int) -> Iterator[Callable[[str], None]]:
         yield step
 
 
-def _rows(found: Sequence[Found], model: Model, grid: tuple[int, int, int]) -> list[dict[str, Any]]:
-    """By size, the fastest first; speed-up and efficiency are against the fastest of the smallest size."""
+def _rows(
+    results: Sequence[SweepResult], model: ModelSizes, grid: tuple[int, int, int]
+) -> list[dict[str, Any]]:
+    """Return rows by size, fastest first; speedup and efficiency refer to the smallest size."""
+    from weft.simulate.model_step import step
     from weft.simulate.models import MODELS
-    from weft.simulate.whole import step
 
-    points = [one.point for one in found]
-    clusters = {one.cluster.ranks: one.cluster for one in found}
-    known = model.name in MODELS  # of a bare shape nobody knows the linear layers
+    points = [one.point for one in results]
+    clusters = {one.cluster.ranks: one.cluster for one in results}
+    known = model.name in MODELS  # a bare shape has no linear layers
     least = min(point.gpus for point in points)
     base = min(point.seconds for point in points if point.gpus == least)
 
-    def speedup(point: Point) -> float:
-        return base / point.seconds if point.seconds else 1.0  # of an empty mask: nothing to speed up
+    def speedup(point: SweepPoint) -> float:
+        return base / point.seconds if point.seconds else 1.0  # an empty mask
 
     return [
         {
@@ -126,7 +128,7 @@ def _rows(found: Sequence[Found], model: Model, grid: tuple[int, int, int]) -> l
     ]
 
 
-def _show(rows: list[dict[str, Any]], found: Sequence[Found], model: Model) -> None:
+def _show(rows: list[dict[str, Any]], results: Sequence[SweepResult], model: ModelSizes) -> None:
     from rich.console import Console
 
     from weft.core import units
@@ -148,7 +150,7 @@ def _show(rows: list[dict[str, Any]], found: Sequence[Found], model: Model) -> N
         f"sent: by a GPU{more}",
         style="dim",
     )
-    best = _best(found)
+    best = _best(results)
     console.print(f"\n{best.schedule.name} on {best.cluster.name}, simulated")
     for line in text_gantt(best.timeline):
         console.print(line)
@@ -171,16 +173,16 @@ def _cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def _best(found: Sequence[Found]) -> Found:
-    """The fastest of the largest size."""
-    return min(found, key=lambda one: (-one.point.gpus, one.point.seconds))
+def _best(results: Sequence[SweepResult]) -> SweepResult:
+    """Return the fastest plan of the largest size."""
+    return min(results, key=lambda one: (-one.point.gpus, one.point.seconds))
 
 
-def _report(found: Sequence[Found], folder: Path) -> None:
+def _report(results: Sequence[SweepResult], folder: Path) -> None:
     from weft.report.case import Case
     from weft.report.write import write_report
 
-    best = _best(found)
-    points = tuple(one.point for one in found)
+    best = _best(results)
+    points = tuple(one.point for one in results)
     here = tuple(sorted((p for p in points if p.gpus == best.point.gpus), key=lambda p: p.seconds))
     write_report([Case(best.schedule.name, best.timeline, best.schedule, best.cluster, here, points)], folder)

@@ -1,4 +1,4 @@
-"""Tables in the terminal: no lines around them, names on the left and numbers on the right."""
+"""Terminal tables without borders: names left-aligned, numbers right-aligned."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-def table(columns: Iterable[str], *, left: Collection[str], **how: Any) -> Table:
-    """Of which no cell is broken in two; `how` is rich's."""
+def table(columns: Iterable[str], *, left: Collection[str], **options: Any) -> Table:
+    """Return a table whose cells do not wrap; `options` go to `rich.table.Table`."""
     from rich.table import Table
 
-    found = Table(**{"box": None, "pad_edge": False, "padding": (0, 1)} | how)
+    grid = Table(**{"box": None, "pad_edge": False, "padding": (0, 1)} | options)
     for name in columns:
-        found.add_column(name, justify="left" if name in left else "right", no_wrap=True)
-    return found
+        grid.add_column(name, justify="left" if name in left else "right", no_wrap=True)
+    return grid

@@ -1,4 +1,4 @@
-"""`weft testbed`: several machines on this one, to look at their links or to run a script on them."""
+"""`weft testbed`: emulate several machines on this one; measure their links or run a script on them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from weft.cli.packages import need
 from weft.cli.tables import table
 
 if TYPE_CHECKING:
-    from weft.run.testbed import Testbed
+    from weft.run.spawn.testbed import Testbed
 
 LARGE, TIMES = 4 << 20, 5  # bytes that a device sends, and how often
 # Names of machines cannot be looked up and torch says so at each connection; lines come as they are printed.
 QUIET = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONUNBUFFERED": "1"}
-GRACE_SECONDS = 10.0  # for the other machines to say what they saw of a failure
+GRACE_SECONDS = 10.0  # time for the other machines to report a failure
 
 
 def run(
@@ -38,7 +38,7 @@ def run(
     """
     machines, devices = sizes(shape, "machines x devices", "3x2; a script goes after --")
     need("torch")
-    from weft.run.testbed import Testbed
+    from weft.run.spawn.testbed import Testbed
 
     with Testbed(machines, rate=None if rate == "none" else rate) as bed:
         if command:
@@ -47,7 +47,7 @@ def run(
 
 
 def launch(bed: Testbed, devices: int, command: list[str]) -> int:
-    """Run torchrun in every machine, show what they print, and return the first code that is not 0."""
+    """Run torchrun in every machine, print its output, and return the first nonzero exit code."""
     environment = QUIET | os.environ | bed.environment()
     processes = [
         subprocess.Popen(
@@ -66,10 +66,10 @@ def launch(bed: Testbed, devices: int, command: list[str]) -> int:
             for done in as_completed(codes):
                 if code := done.result():
                     wait(codes, timeout=GRACE_SECONDS)
-                    return code if code > 0 else 128 - code  # as a shell tells a signal
+                    return code if code > 0 else 128 - code  # the exit code of a shell for a signal
             return 0
         finally:
-            bed.close()  # ends what still runs, which the followers wait for
+            bed.close()  # end the remaining processes, which the follower threads wait for
 
 
 def _torchrun(bed: Testbed, machine: int, devices: int) -> list[str]:
@@ -121,7 +121,7 @@ def _show(bed: Testbed, devices: int) -> None:
 
 
 def send_around(devices: int) -> float:
-    """Seconds for every rank to send to the same device of the next machine, and receive as much."""
+    """Return the seconds of one exchange of every rank with its peers in the adjacent machines."""
     import torch
     import torch.distributed as dist
 

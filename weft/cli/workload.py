@@ -1,4 +1,4 @@
-"""The attention that `plan`, `simulate` and `report` are asked about: what their options mean."""
+"""Workload: the attention that `plan`, `simulate` and `report` evaluate, parsed from their options."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from weft.core.mask import BlockMask
     from weft.core.problem import Problem
     from weft.core.topology import Topology
-    from weft.simulate.models import Model
+    from weft.simulate.models import ModelSizes
 
 
 @dataclass(frozen=True)
 class Workload:
     """One attention of a model; a bare shape is a model of one layer."""
 
-    model: Model
+    model: ModelSizes
     grid: tuple[int, int, int]
     """(t, h, w) of the video's tokens."""
     spec: str
@@ -31,7 +31,7 @@ class Workload:
 
     @staticmethod
     def read(name: str, *, size: str, frames: int, mask: str, block: int, dtype: str) -> Workload:
-        """What was typed, so far as it can be checked without drawing the mask."""
+        """Parse and validate the options, without building the mask."""
         model, grid = _bare(name, size, frames) or _known(name, size, frames)
         return Workload(model, grid, mask, block, dtype)
 
@@ -68,7 +68,7 @@ def read_topology(text: str) -> Topology:
 
 
 def assumed(topology: Topology, mask: BlockMask) -> dict[str, str]:
-    """Return the kernel speeds and the host costs that predictions for a mask rest on, in a line each."""
+    """Return the kernel speeds and the host costs that predictions assume, one line each."""
     kernels = {"dense": topology.kernel} if mask.is_dense else {
         "sparse": topology.sparse_kernel, "dense": topology.kernel
     }  # fmt: skip
@@ -85,34 +85,34 @@ def assumed(topology: Topology, mask: BlockMask) -> dict[str, str]:
 
 
 def assumed_lines(topology: Topology, mask: BlockMask) -> str:
-    return "\n".join(f"assumed {what}: {how}" for what, how in assumed(topology, mask).items())
+    return "\n".join(f"assumed {what}: {speeds}" for what, speeds in assumed(topology, mask).items())
 
 
-def _bare(name: str, size: str, frames: int) -> tuple[Model, tuple[int, int, int]] | None:
-    from weft.simulate.models import Model
+def _bare(name: str, size: str, frames: int) -> tuple[ModelSizes, tuple[int, int, int]] | None:
+    from weft.simulate.models import ModelSizes
 
     if not re.fullmatch(r"\d+(x\d+x\d+)?x\d+x\d+", name):
         return None
     *tokens, heads, dim = map(int, name.split("x"))
     if not min(*tokens, heads, dim):
-        raise InputError(f"{name} is empty.", hint="Write TOKENSxHEADSxDIM, such as 32768x24x128.")
+        raise InputError(
+            f"All sizes of {name} must be >= 1.", hint="Write TOKENSxHEADSxDIM, such as 32768x24x128."
+        )
     if size or frames:
-        raise InputError(f"{name} has its tokens already.", hint="Leave out --size and --frames.")
+        raise InputError(f"{name} already has its token count.", hint="Leave out --size and --frames.")
     t, h, w = [1, 1, *tokens][-3:]
-    return Model(name=name, layers=1, heads=heads, head_dim=dim, steps=1), (t, h, w)
+    return ModelSizes(name=name, layers=1, heads=heads, head_dim=dim, steps=1), (t, h, w)
 
 
-def _known(name: str, size: str, frames: int) -> tuple[Model, tuple[int, int, int]]:
+def _known(name: str, size: str, frames: int) -> tuple[ModelSizes, tuple[int, int, int]]:
     from weft.simulate.models import model
 
     try:
-        found = model(name)
+        spec = model(name)
     except InputError as error:
         hint = f"{error.hint} Or write a shape, TOKENSxHEADSxDIM, such as 32768x24x128."
         raise InputError(error.message, hint=hint) from None
     width, height = sizes(size, "width x height", "1280x720") if size else (0, 0)
     if frames < 0:
-        raise InputError(
-            f"--frames {frames} is no number of frames.", hint="Give 1 or more; 0: the model's own."
-        )
-    return found, found.grid(width, height, frames)
+        raise InputError(f"--frames must be >= 0, got {frames}.", hint="0 takes the default of the model.")
+    return spec, spec.grid(width, height, frames)

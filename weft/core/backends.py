@@ -1,4 +1,4 @@
-"""The names of attention backends, where commands can check them before torch is imported."""
+"""The names of attention backends, to check them before torch is imported."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ BACKENDS = (
 
 
 def check_backend(name: str) -> None:
-    """Refuse a name that is none of BACKENDS."""
+    """Raise an InputError for a name that is not in BACKENDS."""
     if name not in BACKENDS:
         raise InputError(f"backend={name!r} is unknown.", hint=f"Use one of {', '.join(BACKENDS)}.")

@@ -1,4 +1,4 @@
-"""Sums of packed bits: 64 are added at a time, each binary digit of their sums in a word of its own."""
+"""Bits: count and add packed bits, 64 at a time; each binary digit of the sums is a word of its own."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Words = npt.NDArray[np.uint64]
 
 
 def to_words(bits: Bytes) -> Words:
-    """[patterns, words]: the bits of each pattern, filled up with zeros to whole words."""
+    """Return the bits of each pattern as words, padded with zeros: [patterns, words]."""
     flat = bits.reshape(len(bits), -1)
     missing = -flat.shape[1] % 8
     return np.ascontiguousarray(np.pad(flat, ((0, 0), (0, missing))) if missing else flat).view(np.uint64)
 
 
 def count_ones(packed: npt.NDArray[np.unsignedinteger[Any]]) -> npt.NDArray[np.int64]:
-    """How many bits are set along the last axis."""
+    """Count the bits that are set along the last axis."""
     if hasattr(np, "bitwise_count"):
         return np.bitwise_count(packed).sum(axis=-1, dtype=np.int64)
     table = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype=np.uint8)
@@ -28,7 +28,7 @@ def count_ones(packed: npt.NDArray[np.unsignedinteger[Any]]) -> npt.NDArray[np.i
 
 
 def add_up(patterns: Sequence[Words], times: Sequence[int]) -> npt.NDArray[np.integer]:
-    """By bit, in how many patterns it is set, pattern p counted times[p]; one pattern at least."""
+    """Add up each bit over one or more patterns, pattern p counted times[p]."""
     planes = [
         [word for word, time in zip(patterns, times, strict=True) if time >> digit & 1]
         for digit in range(sum(times).bit_length())
@@ -46,7 +46,7 @@ def add_up(patterns: Sequence[Words], times: Sequence[int]) -> npt.NDArray[np.in
 
 
 def _unpack(planes: Sequence[Bytes]) -> npt.NDArray[np.integer]:
-    """The numbers whose binary digits are the planes, lowest first."""
+    """Return the numbers whose binary digits are the planes, lowest first."""
     if len(planes) > 8:  # more than a byte holds
         return (_unpack(planes[8:]).astype(np.int64) << 8) + _unpack(planes[:8])
     total = np.unpackbits(planes[-1]).view(np.uint64)

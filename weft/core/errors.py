@@ -1,4 +1,4 @@
-"""The few errors weft raises. Each says what was given, which rule it breaks and what would work."""
+"""Errors: what was given, what is required, and what to do."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 class WeftError(Exception):
-    """Base of all weft errors: `message` says what is wrong, `hint` what would work."""
+    """Base of all errors of weft: `message` says what is wrong, `hint` what to do."""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message, hint)
@@ -22,11 +22,11 @@ class WeftError(Exception):
 
 
 class InputError(WeftError, ValueError):
-    """An argument, file or option that breaks a rule."""
+    """An invalid argument, file or option."""
 
 
 class ScheduleError(WeftError):
-    """A schedule that would not compute the attention it claims to."""
+    """A schedule that does not compute its attention."""
 
 
 class AgreementError(WeftError):
@@ -34,19 +34,19 @@ class AgreementError(WeftError):
 
 
 class DerivativeError(WeftError, NotImplementedError):
-    """A derivative, or a transform of torch's, that weft does not compute."""
+    """A derivative, or a transform of torch, that weft does not compute."""
 
 
 class CommError(WeftError, RuntimeError):
-    """A peer that is lost, stuck or late; names the operation and the peer waited for."""
+    """A peer that is lost, stuck or late; names the operation and the peer."""
 
 
 class MissingError(WeftError, ImportError):
-    """Something that is not installed; names the command that adds it."""
+    """A missing package or tool; names the command that installs it."""
 
 
 def nearest_of(name: str, known: Iterable[str]) -> str:
-    """A hint for a name that is not known: the one that was meant, if one is near, or all there are."""
+    """Return a hint for an unknown name: the nearest known one, or all of them."""
     from difflib import get_close_matches
 
     names = list(known)

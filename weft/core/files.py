@@ -1,6 +1,6 @@
-"""Files: written whole or not at all, what a disk refuses as a sentence, and where weft keeps things.
+"""Files: atomic writes, checked reads in bounded memory, errors as sentences, and the cache folder.
 
-Reading a file that somebody else wrote gives a value or an InputError, in bounded memory, whatever it holds.
+Reading a file from any source returns its value or raises an InputError.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ else:
 MAX_BYTES = 64 << 20
 """Of a file that is read at once."""
 MAX_DEPTH = 64
-"""Of lists and objects in each other: readers of JSON may recurse."""
+"""Of nested lists and objects: readers of JSON may recurse."""
 
 _serial = count()
 
 
 def cache() -> Path:
-    """The folder of this user's for what can be made again."""
+    """Return the user's cache folder of weft."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft"
 
 
@@ -42,16 +42,16 @@ def read_bytes(path: Path, *, limit: int = MAX_BYTES) -> bytes:
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            raise InputError(f"{path} is not a regular file.", hint="Give a file.")
+            raise InputError(f"{path} is not a regular file.")
         with path.open("rb") as stream:
-            size = os.fstat(stream.fileno()).st_size  # of this one: another may have taken the first's place
-            data = stream.read(min(limit, size) + 1)  # that much is allocated
+            size = os.fstat(stream.fileno()).st_size  # of the open file: the path may name another by now
+            data = stream.read(min(limit, size) + 1)  # allocates that much
     except (OSError, ValueError) as error:  # ValueError: a name with a null byte
         if isinstance(error, InputError):
             raise
         raise InputError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
     if len(data) > limit:
-        raise InputError(f"{path} has more than {limit:,} bytes.", hint="Give the file that weft wrote.")
+        raise InputError(f"{path} must have at most {limit:,} bytes.", hint="Pass the file that weft wrote.")
     return data
 
 
@@ -74,30 +74,30 @@ def read_json(path: Path, *, limit: int = MAX_BYTES) -> dict[str, Any]:
     return cast("dict[str, Any]", value)
 
 
-def parse_json(data: bytes | str, where: str) -> Any:
-    """Parse JSON that may be hostile; `where` begins the message of the InputError."""
+def parse_json(data: bytes | str, source: str) -> Any:
+    """Parse JSON that may be hostile; the message of an InputError begins with `source`."""
     try:
         text = data if isinstance(data, str) else data.decode("utf-8-sig")
         value = json.loads(text, object_pairs_hook=_unique)
         if re.search(r"\\u[dD]", text):  # half a character, which nothing can print or write
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
-        raise InputError(f"{where} is not JSON: it is nested too deeply.") from None
+        raise InputError(f"{source} is not JSON: it is nested too deeply.") from None
     except ValueError as error:  # JSONDecodeError, UnicodeError, and whole numbers of too many digits
-        raise InputError(f"{where} is not JSON: {str(error)[:200]}.") from None
+        raise InputError(f"{source} is not JSON: {str(error)[:200]}.") from None
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [child for each in level for child in _children(each)]
         if not level:
             return value
-    raise InputError(f"{where} is nested more than {MAX_DEPTH} deep.")
+    raise InputError(f"{source} is nested more than {MAX_DEPTH} deep.")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) < len(pairs):
         ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"the key {name[:80]!r} stands twice")
+        raise ValueError(f"duplicate key {name[:80]!r}")
     return table
 
 
@@ -109,7 +109,7 @@ def _children(value: Any) -> Iterable[Any]:
 
 @contextmanager
 def whole(path: Path) -> Generator[Path]:
-    """A name beside `path`, with its suffix, for a file that takes its place when it is complete."""
+    """Yield a temporary name beside `path`, with its suffix; the file replaces `path` when it is complete."""
     temporary = path.with_name(f".{path.stem}.{os.getpid()}.{next(_serial)}{path.suffix}")
     try:
         yield temporary
@@ -118,8 +118,8 @@ def whole(path: Path) -> Generator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def check_place(path: Path, *, hint: str) -> None:
-    """Before the work of which a file is to tell: whether there is a place for it."""
+def check_writable(path: Path, *, hint: str) -> None:
+    """Check before long work that a file can be written at `path`."""
     if not path.parent.is_dir():
         raise InputError(f"There is no folder {path.parent} for {path.name}.", hint=hint)
     if path.is_dir():
@@ -128,7 +128,7 @@ def check_place(path: Path, *, hint: str) -> None:
 
 @contextmanager
 def writing(path: Path, *, hint: str) -> Generator[None]:
-    """Where `path` is written, the system's reason not to becomes weft's."""
+    """Raise the system's errors while `path` is written as an InputError."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Sets of indices as sorted disjoint ranges: the coordinates in which pieces of tensors are named.
+"""Indices: sets of integers as sorted disjoint ranges, the coordinates of pieces of tensors.
 
 A million tokens in one run are two integers, so a schedule stays small however long the sequence is.
 """
@@ -15,15 +15,14 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from weft.core.codec import value
+from weft.core.codec import Value
 
 IntArray = npt.NDArray[np.int64]
 Runs = tuple[tuple[int, int], ...]
 
 
-@value
 @dataclass(frozen=True)
-class Indices:
+class Indices(Value):
     """An immutable set of non-negative integers, kept as sorted, disjoint, non-touching runs.
 
     >>> Indices.of(range(0, 4)) | Indices.of([7])
@@ -44,7 +43,7 @@ class Indices:
 
     @staticmethod
     def from_runs(runs: Iterable[tuple[int, int]]) -> Indices:
-        """The union of runs in any order, overlapping or not."""
+        """Return the union of runs in any order, overlapping or not."""
         return Indices(tuple(joined(runs)))
 
     @cached_property
@@ -74,40 +73,40 @@ class Indices:
             return self
         if len(other.runs) == 1:
             return self._within(*other.runs[0])
-        found: list[tuple[int, int]] = []
-        mine, theirs = self.runs, other.runs
+        common: list[tuple[int, int]] = []
+        a, b = self.runs, other.runs
         i = j = 0
-        while i < len(mine) and j < len(theirs):
-            start, stop = max(mine[i][0], theirs[j][0]), min(mine[i][1], theirs[j][1])
+        while i < len(a) and j < len(b):
+            start, stop = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
             if start < stop:
-                found.append((start, stop))
-            if mine[i][1] < theirs[j][1]:
+                common.append((start, stop))
+            if a[i][1] < b[j][1]:
                 i += 1
             else:
                 j += 1
-        return Indices(tuple(found)) if found else EMPTY
+        return Indices(tuple(common)) if common else EMPTY
 
     def _within(self, start: int, stop: int) -> Indices:
-        """Shards are mostly one run, and what is wanted of them many: no walk over those elsewhere."""
+        """Intersect with one run, as most shards are, without a walk over the runs elsewhere."""
         first = bisect_right(self.runs, start, key=itemgetter(1))
         last = bisect_left(self.runs, stop, key=itemgetter(0))
         if first >= last:
             return EMPTY
-        kept = list(self.runs[first:last])
-        kept[0] = max(kept[0][0], start), kept[0][1]
-        kept[-1] = kept[-1][0], min(kept[-1][1], stop)
-        return Indices(tuple(kept))
+        runs = list(self.runs[first:last])
+        runs[0] = max(runs[0][0], start), runs[0][1]
+        runs[-1] = runs[-1][0], min(runs[-1][1], stop)
+        return Indices(tuple(runs))
 
     def meets(self, other: Indices) -> bool:
-        """Whether any value is in both; the intersection itself is not made."""
-        mine, theirs = self.runs, other.runs
-        if not mine or not theirs or mine[-1][1] <= theirs[0][0] or theirs[-1][1] <= mine[0][0]:
+        """Whether any value is in both, without computing the intersection."""
+        a, b = self.runs, other.runs
+        if not a or not b or a[-1][1] <= b[0][0] or b[-1][1] <= a[0][0]:
             return False
         i = j = 0
-        while i < len(mine) and j < len(theirs):
-            if mine[i][1] <= theirs[j][0]:
+        while i < len(a) and j < len(b):
+            if a[i][1] <= b[j][0]:
                 i += 1
-            elif theirs[j][1] <= mine[i][0]:
+            elif b[j][1] <= a[i][0]:
                 j += 1
             else:
                 return True
@@ -130,9 +129,9 @@ class Indices:
         return Indices(tuple(left)) if left else EMPTY
 
     def covers(self, other: Indices) -> bool:
-        mine, theirs = self.runs, other.runs
-        if len(mine) == 1 and theirs:
-            return mine[0][0] <= theirs[0][0] and theirs[-1][1] <= mine[0][1]
+        a, b = self.runs, other.runs
+        if len(a) == 1 and b:
+            return a[0][0] <= b[0][0] and b[-1][1] <= a[0][1]
         return (self & other).size == other.size
 
     @cached_property
@@ -157,18 +156,18 @@ Number = TypeVar("Number", int, float)
 
 
 def joined(runs: Iterable[tuple[Number, Number]]) -> list[tuple[Number, Number]]:
-    """Runs in any order, sorted; those that touch or overlap are one, empty ones are none."""
-    found: list[tuple[Number, Number]] = []
+    """Sort runs, leave out empty ones and join those that touch or overlap."""
+    disjoint: list[tuple[Number, Number]] = []
     for start, stop in sorted(run for run in runs if run[1] > run[0]):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], stop))
+        if disjoint and start <= disjoint[-1][1]:
+            disjoint[-1] = (disjoint[-1][0], max(disjoint[-1][1], stop))
         else:
-            found.append((start, stop))
-    return found
+            disjoint.append((start, stop))
+    return disjoint
 
 
 def runs_in(order: IntArray) -> Runs:
-    """Indices in any order, as the runs in which each is one more than the last."""
+    """Split indices in any order into runs in which each is one more than the last."""
     if not order.size:
         return ()
     breaks = np.flatnonzero(np.diff(order) != 1)

@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 
-from weft.core.codec import digest, value
+from weft.core.codec import Value, digest
 from weft.core.errors import InputError
 from weft.core.indices import EMPTY, Indices, IntArray, Runs, runs_in, split_evenly
 
 MAX_SIZE = 1 << 48
 
 
-@value
 @dataclass(frozen=True)
-class Layout:
-    """Per rank, runs of global indices in the order of the local rows.
+class Layout(Value):
+    """Runs of global indices by rank, in the order of the local rows.
 
-    An index may be held by several ranks (replicated text); rows beyond the indices are padding.
+    Several ranks may hold the same index (replicated text); rows beyond the indices are padding.
 
     >>> print(Layout.even(7, 3))
     tokens 7 over 3 ranks: 0-2 | 3-4 | 5-6
@@ -36,22 +36,24 @@ class Layout:
         if not self.shards:
             raise InputError(f"A layout of {self.dim} needs at least one rank.")
         if self.size > MAX_SIZE:
-            raise InputError(f"size={self.size:,} of {self.dim}.", hint=f"It is at most {MAX_SIZE:,}.")
-        held = Indices.from_runs(run for shard in self.shards for run in shard)
-        if held != Indices.span(0, self.size):
-            missing = Indices.span(0, self.size) - held
-            extra = held - Indices.span(0, self.size)
-            what = f"nobody holds {missing}" if missing else f"{extra} lie outside"
-            raise InputError(f"The layout of {self.size} {self.dim} is not whole: {what}.")
+            raise InputError(f"The size of {self.dim} must be ≤ {MAX_SIZE:,}, got {self.size:,}.")
+        held = Indices.from_runs(chain.from_iterable(self.shards))
+        if held.runs != (((0, self.size),) if self.size > 0 else ()):
+            every = Indices.span(0, self.size)
+            missing, extra = every - held, held - every
+            reason = f"no rank holds {missing}" if missing else f"{extra} are beyond the end"
+            raise InputError(f"The shards do not cover {self.size} {self.dim}: {reason}.")
         for rank, shard in enumerate(self.shards):
-            if Indices.from_runs(shard).size != sum(stop - start for start, stop in shard):
+            if self._held[rank].size != sum([stop - start for start, stop in shard]):
                 raise InputError(f"Rank {rank} holds some {self.dim} twice: {shard}.")
         if self.padding and (len(self.padding) != len(self.shards) or min(self.padding) < 0):
-            raise InputError(f"padding={self.padding} does not give one count for each rank.")
+            raise InputError(
+                f"padding must be one count ≥ 0 for each of {len(self.shards)} ranks, got {self.padding}."
+            )
 
     @staticmethod
     def even(size: int, ranks: int, *, prefix: int = 0, suffix: int = 0, dim: str = "tokens") -> Layout:
-        """Contiguous shards whose lengths differ by at most one.
+        """Return contiguous shards whose lengths differ by at most one.
 
         The first `prefix` and last `suffix` indices are held by every rank (text beside video).
         """
@@ -65,11 +67,9 @@ class Layout:
 
     @staticmethod
     def uneven(counts: Sequence[int], *, prefix: int = 0, suffix: int = 0, dim: str = "tokens") -> Layout:
-        """Contiguous shards of given lengths, zero allowed."""
+        """Return contiguous shards of these lengths, which may be 0."""
         if not counts or min(counts) < 0:
-            raise InputError(
-                f"counts={list(counts)} are no shard lengths.", hint="Give one count, 0 or more, a rank."
-            )
+            raise InputError(f"counts must be one count ≥ 0 for each rank, got {list(counts)}.")
         stops = (prefix + np.cumsum(counts)).tolist()
         size = prefix + sum(counts) + suffix
         shards = tuple(
@@ -89,22 +89,21 @@ class Layout:
     def permuted(order: Sequence[Sequence[int]], *, dim: str = "tokens") -> Layout:
         """Rank r holds the indices order[r], in that order."""
         shards = tuple(runs_in(np.asarray(rows, dtype=np.int64)) for rows in order)
-        held = Indices.from_runs(run for shard in shards for run in shard)
-        return Layout(held.size, shards, dim)
+        return Layout(Indices.from_runs(chain.from_iterable(shards)).size, shards, dim)
 
     @staticmethod
     def replicated(size: int, ranks: int, *, dim: str = "tokens") -> Layout:
         return Layout(size, (_present([(0, size)]),) * ranks, dim)
 
     def padded(self, rows: int | Sequence[int]) -> Layout:
-        """The same indices in local tensors of `rows` rows (one number, or one for each rank)."""
-        wanted = [rows] * self.ranks if isinstance(rows, int) else list(rows)
-        if len(wanted) != self.ranks:
-            raise InputError(f"rows={wanted} are not one count for each of {self.ranks} ranks.")
-        padding = tuple(have - self.held(rank).size for rank, have in enumerate(wanted))
+        """Return this layout with local tensors of `rows` rows (one number, or one for each rank)."""
+        counts = [rows] * self.ranks if isinstance(rows, int) else list(rows)
+        if len(counts) != self.ranks:
+            raise InputError(f"rows must be one count for each of {self.ranks} ranks, got {counts}.")
+        padding = tuple(count - self.held(rank).size for rank, count in enumerate(counts))
         return Layout(self.size, self.shards, self.dim, padding if any(padding) else ())
 
-    @property
+    @cached_property
     def ranks(self) -> int:
         return len(self.shards)
 
@@ -121,28 +120,28 @@ class Layout:
         return self.held(rank).size + (self.padding[rank] if self.padding else 0)
 
     def order(self, rank: int) -> IntArray:
-        """The global index of each local row, padding left out; not to be written to."""
+        """The global index of each local row, padding left out; read only."""
         return self._orders[rank]
 
     @cached_property
     def _orders(self) -> tuple[IntArray, ...]:
-        found: list[IntArray] = []
+        orders: list[IntArray] = []
         for shard in self.shards:
             runs = [np.arange(start, stop, dtype=np.int64) for start, stop in shard]
-            found.append(np.concatenate(runs) if runs else np.empty(0, dtype=np.int64))
-        return tuple(found)
+            orders.append(np.concatenate(runs) if runs else np.empty(0, dtype=np.int64))
+        return tuple(orders)
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
-        """Made once: a layout in the order of cubes has thousands of runs, and is in every call's key."""
+        """Cached: a layout in the order of cubes has thousands of runs, and is in every call's key."""
         return hash((self.size, self.shards, self.dim, self.padding))
 
     @cached_property
     def digest(self) -> str:
-        """A layout in the order of cubes is long, and is that of many schedules."""
+        """Cached: a layout in the order of cubes is long, and many schedules share it."""
         return digest(self)
 
     @cached_property
@@ -167,35 +166,35 @@ class Layout:
         return starts, stops, np.maximum.accumulate(stops), ranks
 
     def holders(self, wanted: Indices) -> list[int]:
-        """The ranks that hold any of some indices, in ascending order."""
-        if not wanted:
+        """Return the ranks that hold any of some indices, in ascending order."""
+        if not wanted.runs:
             return []
         starts, stops, furthest, ranks = self._runs_by_start
-        if not self._overlaps:  # then all runs at once, and what lies between the first and the last is met
+        if not self._overlaps:  # then all runs at once: those from the first to the last have some of it
             edges = np.array(wanted.runs, dtype=np.int64)
             first, last = (
                 furthest.searchsorted(edges[:, 0], "right"),
                 starts.searchsorted(edges[:, 1], "left"),
             )
-            met = np.bincount(first, minlength=starts.size + 1) - np.bincount(last, minlength=starts.size + 1)
-            return np.unique(ranks[met[:-1].cumsum() > 0]).tolist()
-        found: list[IntArray] = []
+            size = starts.size + 1
+            change = np.bincount(first, minlength=size) - np.bincount(last, minlength=size)
+            return np.unique(ranks[change[:-1].cumsum() > 0]).tolist()
+        holders: list[IntArray] = []
         for start, stop in wanted.runs:
-            # What begins too late or has ended before it is skipped, so a thousand ranks cost no loop.
+            # Runs that begin after it or end before it are skipped, so a thousand ranks cost no loop.
             first, last = furthest.searchsorted(start, "right"), starts.searchsorted(stop, "left")
-            found.append(ranks[first:last][stops[first:last] > start])
-        return np.unique(np.concatenate(found)).tolist()
+            holders.append(ranks[first:last][stops[first:last] > start])
+        return np.unique(np.concatenate(holders)).tolist()
 
     def sources(self, rank: int, wanted: Indices) -> list[tuple[int, Indices]]:
-        """Who gives `rank` the indices it wants: itself where it can, else the first rank that holds them."""
-        found: list[tuple[int, Indices]] = []
-        for source in (rank, *(r for r in self.holders(wanted) if r != rank)):
-            if not wanted:
-                break
-            if part := wanted & self.held(source):
-                found.append((source, part))
-                wanted = wanted - part if self._overlaps else wanted
-        return found
+        """Return which rank sends which indices to `rank`: itself where it can, else their first holder."""
+        sources: list[tuple[int, Indices]] = []
+        for source in (rank, *[r for r in self.holders(wanted) if r != rank]):
+            indices = wanted & self._held[source]
+            if indices.runs:
+                sources.append((source, indices))
+                wanted = wanted - indices if self._overlaps else wanted
+        return sources
 
     def __str__(self) -> str:
         shown = " | ".join(",".join(f"{a}-{b - 1}" for a, b in shard) or "-" for shard in self.shards[:8])
@@ -206,16 +205,16 @@ class Layout:
 
 def _check_ranks(ranks: int) -> None:
     if ranks < 1:
-        raise InputError(f"A layout over {ranks} ranks holds nothing.", hint="Give 1 rank or more.")
+        raise InputError(f"ranks must be ≥ 1, got {ranks}.")
 
 
 def _present(runs: list[tuple[int, int]]) -> Runs:
-    """Runs without the empty ones, neighbours joined."""
-    kept: list[tuple[int, int]] = []
+    """Leave out empty runs and join neighbors, in the order of the runs."""
+    present: list[tuple[int, int]] = []
     for start, stop in runs:
         if stop > start:
-            if kept and kept[-1][1] == start:
-                kept[-1] = (kept[-1][0], stop)
+            if present and present[-1][1] == start:
+                present[-1] = (present[-1][0], stop)
             else:
-                kept.append((start, stop))
-    return tuple(kept)
+                present.append((start, stop))
+    return tuple(present)

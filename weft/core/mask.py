@@ -1,4 +1,4 @@
-"""BlockMask: which tiles of the attention matrix are computed, per head, on the global token grid.
+"""BlockMask: the tiles of the attention matrix that are computed, per head, on the global token grid.
 
 Blocks are cut from the whole sequence, never from a rank's shard, and the true length is kept, so
 that a ragged last block has no padded keys and shards may begin anywhere.
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.core.bits import add_up, count_ones, to_words
-from weft.core.codec import value
+from weft.core.codec import Value
 from weft.core.errors import InputError
 from weft.core.indices import Indices, IntArray
 
@@ -27,9 +27,8 @@ HeadRuns = tuple[tuple[int, int, bool], ...]
 MAX_HEAD_RUNS = 8
 
 
-@value
 @dataclass(frozen=True, eq=False, repr=False)
-class BlockMask:
+class BlockMask(Value):
     """Active tiles as packed bits; heads with equal patterns share one (`pattern_of[head]`)."""
 
     q_len: int
@@ -53,7 +52,7 @@ class BlockMask:
     def from_tiles(
         tiles: npt.ArrayLike, *, q_len: int, kv_len: int, block_q: int, block_k: int | None = None
     ) -> BlockMask:
-        """From booleans [heads, q blocks, kv blocks] (one head's pattern is stored once)."""
+        """Pack booleans [heads, q blocks, kv blocks]; equal heads share one pattern."""
         block_k = block_q if block_k is None else block_k
         _check_sizes(q_len, kv_len, block_q, block_k)
         array = np.asarray(tiles, dtype=bool)
@@ -66,16 +65,16 @@ class BlockMask:
             )
         packed = np.packbits(array, axis=2)
         if len({row.tobytes() for row in packed[:, expected[0] // 2]}) == len(packed):
-            # All differ in one row already: masks that change are made often, and seldom have equal heads.
+            # All differ in one row already: masks that change are built often, and their heads differ.
             return BlockMask(q_len, kv_len, block_q, block_k, tuple(range(len(packed))), packed)
-        seen: dict[bytes, int] = {}
-        pattern_of = tuple(seen.setdefault(head.tobytes(), len(seen)) for head in packed)
-        first = [pattern_of.index(pattern) for pattern in range(len(seen))]
+        numbers: dict[bytes, int] = {}
+        pattern_of = tuple([numbers.setdefault(head.tobytes(), len(numbers)) for head in packed])
+        first = [pattern_of.index(pattern) for pattern in range(len(numbers))]
         return BlockMask(q_len, kv_len, block_q, block_k, pattern_of, packed[first])
 
     @staticmethod
     def dense(heads: int, q_len: int, kv_len: int | None = None, *, block: int | None = None) -> BlockMask:
-        """Everything; without a block size it is one tile, and shards may be cut anywhere."""
+        """Return a mask of active tiles only; without `block` one tile, which shards may cut anywhere."""
         kv_len = q_len if kv_len is None else kv_len
         block_q, block_k = (q_len, kv_len) if block is None else (block, block)
         _check_sizes(q_len, kv_len, block_q, block_k)
@@ -87,7 +86,7 @@ class BlockMask:
         return len(self.pattern_of)
 
     def keep_on_device(self, tiles: Any) -> None:
-        """Keep the booleans [heads, q blocks, kv blocks] where they were made, on a device: lists are too."""
+        """Keep the booleans [heads, q blocks, kv blocks] on the device where kernels read them."""
         object.__setattr__(self, "_on_device", tiles)
 
     @property
@@ -109,14 +108,14 @@ class BlockMask:
 
     @property
     def tiles(self) -> BoolArray:
-        """[heads, q blocks, kv blocks] as booleans; large for many heads: `select` takes a part."""
+        """[heads, q blocks, kv blocks] as booleans; large for many heads, see `select`."""
         return self.patterns[list(self.pattern_of)]
 
     def select(self, heads: Indices, rows: Indices, cols: Indices) -> BoolArray:
-        """The tiles of some heads, q *blocks* and kv *blocks*."""
-        chosen = np.asarray(self.pattern_of)[heads.array]
+        """Return the tiles of some heads, q *blocks* and kv *blocks*."""
+        patterns = np.asarray(self.pattern_of)[heads.array]
         # Rows are taken as packed bits, an eighth of the bytes; of most pieces the columns are a run.
-        packed = self.bits[chosen].take(rows.array, axis=1)
+        packed = self.bits[patterns].take(rows.array, axis=1)
         tiles = np.unpackbits(packed, axis=2, count=self.kv_blocks).view(np.bool_)
         if len(cols.runs) == 1:
             return tiles[:, :, slice(*cols.runs[0])]
@@ -127,10 +126,10 @@ class BlockMask:
         return int(count_ones(to_words(self.bits)).sum()) == len(self.bits) * self.q_blocks * self.kv_blocks
 
     def head_runs(self, heads: Indices) -> HeadRuns:
-        """Runs of some heads, by position, of which all tiles of the mask are active, and of others.
+        """Split some heads, by position, into runs with all tiles active and other runs.
 
-        A GPU has faster kernels for the former. If there are too many to be worth calls of their own, or none
-        differs, it is one run.
+        A GPU has faster kernels for the former. Too many runs for calls of their own, or heads that do not
+        differ, are one run.
         """
         full = self._full[np.asarray(self.pattern_of)[heads.array]]
         edges = [0, *(np.flatnonzero(np.diff(full)) + 1).tolist(), len(full)]
@@ -142,30 +141,30 @@ class BlockMask:
     def _full(self) -> BoolArray:
         """By pattern, whether all tiles are active."""
         full = count_ones(self.bits[:, 0]) == self.kv_blocks
-        # Of most masks that settles it: their other rows need not be counted.
+        # Of most masks the first row decides: their other rows need not be counted.
         full[full] = count_ones(self.bits[full]).sum(axis=1) == self.q_blocks * self.kv_blocks
         return full
 
     @property
     def units(self) -> tuple[int, int]:
-        """Query and key tokens that stay together: a block, or one token where the mask is dense."""
+        """Query and key tokens that must not be cut: a block, or one token where the mask is dense."""
         return (1, 1) if self.is_dense else (self.block_q, self.block_k)
 
     def counts(self, heads: Iterable[int]) -> npt.NDArray[np.integer]:
-        """[q blocks, kv blocks]: in how many of some heads each tile is active; small integers."""
-        chosen, times = np.unique([self.pattern_of[head] for head in heads], return_counts=True)
-        if not chosen.size:
+        """Return in how many of some heads each tile is active: [q blocks, kv blocks], small integers."""
+        patterns, times = np.unique([self.pattern_of[head] for head in heads], return_counts=True)
+        if not patterns.size:
             return np.zeros((self.q_blocks, self.kv_blocks), dtype=np.uint8)
-        counts = add_up(list(to_words(self.bits[chosen])), times.tolist())
+        counts = add_up(list(to_words(self.bits[patterns])), times.tolist())
         return counts[: self.bits[0].size * 8].reshape(self.q_blocks, -1)[:, : self.kv_blocks]
 
     def needed(self, heads: Indices, q_tokens: Indices) -> BoolArray:
-        """Which kv blocks some heads of some query tokens touch."""
-        chosen = np.unique(np.asarray(self.pattern_of)[heads.array])
-        return self._touched(chosen[None], q_tokens)[0]
+        """Return which kv blocks some heads of some query tokens touch: [kv blocks]."""
+        patterns = np.unique(np.asarray(self.pattern_of)[heads.array])
+        return self._touched(patterns[None], q_tokens)[0]
 
     def needed_by_head(self, heads: Indices, q_tokens: Indices) -> BoolArray:
-        """[heads, kv blocks]: the same for each of them."""
+        """Return the same for each head: [heads, kv blocks]."""
         return self._touched(np.asarray(self.pattern_of)[heads.array, None], q_tokens)
 
     def _touched(self, patterns: IntArray, q_tokens: Indices) -> BoolArray:
@@ -176,10 +175,10 @@ class BlockMask:
         return np.unpackbits(touched, axis=1, count=self.kv_blocks).view(np.bool_)
 
     def columns(self, blocks: BoolArray) -> Indices:
-        """The key/value tokens of the blocks that are marked."""
-        fenced = np.zeros(blocks.size + 2, dtype=np.bool_)
-        fenced[1:-1] = blocks
-        edges = np.flatnonzero(fenced[1:] != fenced[:-1])
+        """Return the key/value tokens of the blocks that are True."""
+        bordered = np.zeros(blocks.size + 2, dtype=np.bool_)
+        bordered[1:-1] = blocks
+        edges = np.flatnonzero(bordered[1:] != bordered[:-1])
         ends: list[int] = np.minimum(edges * self.block_k, self.kv_len).tolist()
         return Indices(tuple(zip(ends[::2], ends[1::2], strict=True)))
 
@@ -204,14 +203,13 @@ class BlockMask:
     def __or__(self, other: BlockMask) -> BlockMask:
         return self._combine(other, np.logical_or)
 
-    def _combine(self, other: BlockMask, how: Callable[..., BoolArray]) -> BlockMask:
+    def _combine(self, other: BlockMask, combine: Callable[..., BoolArray]) -> BlockMask:
         if self.grid != other.grid:
             raise InputError(
-                f"Masks on different grids do not combine: {self} and {other}.",
-                hint="Make both for the same heads, lengths and blocks.",
+                f"Masks must have equal heads, lengths and blocks to be combined, got {self} and {other}."
             )
         return BlockMask.from_tiles(
-            how(self.tiles, other.tiles),
+            combine(self.tiles, other.tiles),
             q_len=self.q_len,
             kv_len=self.kv_len,
             block_q=self.block_q,
@@ -224,7 +222,7 @@ class BlockMask:
 
     @cached_property
     def digest(self) -> str:
-        # As they lie: the codec's text of a large mask would take longer than the hash.
+        # The bytes themselves: the codec's text of a large mask would take longer than the hash.
         state = hashlib.sha256(repr((self.grid, self.pattern_of)).encode())
         state.update(np.ascontiguousarray(self.bits).data)
         return state.hexdigest()[:16]
@@ -232,14 +230,14 @@ class BlockMask:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, BlockMask) or type(self) is not type(other):
             return False
-        mine, theirs = ((each.grid, each.pattern_of, each.bits.tobytes()) for each in (self, other))
-        return mine == theirs
+        heads = self.grid == other.grid and self.pattern_of == other.pattern_of
+        return heads and self.bits.tobytes() == other.bits.tobytes()
 
     def __hash__(self) -> int:
         return hash(self.digest)
 
     def __bool__(self) -> bool:
-        raise InputError("A BlockMask is neither true nor false.", hint="Use mask.is_dense or mask.density.")
+        raise InputError("A BlockMask has no truth value.", hint="Use mask.is_dense or mask.density.")
 
     def __repr__(self) -> str:
         patterns = f" ({len(self.bits)} patterns)" if len(self.bits) < self.heads else ""
@@ -249,12 +247,11 @@ class BlockMask:
         )
 
 
-@value
 @dataclass(frozen=True, eq=False, repr=False)
 class AnyMask(BlockMask):
-    """Every mask on a grid: a schedule for it computes each of them, whichever tiles are active.
+    """A stand-in for all masks on a grid: a schedule for it computes each of them.
 
-    All keys go where any mask might read them, so it is for masks that change, not for those that stay.
+    All keys go where any mask might read them, so it is for masks that change, not for static ones.
     """
 
     @staticmethod
@@ -275,8 +272,7 @@ class AnyMask(BlockMask):
 def _check_sizes(q_len: int, kv_len: int, block_q: int, block_k: int) -> None:
     if min(q_len, kv_len, block_q, block_k) < 1:
         raise InputError(
-            f"A mask over {q_len} × {kv_len} tokens in blocks of {block_q} × {block_k} is empty.",
-            hint="Lengths and blocks are 1 or more.",
+            f"Lengths and blocks must be ≥ 1, got {q_len} × {kv_len} tokens, blocks of {block_q} × {block_k}."
         )
 
 

@@ -1,4 +1,4 @@
-"""Mesh: the ranks arranged on named axes, the last axis running fastest."""
+"""Mesh: ranks on named axes, the last axis running fastest."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from weft.core.codec import value
+from weft.core.codec import Value
 from weft.core.errors import InputError
 
 MAX_RANKS = 1 << 20
 
 
-@value
 @dataclass(frozen=True)
-class Mesh:
+class Mesh(Value):
     """Named axes and their sizes.
 
     >>> Mesh.of(ring=2, ulysses=3).coordinate(4)
@@ -31,9 +30,9 @@ class Mesh:
             raise InputError(f"Mesh axes {names} repeat a name.", hint="Give each axis a name of its own.")
         for name, size in self.axes:
             if size < 1:
-                raise InputError(f"Mesh axis {name}={size} is empty.", hint="Sizes are 1 or more.")
+                raise InputError(f"Mesh axis {name!r} must have size ≥ 1, got {size}.")
         if self.ranks > MAX_RANKS:
-            raise InputError(f"A mesh of {self.ranks:,} ranks.", hint=f"At most {MAX_RANKS:,} are possible.")
+            raise InputError(f"A mesh has at most {MAX_RANKS:,} ranks, got {self.ranks:,}.")
         if self.order and sorted(self.order) != list(range(self.ranks)):
             raise InputError(
                 f"The order {self.order} does not place {self.ranks} ranks on {self}.",
@@ -45,32 +44,32 @@ class Mesh:
         return Mesh(tuple(axes.items()))
 
     def arranged(self, order: tuple[int, ...]) -> Mesh:
-        """The same axes with these ranks on them."""
+        """Return the same axes with the ranks in this order."""
         return replace(self, order=() if order == tuple(range(len(order))) else order)
 
     @cached_property
     def _position(self) -> dict[int, int]:
         return {rank: position for position, rank in enumerate(self.order or range(self.ranks))}
 
-    @property
+    @cached_property
     def ranks(self) -> int:
         return math.prod(size for _, size in self.axes)
 
     def size(self, axis: str) -> int:
-        """The size of an axis; an axis the mesh does not have is one rank long."""
+        """Return the size of an axis, 1 if the mesh does not have it."""
         return dict(self.axes).get(axis, 1)
 
     def coordinate(self, rank: int) -> dict[str, int]:
         if not 0 <= rank < self.ranks:
             raise InputError(f"Rank {rank} is not on {self}.", hint=f"Ranks run from 0 to {self.ranks - 1}.")
-        found: dict[str, int] = {}
+        at: dict[str, int] = {}
         position = self._position[rank]
         for name, size in reversed(self.axes):
-            position, found[name] = divmod(position, size)
-        return {name: found[name] for name, _ in self.axes}
+            position, at[name] = divmod(position, size)
+        return {name: at[name] for name, _ in self.axes}
 
     def rank(self, **coordinate: int) -> int:
-        """The rank at a coordinate; axes that are left out count as 0."""
+        """Return the rank at a coordinate; axes that are left out count as 0."""
         if unknown := set(coordinate) - {name for name, _ in self.axes}:
             raise InputError(f"{self} has no axis {sorted(unknown)[0]!r}.")
         position = 0
@@ -82,14 +81,14 @@ class Mesh:
         return self.order[position] if self.order else position
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """The ranks that differ only along `axis`, each group in axis order."""
+        """Return groups of the ranks that differ only along `axis`, each in axis order."""
         if axis not in dict(self.axes):
             return tuple((rank,) for rank in range(self.ranks))
-        found: dict[tuple[int, ...], list[int]] = {}
+        groups: dict[tuple[int, ...], list[int]] = {}
         for rank in self.order or range(self.ranks):
             others = tuple(i for name, i in self.coordinate(rank).items() if name != axis)
-            found.setdefault(others, []).append(rank)
-        return tuple(tuple(group) for group in found.values())
+            groups.setdefault(others, []).append(rank)
+        return tuple(tuple(group) for group in groups.values())
 
     def __str__(self) -> str:
         return " × ".join(f"{name} {size}" for name, size in self.axes)

@@ -1,4 +1,4 @@
-"""Modules of a package: what is one of many, a strategy, a mask, an adapter, is found by being there."""
+"""Modules: discover strategies, masks and adapters as the modules of their package."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import ModuleType
 
 
 def modules(package: str) -> dict[str, ModuleType]:
-    """By their names in it, in the order of those, imported.
+    """Import the modules of a package; return them by name, sorted.
 
     >>> "units" in modules("weft.core")
     True

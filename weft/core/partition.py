@@ -1,38 +1,33 @@
-"""Partition: who computes which tiles, and who brings which keys and values along."""
+"""Partition: which rank computes which tiles, and which keys and values it contributes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.core.codec import value
+from weft.core.codec import Value
 from weft.core.indices import EMPTY, Indices
 
 
-@value
 @dataclass(frozen=True)
-class Work:
-    """Some query heads of some query tokens, against all keys the mask asks for."""
+class WorkItem(Value):
+    """Some query heads of some query tokens, against all keys that the mask makes active."""
 
     heads: Indices
     rows: Indices
 
 
-@value
 @dataclass(frozen=True)
-class Partition:
-    """Per rank: its work, and the key/value tokens it contributes to its ring.
+class Partition(Value):
+    """The work of each rank, and the key/value tokens that it contributes to its ring.
 
     Rows and columns are whole blocks of the mask (any tokens where the mask is dense): a home shard
     may cut a block, a computation never does.
     """
 
-    work: tuple[tuple[Work, ...], ...]
+    work: tuple[tuple[WorkItem, ...], ...]
     cols: tuple[Indices, ...]
     shared: Indices = EMPTY
     """Key/value tokens that each rank reads from its own copy, such as a replicated text prefix."""
 
     def heads_of(self, rank: int) -> Indices:
-        found = EMPTY
-        for work in self.work[rank]:
-            found = found | work.heads
-        return found
+        return Indices.from_runs([run for work in self.work[rank] for run in work.heads.runs])

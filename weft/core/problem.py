@@ -1,13 +1,14 @@
-"""What a schedule is for: a `Problem` is an attention, a `Switch` moves a tensor from dim to dim."""
+"""Problem and Switch: the sizes of an attention, and of a tensor whose sharded dim changes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
-from weft.core.codec import value
+from weft.core.codec import Value
 from weft.core.errors import InputError
-from weft.core.indices import EMPTY, Indices
+from weft.core.indices import Indices
 from weft.core.layout import Layout
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -21,9 +22,8 @@ def check_dtype(name: str) -> None:
         raise InputError(f"dtype {name!r} is not supported.", hint=f"Use one of {', '.join(ITEM_BYTES)}.")
 
 
-@value
 @dataclass(frozen=True, kw_only=True)
-class Problem:
+class Problem(Value):
     """Sizes, dtype, and the home layout of the query and of the key/value tokens."""
 
     batch: int
@@ -37,18 +37,17 @@ class Problem:
     def __post_init__(self) -> None:
         for name in ("batch", "heads", "kv_heads", "head_dim"):
             if getattr(self, name) < 1:
-                raise InputError(f"{name}={getattr(self, name)}.", hint="It must be 1 or more.")
+                raise InputError(f"{name} must be ≥ 1, got {getattr(self, name)}.")
         if self.heads % self.kv_heads:
             near = [n for n in range(1, min(self.heads, 1024) + 1) if self.heads % n == 0]
             raise InputError(
                 f"{self.heads} query heads cannot share {self.kv_heads} key/value heads evenly.",
-                hint=f"kv_heads may be one of {near}.",
+                hint=f"kv_heads must be one of {near}.",
             )
         if self.q.ranks != self.kv.ranks:
             raise InputError(
-                f"The query tokens are laid out over {self.q.ranks} ranks, the key/value tokens over "
-                f"{self.kv.ranks}.",
-                hint="Give both layouts the same number of ranks.",
+                "The layouts of queries and of keys and values must have the same number of ranks, "
+                f"got {self.q.ranks} and {self.kv.ranks}."
             )
         check_dtype(self.dtype)
         elements = self.batch * self.heads * self.head_dim * max(self.q.size, self.kv.size)
@@ -58,11 +57,11 @@ class Problem:
                 hint=f"A tensor has at most {MAX_ELEMENTS:,} elements.",
             )
 
-    @property
+    @cached_property
     def ranks(self) -> int:
         return self.q.ranks
 
-    @property
+    @cached_property
     def item_bytes(self) -> int:
         return ITEM_BYTES[self.dtype]
 
@@ -71,7 +70,7 @@ class Problem:
         """Bytes of one element of what is summed over ranks: float32 or better."""
         return max(4, self.item_bytes)
 
-    @property
+    @cached_property
     def row_elements(self) -> int:
         """Elements of a tensor at one head and token."""
         return self.batch * self.head_dim
@@ -80,28 +79,31 @@ class Problem:
     def all_heads(self) -> Indices:
         return Indices.span(0, self.heads)
 
+    def local_shape(self, tensor: str, heads: int, rows: int) -> tuple[int, ...]:
+        """Return the shape of some heads and rows of a tensor: (1, or 2 for kv; batch; heads; rows; dim)."""
+        return 2 if tensor.endswith("kv") else 1, self.batch, heads, rows, self.head_dim
+
     def heads_of(self, tensor: str) -> int:
         """Return the number of heads of a whole tensor."""
         return self.kv_heads if tensor.endswith("kv") else self.heads
 
     def kv_heads_of(self, heads: Indices) -> Indices:
         """The key/value heads that some query heads read."""
-        return heads.blocks(self.heads // self.kv_heads) if heads else EMPTY
+        return heads.blocks(self.heads // self.kv_heads)
 
     def home(self, tensor: str) -> Layout:
-        """The layout a tensor has at home; gradients live where their tensors do."""
+        """Return the layout of a tensor at home; a gradient has that of its tensor."""
         return self.kv if tensor.lstrip("d") == "kv" else self.q
 
     def home_bytes(self, rank: int) -> int:
-        """Inputs and output of a rank's own shard."""
+        """Return the bytes of inputs and output of a rank's own shard."""
         rows = 2 * self.heads * self.q.rows(rank) + 2 * self.kv_heads * self.kv.rows(rank)
         return rows * self.row_elements * self.item_bytes
 
 
-@value
 @dataclass(frozen=True, kw_only=True)
-class Switch:
-    """A tensor `x` that is sharded by one dim and is to be sharded by another.
+class Switch(Value):
+    """A tensor `x` that is redistributed from one sharded dim to another.
 
     Its pieces have indices of the dim before as tokens, and indices of the dim after as heads.
     """
@@ -128,8 +130,8 @@ class Switch:
         check_dtype(self.dtype)
         if self.before.ranks != self.after.ranks:
             raise InputError(
-                f"`before` is a layout over {self.before.ranks} ranks, `after` over {self.after.ranks}.",
-                hint="Give both layouts the same number of ranks.",
+                "`before` and `after` must have the same number of ranks, "
+                f"got {self.before.ranks} and {self.after.ranks}."
             )
         source, target = self.dims
         wanted = [(source, self.before.size)] + ([] if target is None else [(target, self.after.size)])
@@ -140,20 +142,19 @@ class Switch:
             )
         if target is None and self.after != Layout.replicated(1, self.ranks, dim="whole"):
             raise InputError(
-                f"The layout after a gather is {self.after}.",
-                hint='It must be Layout.replicated(1, ranks, dim="whole").',
+                'The layout after a gather must be Layout.replicated(1, ranks, dim="whole"), '
+                f"got {self.after}."
             )
         if any(size < 0 for size in self.shape) or prod(max(1, size) for size in self.shape) > MAX_ELEMENTS:
             raise InputError(
-                f"shape={self.shape} is negative or too large.",
-                hint=f"A tensor has at most {MAX_ELEMENTS:,} elements.",
+                f"shape must be sizes ≥ 0 of at most {MAX_ELEMENTS:,} elements, got {self.shape}."
             )
 
-    @property
+    @cached_property
     def ranks(self) -> int:
         return self.before.ranks
 
-    @property
+    @cached_property
     def item_bytes(self) -> int:
         return ITEM_BYTES[self.dtype]
 
@@ -161,7 +162,7 @@ class Switch:
     def sum_bytes(self) -> int:
         return max(4, self.item_bytes)
 
-    @property
+    @cached_property
     def row_elements(self) -> int:
         """Elements at one index of both dims: the product of all other dims."""
         return prod(size for at, size in enumerate(self.shape) if at not in self.dims)
@@ -170,6 +171,15 @@ class Switch:
     def all_heads(self) -> Indices:
         return Indices.span(0, self.after.size)
 
+    def local_shape(self, tensor: str, heads: int, rows: int) -> tuple[int, ...]:  # noqa: ARG002
+        """Return the shape of a rectangle of the tensor, after a leading 1."""
+        sizes = list(self.shape)
+        source, target = self.dims
+        sizes[source] = rows
+        if target is not None:
+            sizes[target] = heads
+        return 1, *sizes
+
     def heads_of(self, tensor: str) -> int:  # noqa: ARG002
         return self.after.size
 
@@ -177,7 +187,7 @@ class Switch:
         return self.before
 
     def home_bytes(self, rank: int) -> int:
-        """What the rank holds before and after."""
+        """Return the bytes of what a rank holds before and after."""
         held = self.before.rows(rank) * self.after.size + self.before.size * self.after.rows(rank)
         return held * self.row_elements * self.item_bytes
 

@@ -8,14 +8,13 @@ waits only for data cannot deadlock.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
 from operator import lt
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from weft.core import files
-from weft.core.codec import dumps, loads, value
+from weft.core.codec import Value, dumps
 from weft.core.errors import InputError
 from weft.core.indices import Indices
 from weft.core.layout import Layout
@@ -23,16 +22,17 @@ from weft.core.mask import BlockMask
 from weft.core.mesh import Mesh
 from weft.core.problem import Problem, Switch
 
-MAX_BYTES = 256 << 20
-"""Of a file."""
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+MAX_FILE_BYTES = 256 << 20
 MAX_REASON = 500
 """Characters: some reasons show a field, which may be long."""
 TENSORS = ("q", "kv", "o", "do", "dq", "dkv", "x")
 
 
-@value
 @dataclass(frozen=True)
-class Piece:
+class Piece(Value):
     """A rectangle of a tensor: some heads of some tokens. Keys and values travel together as `kv`."""
 
     tensor: str
@@ -48,16 +48,20 @@ class Piece:
         return Piece(self.tensor, self.heads & other.heads, self.tokens & other.tokens)
 
     def __bool__(self) -> bool:
-        return bool(self.heads and self.tokens)
+        return bool(self.heads.runs and self.tokens.runs)
 
     def meets(self, other: Piece) -> bool:
+        """Whether the two rectangles overlap."""
         return self.heads.meets(other.heads) and self.tokens.meets(other.tokens)
 
     def covers(self, other: Piece) -> bool:
-        return self.heads.covers(other.heads) and self.tokens.covers(other.tokens)
+        mine, its = self.heads, other.heads
+        if mine.runs != its.runs and not mine.covers(its):
+            return False
+        return self.tokens.runs == other.tokens.runs or self.tokens.covers(other.tokens)
 
     def minus(self, other: Piece) -> list[Piece]:
-        """What is left of this rectangle without the other, as at most two rectangles."""
+        """Return what is left of this rectangle without the other, as at most two rectangles."""
         rest = [
             Piece(self.tensor, self.heads - other.heads, self.tokens),
             Piece(self.tensor, self.heads & other.heads, self.tokens - other.tokens),
@@ -65,14 +69,14 @@ class Piece:
         return [piece for piece in rest if piece]
 
     def without(self, others: Iterable[Piece]) -> list[Piece]:
-        """What is left of this rectangle without any of the others."""
+        """Return what is left of this rectangle without any of the others."""
         left: list[Piece] = [self]
         for other in others:
             left = [rest for piece in left for rest in piece.minus(other)]
         return left
 
     def elements(self, problem: Problem | Switch) -> int:
-        """Numbers in it, over the batch; a kv piece is two tensors."""
+        """Return the number of elements, over the batch; a kv piece is two tensors."""
         both = 2 if self.tensor.endswith("kv") else 1
         return both * problem.row_elements * self.heads.size * self.tokens.size
 
@@ -83,9 +87,8 @@ class Piece:
         return f"{self.tensor}[heads {str(self.heads)[8:-1]}, tokens {str(self.tokens)[8:-1]}]"
 
 
-@value
 @dataclass(frozen=True)
-class Transfer:
+class Transfer(Value):
     """A piece moves from one rank to another."""
 
     piece: Piece
@@ -96,9 +99,8 @@ class Transfer:
         return f"{self.piece} {self.src}→{self.dst}"
 
 
-@value
 @dataclass(frozen=True)
-class Exchange:
+class Exchange(Value):
     """Transfers that start together: one packed message for each pair of ranks.
 
     It is issued here and waited for only where its data is used.
@@ -109,7 +111,7 @@ class Exchange:
 
     @property
     def messages(self) -> dict[tuple[int, int], list[Piece]]:
-        """What goes from one rank to another, by (source, target)."""
+        """The pieces that go from one rank to another, by (source, target)."""
         pieces: dict[tuple[int, int], list[Piece]] = {}
         for transfer in self.transfers:
             pieces.setdefault((transfer.src, transfer.dst), []).append(transfer.piece)
@@ -121,9 +123,8 @@ class Exchange:
         return f"Exchange {self.label}({shown}{more})"
 
 
-@value
 @dataclass(frozen=True)
-class Attend:
+class Attend(Value):
     """One rank attends some queries to some keys over the mask's active tiles.
 
     Forward, the result is merged into the output piece by log-sum-exp. In a backward schedule it
@@ -141,10 +142,9 @@ class Attend:
 Op = Exchange | Attend
 
 
-@value
 @dataclass(frozen=True, eq=False)
-class Schedule:
-    """What moves and what is computed, in which order, on all ranks."""
+class Schedule(Value):
+    """The operations of all ranks, in one order."""
 
     name: str
     problem: Problem | Switch
@@ -158,12 +158,15 @@ class Schedule:
 
     @staticmethod
     def load(path: str | Path) -> Schedule:
-        """Read what `weft plan --save` wrote, or anybody else: a schedule that is valid in its structure.
+        """Read a schedule from a file, such as `weft plan --save` writes, and check its structure.
 
-        Whether it computes the attention is for `weft.schedule.verify` to say.
+        `weft.schedule.verify` proves that it computes its attention.
         """
+        from weft.core.codec import loads
+        from weft.core.files import read_bytes
+
         try:
-            schedule = loads(files.read_bytes(Path(path), limit=MAX_BYTES))
+            schedule = loads(read_bytes(Path(path), limit=MAX_FILE_BYTES))
             if not isinstance(schedule, Schedule):
                 raise InputError(f"It holds a {type(schedule).__name__}.")
             schedule.check()
@@ -183,7 +186,7 @@ class Schedule:
         return self.problem, self.mask
 
     def check(self) -> None:
-        """Raise an InputError that names the field where parts do not fit each other."""
+        """Raise an InputError that names the first field that does not fit the others."""
         ranks = self.problem.ranks
         sizes = [("mesh ranks", self.mesh.ranks, ranks), ("len(kept)", len(self.kept) or ranks, ranks)]
         if isinstance(self.problem, Problem) or self.mask is not None or any(self.attends()):
@@ -205,19 +208,21 @@ class Schedule:
             for piece in pieces:
                 self._check_piece(f"kept[{rank}]", piece, rank)
 
-    def _check_piece(self, where: str, piece: Piece, *ranks: int) -> None:
+    def _check_piece(self, field: str, piece: Piece, *ranks: int) -> None:
         problem = self.problem
         if not all(0 <= rank < problem.ranks for rank in ranks):
-            raise InputError(f"{where}: ranks {ranks} are not among {problem.ranks:,}.")
+            raise InputError(f"{field}: ranks {ranks} are not among {problem.ranks:,}.")
         if piece.tensor not in TENSORS:
-            raise InputError(f"{where}: tensor={piece.tensor[:80]!r}.", hint=f"Known: {', '.join(TENSORS)}.")
+            raise InputError(
+                f"{field}: unknown tensor {piece.tensor[:80]!r}.", hint=f"Known: {', '.join(TENSORS)}."
+            )
         for name, indices, size in (
             ("heads", piece.heads, problem.heads_of(piece.tensor)),
             ("tokens", piece.tokens, problem.home(piece.tensor).size),
         ):
             edges = [edge for run in indices.runs for edge in run]
             if edges and not (edges[0] >= 0 and edges[-1] <= size and all(map(lt, edges, edges[1:]))):
-                raise InputError(f"{where}: {name} {indices} are not sorted runs within 0 to {size:,}.")
+                raise InputError(f"{field}: {name} {indices} are not sorted runs within 0 to {size:,}.")
 
     def transfers(self) -> Iterator[tuple[int, Transfer]]:
         for index, op in enumerate(self.ops):
@@ -232,10 +237,10 @@ class Schedule:
 
     @cached_property
     def digest(self) -> str:
-        # Mask and layouts are hashed once, by themselves: they are most of the bytes, and many schedules'.
-        parts = [getattr(self.problem, field.name) for field in fields(self.problem)] + [self.mask]
-        parts = [part.digest if isinstance(part, Layout | BlockMask) else part for part in parts]
-        head = dumps([self.name, parts, self.mesh, self.backward, self.kept])
+        # Masks and layouts are hashed once: they are most of the bytes, and many schedules share them.
+        sizes = [getattr(self.problem, field.name) for field in fields(self.problem)] + [self.mask]
+        sizes = [value.digest if isinstance(value, Layout | BlockMask) else value for value in sizes]
+        head = dumps([self.name, sizes, self.mesh, self.backward, self.kept])
         state = hashlib.sha256(head.encode())
         for op in self.ops:
             state.update(repr(_exact(op)).encode())
@@ -248,15 +253,15 @@ class Schedule:
         return hash(self.digest)
 
     def __str__(self) -> str:
-        way = " backward" if self.backward else ""
+        direction = " backward" if self.backward else ""
         task = self.problem if self.mask is None else self.mask
-        lines = [f"{self.name}{way} on {self.mesh} · {task} · {self.digest}"]
+        lines = [f"{self.name}{direction} on {self.mesh} · {task} · {self.digest}"]
         lines += [f"{index:4d}  {op}" for index, op in enumerate(self.ops)]
         return "\n".join(lines)
 
 
 def _exact(op: Op) -> tuple[object, ...]:
-    """Everything that tells one operation from another; the readable form of a piece leaves runs out."""
+    """All fields of an operation; the readable form of a piece leaves runs out."""
 
     def piece(p: Piece) -> tuple[object, ...]:
         return p.tensor, p.heads.runs, p.tokens.runs

@@ -1,37 +1,39 @@
-"""Timeline: what every rank did when, simulated or measured; both say it in the same words.
+"""Timeline: spans of what every rank does, simulated or measured, in one format.
 
 A rank has two lanes: it computes, and it sends. A send is one span on the lane of the sender, from the
-moment its first byte leaves until its last byte is there; who receives is its peer. Waiting for data
-that is not there yet is a span of its own, on the lane that waits.
+moment its first byte leaves until its last byte has arrived; the receiver is its peer. Waiting for data
+that has not arrived is a span of its own, on the lane that waits.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
-from functools import cached_property
-from typing import Any, NamedTuple, cast, get_type_hints
+from functools import cache, cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
 
-from weft.core import tables
 from weft.core.errors import InputError
-from weft.core.files import parse_json
 from weft.core.indices import IntArray, joined
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Intervals = list[tuple[float, float]]
 
 MAX_RANKS, MAX_BYTES, MAX_SECONDS = 4096, 1 << 50, 1e12
 """Of a file: a report draws all ranks, adds bytes up in 64 bits, and divides times by each other."""
 
 
 class Span(NamedTuple):
-    """One thing on one lane of one rank; times are seconds since the timeline's zero."""
+    """One activity on one lane of one rank; times are seconds since the timeline's zero."""
 
     rank: int
     lane: str
     """compute or comm."""
     kind: str
-    """attend, copy, send, wait, barrier or launch: the host is not done with launching."""
+    """attend, copy, send, wait, barrier, or launch (the host has not launched everything yet)."""
     name: str
     start: float
     end: float
@@ -61,7 +63,7 @@ class Timeline:
     memory: tuple[int, ...] = ()
     """Peak bytes of each rank, if known."""
     clocks: tuple[tuple[float, float], ...] = ()
-    """By rank, seconds that its clock was ahead of rank 0's and how far that may be off, if measured."""
+    """By rank, the seconds that its clock was ahead of rank 0's and their error, if measured."""
 
     def __post_init__(self) -> None:
         if len(self.memory) not in (0, self.ranks):
@@ -84,7 +86,7 @@ class Timeline:
 
     @property
     def idle(self) -> npt.NDArray[np.float64]:
-        """Seconds in which a rank has nothing left, or nothing yet, to do."""
+        """Seconds in which a rank neither computes nor waits: before its first or after its last step."""
         return np.maximum(0.0, self.seconds - self.computing - self.waiting)
 
     @cached_property
@@ -114,48 +116,55 @@ class Timeline:
     @cached_property
     def traffic(self) -> IntArray:
         """Bytes from row to column."""
-        found = np.zeros((self.ranks, self.ranks), dtype=np.int64)
+        traffic = np.zeros((self.ranks, self.ranks), dtype=np.int64)
         for span in self.spans:
             if span.kind == "send":
-                found[span.rank, span.peer] += span.num_bytes
-        return found
+                traffic[span.rank, span.peer] += span.num_bytes
+        return traffic
 
     @cached_property
     def _by_rank(self) -> tuple[tuple[Span, ...], ...]:
-        found: list[list[Span]] = [[] for _ in range(self.ranks)]
+        by_rank: list[list[Span]] = [[] for _ in range(self.ranks)]
         for span in self.spans:
-            found[span.rank].append(span)
-        return tuple(tuple(sorted(spans, key=lambda s: (s.start, s.end))) for spans in found)
+            by_rank[span.rank].append(span)
+        return tuple(tuple(sorted(spans, key=lambda s: (s.start, s.end))) for spans in by_rank)
 
     def of(self, rank: int) -> tuple[Span, ...]:
         """A rank's spans in the order of their starts."""
         return self._by_rank[rank]
 
     def _sums(self, kinds: tuple[str, ...]) -> npt.NDArray[np.float64]:
-        found = np.zeros(self.ranks)
+        seconds = np.zeros(self.ranks)
         for span in self.spans:
             if span.kind in kinds and span.lane == "compute":
-                found[span.rank] += span.seconds
-        return found
+                seconds[span.rank] += span.end - span.start
+        return seconds
 
     def to_jsonl(self) -> str:
-        """A line for the timeline, then one for each span: what runs write, rank by rank."""
+        """Return a line for the timeline, then one for each span: what runs write, rank by rank."""
+        import json
+
         head = {name: field for name, field in asdict(self).items() if name != "spans"}
         return "\n".join([json.dumps(head), *(json.dumps(span._asdict()) for span in self.spans)]) + "\n"
 
     @staticmethod
     def from_jsonl(text: str) -> Timeline:
-        """What `to_jsonl` wrote, or anybody else: a timeline that is valid, or an InputError."""
+        """Read what `to_jsonl` writes, from any source; raise an InputError if it is not valid."""
+        from weft.core import tables
+        from weft.core.files import parse_json
+
         try:
             lines = ((n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip())
             head, *spans = ((n, parse_json(line, f"line {n}")) for n, line in lines)
-            known: dict[str, Any] = {**vars(tables.read(_Head, head[1], "line 1"))}
-            known["clocks"] = tuple((ahead, unsure) for ahead, unsure in known["clocks"])
+            fields: dict[str, Any] = {**vars(tables.read(_Head, head[1], "line 1"))}
+            fields["clocks"] = tuple((ahead, error) for ahead, error in fields["clocks"])
             return Timeline(
-                **known, spans=tuple(_span(span, f"line {n}", known["ranks"]) for n, span in spans)
+                **fields, spans=tuple(_span(span, f"line {n}", fields["ranks"]) for n, span in spans)
             )
         except ValueError as error:  # also of InputErrors, and of a text without lines
-            raise InputError(f"This is no timeline: {error}", hint="Give a .jsonl that weft wrote.") from None
+            raise InputError(
+                f"This is not a timeline: {error}", hint="Pass a .jsonl that weft wrote."
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -173,32 +182,35 @@ class _Head:
     def __post_init__(self) -> None:
         if not 0 <= self.ranks <= MAX_RANKS or not 1 <= self.machines <= MAX_RANKS:
             raise InputError(
-                f"ranks={self.ranks:,}, machines={self.machines:,}.", hint=f"Both are at most {MAX_RANKS:,}."
+                f"ranks and machines must be ≤ {MAX_RANKS:,}, got {self.ranks:,} and {self.machines:,}."
             )
 
 
-_CHECKS = {name: tables.check_of(kind) for name, kind in get_type_hints(Span).items()}
+@cache
+def _checks() -> dict[str, Callable[[Any], bool]]:
+    from weft.core.tables import check_of
+
+    return {name: check_of(kind) for name, kind in get_type_hints(Span).items()}
 
 
-def _span(table: Any, where: str, ranks: int) -> Span:
+def _span(table: Any, line: str, ranks: int) -> Span:
+    from weft.core.tables import shown
+
     if not isinstance(table, dict):
-        raise InputError(f"{where} is {tables.shown(table)}, no span.")
-    fields = cast("dict[str, Any]", table)
-    for name, given in fields.items():
-        if name not in _CHECKS or not _CHECKS[name](given):
-            raise InputError(f"{where}: {name[:80]} = {tables.shown(given)}.")
+        raise InputError(f"{line} must be the object of a span, got {shown(table)}.")
+    checks, fields = _checks(), cast("dict[str, Any]", table)
+    for name, value in fields.items():
+        if name not in checks or not checks[name](value):
+            raise InputError(f"{line}: {name[:80]} = {shown(value)}.")
     try:
         span = Span(**fields)
     except TypeError as error:
-        raise InputError(f"{where}: {error}.") from None
+        raise InputError(f"{line}: {error}.") from None
     if not (0 <= span.rank < ranks and -1 <= span.peer < ranks and 0 <= span.num_bytes <= MAX_BYTES):
-        raise InputError(f"{where}: rank {span.rank}, peer {span.peer} and {span.num_bytes} bytes.")
+        raise InputError(f"{line}: rank {span.rank}, peer {span.peer} and {span.num_bytes} bytes.")
     if not (abs(span.start) <= MAX_SECONDS and abs(span.end) <= MAX_SECONDS):
-        raise InputError(f"{where}: it lasts from {span.start} to {span.end}.")
+        raise InputError(f"{line}: it lasts from {span.start} to {span.end}.")
     return span
-
-
-Intervals = list[tuple[float, float]]
 
 
 def _common(first: Intervals, second: Intervals) -> float:

@@ -1,27 +1,25 @@
-"""Topology: where work can run and how fast each link is."""
+"""Topology: machines, their devices, the links between them, and what steps cost on them."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 
-from weft.core import files, tables
-from weft.core.codec import value
+from weft.core.codec import Value
 from weft.core.errors import InputError
 from weft.core.mesh import MAX_RANKS
 
 MAX_NUMBER = 1e30
-"""Of a speed or a time, and its inverse: what they are multiplied and divided to stays finite."""
+"""Of a speed or a time, and of its inverse, so that products and quotients stay finite."""
 
 
 def _is_usable(number: float) -> bool:
     return 1 / MAX_NUMBER <= number <= MAX_NUMBER
 
 
-@value
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class Link(Value):
     """One direction of one connection: seconds before the first byte, bytes per second after it."""
 
     latency: float
@@ -29,16 +27,14 @@ class Link:
 
     def __post_init__(self) -> None:
         if not 0 <= self.latency <= MAX_NUMBER:
-            raise InputError(f"A link's latency is {self.latency} s.", hint="Give seconds, 0 or more.")
+            raise InputError(f"latency must be ≥ 0 seconds, got {self.latency}.")
         if not _is_usable(self.bandwidth):
-            raise InputError(
-                f"A link's bandwidth is {self.bandwidth} bytes/s.", hint="Give a positive number."
-            )
+            raise InputError(f"bandwidth must be > 0 bytes/s, got {self.bandwidth}.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _OneWay(Link):
-    """As [[links]] tell it."""
+class _LinkRow(Link):
+    """A row of [[links]] in a file."""
 
     source: int = field(metadata={"name": "from"})
     target: int = field(metadata={"name": "to"})
@@ -48,9 +44,8 @@ class _OneWay(Link):
         return Link(latency=self.latency, bandwidth=self.bandwidth)
 
 
-@value
 @dataclass(frozen=True, kw_only=True)
-class Speed:
+class Speed(Value):
     """One measured attention call. `tokens` is the geometric mean of its queries and keys."""
 
     tokens: float
@@ -62,14 +57,13 @@ class Speed:
 
     def __post_init__(self) -> None:
         for name in ("tokens", "density", "block", "head_dim", "flops"):
-            given = getattr(self, name)
-            if not _is_usable(given):
-                raise InputError(f"A measured attention has {name}={given}.", hint="Give a number above 0.")
+            number = getattr(self, name)
+            if not _is_usable(number):
+                raise InputError(f"{name} of a measured attention must be > 0, got {number}.")
 
 
-@value
 @dataclass(frozen=True, kw_only=True)
-class Host:
+class Host(Value):
     """Seconds that the host of a device takes to start each kind of step; 0 where the host is the device.
 
     The host runs ahead: no step waits for it as long as it takes less time in all than the device does.
@@ -94,12 +88,12 @@ class Host:
                 raise InputError(f"host.{name} must be ≥ 0, got {seconds}.", hint="Pass seconds.")
 
     def seconds(self, *, attends: int, copies: int, collectives: int, posts: int, messages: int) -> float:
-        """Return what all steps of one attention take."""
+        """Return the seconds that all steps of one attention take."""
         exchanges = collectives * self.collective + posts * self.post + messages * self.message
         return self.call + attends * self.attend + copies * self.copy + exchanges
 
 
-# A laptop until `weft calibrate` says better: gloo over loopback.
+# A laptop, gloo over loopback: the default until `weft calibrate` has measured.
 LOOPBACK = Link(latency=1e-4, bandwidth=1e9)
 TRANSPORTS = ("", "group", "symmetric")
 COSTS = (
@@ -109,9 +103,8 @@ COSTS = (
 )  # fmt: skip
 
 
-@value
 @dataclass(frozen=True, kw_only=True)
-class Topology:
+class Topology(Value):
     """`machines` × `devices` of one kind; ranks fill a machine before the next one begins."""
 
     name: str = "local"
@@ -128,60 +121,53 @@ class Topology:
     sparse_backward_flops: float = 0.0
     """Of the backward of sparse tiles; 0: as the forward."""
     kernel: str = ""
-    """The kernel that dense speeds are of, and who says so."""
+    """The kernel of the dense speeds, and their source."""
     sparse_kernel: str = ""
     host: Host = Host()
-    """What starting a step costs, where a host launches what a device computes."""
+    """The cost of starting a step, where a host launches what a device computes."""
     cores: int = 0
     """Cores that the devices of a machine share, where devices are processes on a CPU; 0: none to share."""
     call_seconds: float = 1e-4
-    """What every attention call costs, however small; on GPUs a launch and a merge."""
+    """The cost of every attention call, however small; on GPUs a launch and a merge."""
     tile_seconds: float = 0.0
-    """What every tile of a sparse mask costs beyond its FLOPs."""
+    """The cost of every tile of a sparse mask beyond its FLOPs."""
     row_seconds: float = 0.0
-    """What every row of blocks costs in a call, by head, however few its tiles: queries in, outputs out."""
+    """The cost of every row of blocks in a call, by head, however few its tiles: queries in, outputs out."""
     memory_bandwidth: float = 0.0
     """Bytes/s that one device reads and writes; a copy does both. 0: memory costs nothing."""
     post_seconds: float = 0.0
-    """What starting one message, or waiting to receive one, costs the device that computes."""
+    """The cost, to the device that computes, of starting one message or of waiting to receive one."""
     pair_bandwidth: float = 0.0
-    """What one pair of devices may have of `intra`; 0: all of it."""
+    """The bandwidth of one pair of devices within `intra`; 0: all of it."""
     nic_bandwidth: float = 0.0
-    """What all devices of a machine share, each way, to other machines; 0: each has its `inter`."""
+    """The bandwidth to other machines, each way, that the devices of a machine share; 0: each has `inter`."""
     half_bytes: float = 0.0
     """The size of a message that gets half of the bandwidth; smaller ones get less."""
     two_sided: bool = False
-    """A message starts only when its receiver is there too (NCCL, gloo); else as soon as it is sent."""
+    """A message starts only when its receiver has posted it too (NCCL, gloo); else as soon as it is sent."""
     comm_slowdown: float = 0.0
     """The share of its compute speed that a device loses while two-sided messages come or go."""
     barriers: bool = False
-    """All ranks meet before every exchange."""
+    """All ranks wait for each other before every exchange."""
     transport: str = ""
-    """What carries messages faster, as `weft calibrate` measured it; empty: not measured."""
+    """The faster transport, as `weft calibrate` measured it; empty: not measured."""
     attention: tuple[Speed, ...] = ()
-    """Measured calls; where none is near, `flops` and `tile_seconds` tell."""
+    """Measured calls; where none is near, `flops` and `tile_seconds` are used."""
     links: tuple[tuple[int, int, Link], ...] = ()
     """Links that differ from the two above, as (source rank, destination rank, link)."""
 
     def __post_init__(self) -> None:
         if self.machines < 1 or self.devices < 1:
-            raise InputError(
-                f"A topology of {self.machines} machines × {self.devices} devices is empty.",
-                hint="Both are 1 or more.",
-            )
+            raise InputError(f"machines and devices must be ≥ 1, got {self.machines} and {self.devices}.")
         if self.ranks > MAX_RANKS:
-            raise InputError(
-                f"A topology of {self.ranks:,} ranks.", hint=f"At most {MAX_RANKS:,} are possible."
-            )
+            raise InputError(f"A topology has at most {MAX_RANKS:,} ranks, got {self.ranks:,}.")
         if not _is_usable(self.flops):
-            raise InputError(f"flops={self.flops} is no speed.", hint="Give FLOP/s of one device, above 0.")
+            raise InputError(f"flops must be > 0, got {self.flops}.", hint="Pass the FLOP/s of one device.")
         for name in COSTS:
             if getattr(self, name) and not _is_usable(getattr(self, name)):
-                raise InputError(f"{name}={getattr(self, name)}.", hint="Give a number, 0 or more.")
+                raise InputError(f"{name} must be ≥ 0, got {getattr(self, name)}.")
         if self.comm_slowdown >= 1:
-            raise InputError(
-                f"comm_slowdown={self.comm_slowdown} leaves nothing.", hint="Give a share below 1."
-            )
+            raise InputError(f"comm_slowdown must be in [0, 1), got {self.comm_slowdown}.")
         if self.transport not in TRANSPORTS:
             raise InputError(
                 f"transport must be one of {', '.join(map(repr, TRANSPORTS))}, got {self.transport!r}.",
@@ -190,11 +176,10 @@ class Topology:
         for source, target, _ in self.links:
             if not (0 <= source < self.ranks and 0 <= target < self.ranks):
                 raise InputError(
-                    f"A link joins ranks {source} and {target}.",
-                    hint=f"{self.name} has ranks 0 to {self.ranks - 1}.",
+                    f"A link joins ranks {source} and {target}; {self.name} has ranks 0 to {self.ranks - 1}."
                 )
 
-    @property
+    @cached_property
     def ranks(self) -> int:
         return self.machines * self.devices
 
@@ -218,14 +203,20 @@ class Topology:
 
     @staticmethod
     def from_toml(path: str | Path) -> Topology:
-        """Read a topology; names that do not exist are errors, so that no typing slip is ignored."""
-        table, where = files.toml(Path(path)), str(path)
-        rows: tuple[_OneWay, ...] = tables.entry(tuple[_OneWay, ...], table.pop("links", ()), where, "links")
+        """Read a topology; unknown names are errors."""
+        from weft.core import files, tables
+
+        table, source = files.toml(Path(path)), str(path)
+        rows: tuple[_LinkRow, ...] = tables.entry(
+            tuple[_LinkRow, ...], table.pop("links", ()), source, "links"
+        )
         table["links"] = [(row.source, row.target, row.link) for row in rows]
-        return tables.read(Topology, table, where)
+        return tables.read(Topology, table, source)
 
     def to_toml(self) -> str:
-        """What `from_toml` reads."""
+        """Return the TOML that `from_toml` reads."""
+        import json
+
         plain = [f for f in fields(self) if f.name not in (*_TABLES, "links", "attention")]
         lines = [f"{f.name} = {json.dumps(getattr(self, f.name))}" for f in plain]
         for name in _TABLES:
@@ -240,5 +231,5 @@ class Topology:
 _TABLES = ("intra", "inter", "host")
 
 
-def _lines(thing: Link | Speed | Host) -> list[str]:
-    return [f"{f.name} = {getattr(thing, f.name)!r}" for f in fields(thing)]
+def _lines(table: Link | Speed | Host) -> list[str]:
+    return [f"{f.name} = {getattr(table, f.name)!r}" for f in fields(table)]

@@ -1,4 +1,4 @@
-"""Numbers as people read them: three digits and a unit."""
+"""Units: format numbers with three significant digits and a unit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def time(seconds: float) -> str:
     >>> time(0.00123), time(12.3456), time(0.0035), time(0)
     ('1.23 ms', '12.3 s', '3.50 ms', '0 s')
     """
-    return _written(seconds, TIMES, "s")
+    return _format(seconds, TIMES, "s")
 
 
 def clock(seconds: float) -> str:
@@ -34,7 +34,7 @@ def size(num_bytes: float) -> str:
     >>> size(123_456_789), size(0)
     ('123 MB', '0 B')
     """
-    return _written(num_bytes, SIZES, "B")
+    return _format(num_bytes, SIZES, "B")
 
 
 def count(number: float) -> str:
@@ -42,11 +42,11 @@ def count(number: float) -> str:
     >>> count(1_234_567), count(12)
     ('1.23 M', '12.0')
     """
-    return _written(number, COUNTS, "")
+    return _format(number, COUNTS, "")
 
 
 def short(text: str) -> str:
-    """Without zeros that say nothing, as on an axis.
+    """Strip the trailing zeros of a formatted number, for axis labels.
 
     >>> short("3.50 ms"), short("12.0"), short("500 µs")
     ('3.5 ms', '12', '500 µs')
@@ -55,25 +55,11 @@ def short(text: str) -> str:
     return f"{number.rstrip('0').rstrip('.') if '.' in number else number} {unit}".strip()
 
 
-def _written(value: float, units: tuple[tuple[float, str], ...], one: str) -> str:
+def _format(value: float, units: tuple[tuple[float, str], ...], zero_unit: str) -> str:
     if not math.isfinite(value):
         return "unknown"
     if not value:
-        return f"0 {one}".strip()
+        return f"0 {zero_unit}".strip()
     factor, unit = next((u for u in units if abs(value) >= 0.9995 * u[0]), units[-1])
-    places = max(0, 2 - math.floor(math.log10(abs(value / factor) * 1.0005)))
-    return f"{value / factor:,.{min(places, 3)}f} {unit}".strip()
-
-
-def ticks(most: float, wanted: int = 5) -> list[float]:
-    """Round numbers from 0 up to `most`, about as many as wanted.
-
-    >>> ticks(0.47)
-    [0.0, 0.1, 0.2, 0.3, 0.4]
-    """
-    if not 1e-300 < most < math.inf:  # below that, a tenth of it may be 0
-        return [0.0]
-    rough = most / wanted
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(f * power for f in (1, 2, 5, 10) if f * power >= 0.999 * rough)
-    return [round(i * step, 12) for i in range(int(most / step * 1.000001) + 1)]
+    decimals = max(0, 2 - math.floor(math.log10(abs(value / factor) * 1.0005)))
+    return f"{value / factor:,.{min(decimals, 3)}f} {unit}".strip()

@@ -1,7 +1,7 @@
 """Voxels: an order of the tokens of a (t, h, w) grid in which a block of tokens is a compact cube.
 
-In raster order 64 neighbours in a row of the sequence are a line of pixels; as a 4 × 4 × 4 cube they
-look at much the same keys, and one list of blocks serves all of them.
+In raster order 64 consecutive tokens are a line of pixels; as a 4 × 4 × 4 cube they attend to nearly the same
+keys, and share one list of blocks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Extent = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Voxels:
-    """The grid, its cubes and the text tokens before and after it, which stay where they are.
+    """The grid, its cubes and the text tokens before and after it, which keep their places.
 
     Blocks are consecutive runs of `block` tokens of the whole sequence, as in a `BlockMask`: nothing is
     padded. Whole cubes come first, in raster order; the partial cubes of ragged edges come after
@@ -40,13 +40,9 @@ class Voxels:
     def __post_init__(self) -> None:
         for name, extent in (("grid", self.grid), ("cube", self.cube)):
             if len(extent) != 3 or min(extent) < 1:
-                raise InputError(
-                    f"{name}={extent} is no box.", hint="Give three sizes (t, h, w), each 1 or more."
-                )
+                raise InputError(f"{name} must be three sizes (t, h, w) ≥ 1, got {extent}.")
         if self.prefix < 0 or self.suffix < 0:
-            raise InputError(
-                f"prefix={self.prefix}, suffix={self.suffix}.", hint="Give 0 or more text tokens."
-            )
+            raise InputError(f"prefix and suffix must be ≥ 0, got {self.prefix} and {self.suffix}.")
 
     @property
     def block(self) -> int:
@@ -59,13 +55,13 @@ class Voxels:
 
     @property
     def text(self) -> tuple[tuple[int, int], ...]:
-        """The token ranges that are not of the grid, before and after grouping."""
+        """The token ranges of text, before and after grouping."""
         ends = (0, self.prefix), (self.length - self.suffix, self.length)
         return tuple((start, stop) for start, stop in ends if stop > start)
 
     @cached_property
     def order(self) -> IntArray:
-        """Place i of the grouped sequence holds the token order[i] of the given one."""
+        """Place i of the grouped sequence holds token order[i] of the original one."""
         # The sort is stable: tokens of one cube keep their raster order.
         grid = self.prefix + np.argsort(self._cube_of, kind="stable")
         after = np.arange(self.length - self.suffix, self.length)
@@ -73,7 +69,7 @@ class Voxels:
 
     @cached_property
     def inverse(self) -> IntArray:
-        """Token i of the given sequence is at place inverse[i] of the grouped one."""
+        """Token i of the original sequence is at place inverse[i] of the grouped one."""
         places = np.empty_like(self.order)
         places[self.order] = np.arange(self.length)
         return places
@@ -86,7 +82,7 @@ class Voxels:
 
     @cached_property
     def _cube_of(self) -> IntArray:
-        """The number of each grid token's cube: first by the faces that cut it, then in raster order."""
+        """The number of each grid token's cube, sorted by the faces that cut it, then in raster order."""
         cut: IntArray = np.zeros(self.grid, dtype=np.int64)
         cube: IntArray = np.zeros(self.grid, dtype=np.int64)
         for axis, (size, side) in enumerate(zip(self.grid, self.cube, strict=True)):

@@ -1,1 +1,1 @@
-"""Doctor: what a GPU machine does, measured part by part, each in processes that may die."""
+"""Doctor: measure and check a GPU machine, one suite of checks at a time, in processes that may die."""

@@ -1,4 +1,4 @@
-"""Examine: ask the parts one after the other within a time budget, and write what came of it."""
+"""Examine: run the suites one after the other within a time budget, and write the report."""
 
 from __future__ import annotations
 
@@ -21,78 +21,69 @@ else:
 from weft import __version__
 from weft.core.errors import InputError
 from weft.core.files import whole, writing
-from weft.doctor.child import MACHINE, Order
-from weft.doctor.keeper import Account, Keepers
-from weft.doctor.machine import machine_of
-from weft.doctor.merge import can_go_on, finished, first_failure, part_report, skipped
-from weft.doctor.part import Part
-from weft.doctor.parts import PARTS, UNASKED
+from weft.doctor.check_machine import machine_of
+from weft.doctor.child import MACHINE, AttemptSpec
 from weft.doctor.privacy import cleaned, private_words
+from weft.doctor.suite import CheckSuite, topology_text
+from weft.doctor.suite_report import can_go_on, finished, first_failure, skipped, suite_report
+from weft.doctor.suites import NOT_COVERED, SUITES
+from weft.doctor.supervisor import AttemptResult, Supervisors
 
 SCHEMA = 1
 MAX_ATTEMPTS = 4
 MIN_SECONDS = 2.0
-"""An attempt with less time than that would not even join."""
-PUBLIC = frozenset(re.findall(r"\w+", repr(PARTS).lower()))
-"""Words of the parts themselves, also where a user or a host is called by one of them."""
-WRITE_HINT = "Give a folder that can be written with --out."
+"""An attempt with less time would not even join."""
+PUBLIC = frozenset(re.findall(r"\w+", repr(SUITES).lower()))
+"""Words of the suites themselves: never private, even if they are the name of a user or a host."""
+WRITE_HINT = "Pass a writable folder as --out."
 
 Report = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Examination:
-    """What is asked, by which device, in how much time."""
+    """The suites to run, on which device, within how much time."""
 
-    parts: Sequence[Part]
+    suites: Sequence[CheckSuite]
     device: str = "cuda"
     seconds: float = 600.0
     faults: Mapping[str, str] = field(default_factory=dict[str, str])
-    """By part: crash, hang or wrong; `hang:4` with a limit of 4 seconds. For tests."""
+    """By suite: crash, hang or wrong; `hang:4` with a limit of 4 seconds. For tests."""
     machines: int = 1
+    on_begin: Callable[[CheckSuite], None] = lambda _: None
+    on_end: Callable[[Report], None] = lambda _: None
 
 
-def serve_rank(
-    examination: Examination,
-    *,
-    on_begin: Callable[[Part], None] = lambda _: None,
-    on_end: Callable[[Report], None] = lambda _: None,
-) -> Report | None:
-    """Run the keeper of this launched rank to the end; return the report on rank 0."""
+def serve_rank(examination: Examination) -> Report | None:
+    """Supervise this launched rank to the end; return the report on rank 0."""
     if examination.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # for the children, on a machine that has GPUs
-    keepers = Keepers()
-    words = [word for word in keepers.share(private_words()) if word.lower() not in PUBLIC]
-    if keepers.rank:
-        keepers.follow()
+    supervisors = Supervisors()
+    words = [word for word in supervisors.share(private_words()) if word.lower() not in PUBLIC]
+    if supervisors.rank:
+        supervisors.follow()
         return None
     try:
-        return _examined(examination, keepers, on_begin, on_end, words)
+        return _examined(examination, supervisors, words)
     finally:
-        keepers.end()
+        supervisors.end()
 
 
-def _examined(
-    examination: Examination,
-    keepers: Keepers,
-    on_begin: Callable[[Part], None],
-    on_end: Callable[[Report], None],
-    words: Sequence[str],
-) -> Report:
+def _examined(examination: Examination, supervisors: Supervisors, words: Sequence[str]) -> Report:
     began = time.monotonic()
-    facts = _facts(examination, keepers)
-    parts: list[Report] = []
-    for part in examination.parts:
+    facts = _facts(examination, supervisors)
+    entries: list[Report] = []
+    for suite in examination.suites:
         left = examination.seconds - (time.monotonic() - began)
-        if keepers.is_stopped.is_set():
-            found = skipped(part, "stopped before it began")
+        if supervisors.is_stopped.is_set():
+            entry = skipped(suite, "stopped before it began")
         elif left < MIN_SECONDS:
-            found = skipped(part, "no time left: give more --minutes, or --only some parts")
+            entry = skipped(suite, "no time left: pass more --minutes, or --only some parts")
         else:
-            on_begin(part)
-            found = _ask(part, examination, keepers, left)
-        parts.append(cleaned(found, words))
-        on_end(parts[-1])
+            examination.on_begin(suite)
+            entry = _run(suite, examination, supervisors, left)
+        entries.append(cleaned(entry, words))
+        examination.on_end(entries[-1])
     return {
         "schema": SCHEMA,
         "weft": __version__,
@@ -100,69 +91,64 @@ def _examined(
         "is_rehearsal": examination.device != "cuda",
         "made_up": False,
         "seconds": round(time.monotonic() - began, 3),
-        "never_ran": [*(claim for part in examination.parts for claim in part.claims), *UNASKED],
+        "never_ran": [*(claim for suite in examination.suites for claim in suite.claims), *NOT_COVERED],
         "machine": machine_of(facts, device=examination.device, machines=examination.machines),
-        "parts": parts,
-        "topology": _topology(parts),
+        "parts": entries,
+        "topology": _topology(entries),
     }
 
 
-def _facts(examination: Examination, keepers: Keepers) -> list[dict[str, Any]]:
-    """Return what each rank says of its device; without a GPU there is nothing to examine."""
-    order = Order(part=MACHINE.name, seconds=MACHINE.seconds, device=examination.device)
-    accounts = keepers.ask(order)
-    cause = first_failure(accounts)
-    if cause is not None and cause.how == "failed" and "InputError" in cause.message:
+def _facts(examination: Examination, supervisors: Supervisors) -> list[dict[str, Any]]:
+    """Return the facts of each rank's device; without a GPU there is nothing to examine."""
+    spec = AttemptSpec(suite=MACHINE.name, seconds=MACHINE.seconds, device=examination.device)
+    results = supervisors.run_attempt(spec)
+    cause = first_failure(results)
+    if cause is not None and cause.ending == "failed" and "InputError" in cause.message:
         raise InputError(f"Rank {cause.rank}: {cause.message.partition(': ')[2]}")
-    return [account.checks[0]["data"] if account.checks else {} for account in accounts]
+    return [result.checks[0]["data"] if result.checks else {} for result in results]
 
 
-def _ask(part: Part, examination: Examination, keepers: Keepers, left: float) -> Report:
-    """Ask one part, again after a check that broke it, within its limit and what is left of the budget."""
-    fault, _, bound = examination.faults.get(part.name, "").partition(":")
-    limit = min(float(bound or part.seconds), left)
+def _run(suite: CheckSuite, examination: Examination, supervisors: Supervisors, left: float) -> Report:
+    """Run a suite, again after a check that broke it, within its limit and the rest of the budget."""
+    fault, _, bound = examination.faults.get(suite.name, "").partition(":")
+    limit = min(float(bound or suite.seconds), left)
     began = time.monotonic()
-    attempts: list[list[Account]] = []
+    attempts: list[list[AttemptResult]] = []
     while True:
-        order = Order(
-            part=part.name,
+        spec = AttemptSpec(
+            suite=suite.name,
             seconds=limit - (time.monotonic() - began),
             device=examination.device,
             is_first=not attempts,
             finished=finished(attempts),
             fault=fault,
         )
-        attempts.append(keepers.ask(order))
+        attempts.append(supervisors.run_attempt(spec))
         time_left = limit - (time.monotonic() - began)
-        may_go_on = can_go_on(attempts[-1]) and not keepers.is_stopped.is_set()
+        may_go_on = can_go_on(attempts[-1]) and not supervisors.is_stopped.is_set()
         if not may_go_on or len(attempts) == MAX_ATTEMPTS or time_left < MIN_SECONDS:
             break
-    is_cut = not bound and limit < part.seconds
-    report = part_report(part, attempts, seconds=time.monotonic() - began, limit=limit, is_cut=is_cut)
-    if keepers.is_stopped.is_set():
+    is_cut = not bound and limit < suite.seconds
+    report = suite_report(suite, attempts, seconds=time.monotonic() - began, limit=limit, is_cut=is_cut)
+    if supervisors.is_stopped.is_set():
         report |= {"status": "skipped", "message": "stopped while it ran"}
     return report
 
 
-def _topology(parts: Sequence[Report]) -> Any:
-    """Return the measured topology as plain data; a file of TOML holds the same."""
+def _topology(entries: Sequence[Report]) -> Any:
+    """Return the measured topology as plain data; topology.toml holds the same."""
     try:
-        return tomllib.loads(topology_text(parts)) or None
+        return tomllib.loads(topology_text(entries)) or None
     except tomllib.TOMLDecodeError:
         return None
 
 
-def topology_text(parts: Sequence[Report]) -> str:
-    texts = [check["data"] for part in parts for check in part["checks"] if check["name"] == "topology"]
-    return next((text for text in texts if isinstance(text, str)), "")
-
-
 def write(report: Report, folder: Path) -> list[Path]:
     """Write doctor.json, doctor.html and, if links were measured, topology.toml; return their paths."""
-    from weft.doctor.page import page
+    from weft.doctor.html import page
 
     texts = {"doctor.json": as_json, "topology.toml": lambda each: topology_text(each["parts"])}
-    texts["doctor.html"] = page  # last: whatever it does not understand, the others are there
+    texts["doctor.html"] = page  # last: if it fails, the others are written
     files: list[Path] = []
     with writing(folder, hint=WRITE_HINT):
         folder.mkdir(parents=True, exist_ok=True)

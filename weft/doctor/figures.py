@@ -1,4 +1,4 @@
-"""Figures of a doctor's report: links by pair, kernel speeds, and predictions beside measurements."""
+"""Figures of a doctor's report: bandwidth by pair, kernel speeds, and predictions beside measurements."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from weft.core import units
-from weft.report.draw import Figure, Line, Rect, Shape, Words
+from weft.report.draw import Figure, Label, Polyline, Rect, Shape
 
 Report = Mapping[str, Any]
 WIDTH, WIDE, LEFT, TOP, SIDE = 480.0, 960.0, 92.0, 46.0, 300.0
 BAR, GAP = 15.0, 9.0
 PAIR = re.compile(r"(\d+)→(\d+)")
-MOST_SPEEDS = 24
+MAX_SPEEDS = 24
 
 
 def figures(report: Report) -> list[Figure]:
@@ -21,12 +21,13 @@ def figures(report: Report) -> list[Figure]:
     return [figure for figure in drawn if figure is not None]
 
 
-def checks_of(report: Report, part: str) -> Sequence[Mapping[str, Any]]:
-    return next((each["checks"] for each in report["parts"] if each["name"] == part), ())
+def checks_of(report: Report, name: str) -> Sequence[Mapping[str, Any]]:
+    """Return the checks of a suite."""
+    return next((entry["checks"] for entry in report["parts"] if entry["name"] == name), ())
 
 
 def _links(report: Report) -> Figure | None:
-    """GB/s by pair, from zero to the fastest."""
+    """Draw GB/s by pair, from zero to the fastest."""
     speeds = {
         (int(pair[1]), int(pair[2])): float(check["numbers"]["gbytes_per_s"])
         for check in checks_of(report, "links")
@@ -42,16 +43,16 @@ def _links(report: Report) -> Figure | None:
         x, y, tip = LEFT + b * cell, TOP + a * cell, f"rank {a} → rank {b}: {speed:,.1f} GB/s"
         shapes.append(Rect(x, y, cell, cell, "c4", speed / fastest, "link", tip))
         if ranks <= 8:
-            colour = "white" if speed > 0.55 * fastest else "ink"
-            shapes.append(Words(x + cell / 2, y + cell / 2 + 4, _gbytes(speed), 12, colour, "middle"))
+            color = "white" if speed > 0.55 * fastest else "ink"
+            shapes.append(Label(x + cell / 2, y + cell / 2 + 4, _gbytes(speed), 12, color, "middle"))
     for rank in range(0, ranks, -(-ranks // 8)):
-        shapes.append(Words(LEFT - 6, TOP + (rank + 0.5) * cell + 4, str(rank), 12.5, anchor="end"))
-        shapes.append(Words(LEFT + (rank + 0.5) * cell, TOP - 6, str(rank), 12.5, anchor="middle"))
-    shapes.append(Words(LEFT - 34, TOP + SIDE / 2 + 4, "from", 12.5, anchor="end"))
-    shapes.append(Words(LEFT + SIDE / 2, TOP - 26, "to rank", 12.5, anchor="middle"))
+        shapes.append(Label(LEFT - 6, TOP + (rank + 0.5) * cell + 4, str(rank), 12.5, anchor="end"))
+        shapes.append(Label(LEFT + (rank + 0.5) * cell, TOP - 6, str(rank), 12.5, anchor="middle"))
+    shapes.append(Label(LEFT - 34, TOP + SIDE / 2 + 4, "from", 12.5, anchor="end"))
+    shapes.append(Label(LEFT + SIDE / 2, TOP - 26, "to rank", 12.5, anchor="middle"))
     slowest = min(speeds.values())
     title = f"Links: {_gbytes(slowest)} to {_gbytes(fastest)} GB/s between two ranks"
-    caption = "GB/s of each direction while both send. Colour begins at zero."
+    caption = "GB/s of each direction while both send. Color begins at zero."
     return Figure("links", title, WIDTH, TOP + SIDE + 12, tuple(shapes), caption=caption)
 
 
@@ -60,20 +61,20 @@ def _gbytes(speed: float) -> str:
 
 
 def _predictions(report: Report) -> Figure | None:
-    """Two bars for each measurement of the Wan-shaped attention that was also predicted."""
+    """Draw two bars for each measurement of the Wan-shaped attention that was also predicted."""
     pairs = list(_predicted(checks_of(report, "wan")))
     if not pairs:
         return None
     shapes: list[Shape] = []
     left, right, y = 40.0, 340.0, 18.0
     for name, measured, predicted, show in pairs:
-        shapes.append(Words(left, y, name, 12.5, "ink"))
+        shapes.append(Label(left, y, name, 12.5, "ink"))
         most = max(measured, predicted)
-        for value, colour, label in ((measured, "c4", "measured"), (predicted, "c7", "predicted")):
+        for value, color, label in ((measured, "c4", "measured"), (predicted, "c7", "predicted")):
             y += 6
             width = (right - left) * value / most
-            shapes.append(Rect(left, y, width, BAR, colour, kind=label))
-            shapes.append(Words(left + width + 6, y + BAR - 3, f"{show(value)} {label}", 12.5))
+            shapes.append(Rect(left, y, width, BAR, color, kind=label))
+            shapes.append(Label(left + width + 6, y + BAR - 3, f"{show(value)} {label}", 12.5))
             y += BAR
         y += 22
     title = "One attention of Wan: measured and predicted"
@@ -89,14 +90,14 @@ def _predicted(checks: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, float
 
 
 def _speeds(report: Report) -> Figure | None:
-    """TFLOP/s of each kernel that was timed, with a mark where torch's own dense attention is."""
+    """Draw TFLOP/s of each kernel that was timed, with a mark at torch's own dense attention."""
     rows = [
-        (part["name"].removeprefix("kernel-"), check)
-        for part in report["parts"]
-        if part["name"].startswith("kernel-")
-        for check in part["checks"]
+        (entry["name"].removeprefix("kernel-"), check)
+        for entry in report["parts"]
+        if entry["name"].startswith("kernel-")
+        for check in entry["checks"]
         if check["numbers"].get("tflops")
-    ][:MOST_SPEEDS]
+    ][:MAX_SPEEDS]
     if not rows:
         return None
     left, right, y = 390.0, 890.0, 8.0
@@ -105,12 +106,12 @@ def _speeds(report: Report) -> Figure | None:
     for backend, check in rows:
         speed, own = check["numbers"]["tflops"], check["numbers"].get("torch_tflops")
         width = (right - left) * speed / most
-        shapes.append(Words(left - 10, y + BAR - 3, f"{backend} · {check['name']}", 12.5, "ink", "end"))
+        shapes.append(Label(left - 10, y + BAR - 3, f"{backend} · {check['name']}", 12.5, "ink", "end"))
         shapes.append(Rect(left, y, width, BAR, "c4", kind="speed"))
-        shapes.append(Words(left + width + 8, y + BAR - 3, f"{speed:,.0f}", 12.5))
+        shapes.append(Label(left + width + 8, y + BAR - 3, f"{speed:,.0f}", 12.5))
         if own:
             at = left + (right - left) * own / most
-            shapes.append(Line(((at, y - 3), (at, y + BAR + 3)), "c5", 2.5, kind="torch"))
+            shapes.append(Polyline(((at, y - 3), (at, y + BAR + 3)), "c5", 2.5, kind="torch"))
         y += BAR + GAP
     title = f"Kernels: up to {max(check['numbers']['tflops'] for _, check in rows):,.0f} TFLOP/s"
     caption = "TFLOP/s over active tiles. The upright mark is torch's own dense attention at the same shape."

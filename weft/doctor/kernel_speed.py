@@ -1,4 +1,4 @@
-"""Speed of an attention kernel on a GPU, beside torch's own dense attention of the same shape."""
+"""Measure the speed of an attention kernel on a GPU, and of torch's dense attention of the same shape."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.run.kernels import Kernel
-from weft.run.kernels.rules import Work
+from weft.run.kernels import AttentionKernel
+from weft.run.kernels.rules import KernelSpec
 from weft.run.kernels.tiles import Tiles
-from weft.run.stopwatch import device_seconds
+from weft.run.measure.stopwatch import device_seconds
 
 HEADS, TOKENS, BLOCK, DENSITY = 16, 8192, 128, 0.25
 """A shape that fills a GPU; DENSITY is the share of active tiles where it is sparse."""
 ROUNDS = 5
 PRODUCTS = {False: 4, True: 10}
-"""FLOP for each query, key and number of a head: two products forward, five backward."""
+"""FLOP per query, key and head dim, by direction: two products forward, five backward."""
 
 
 @torch.no_grad()
-def speeds(kernel: Kernel, work: Work, device: torch.device) -> dict[str, float]:
+def speeds(kernel: AttentionKernel, work: KernelSpec, device: torch.device) -> dict[str, float]:
     """Return tflops of the active tiles, and torch_tflops of torch's attention over all of them."""
     random = torch.Generator(device).manual_seed(0)
     shape, dtype = (1, HEADS, TOKENS, work.head_dim), getattr(torch, work.dtype)

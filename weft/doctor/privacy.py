@@ -1,7 +1,7 @@
-"""Privacy: what a report must not say of the machine and of its user, and how it is taken out.
+"""Privacy: remove what a report must not reveal about the machine and its user.
 
-Host names, user names, folders, addresses and the values of environment variables come into a report by
-messages of other libraries only. Everything in it passes here once, before anything is written.
+Host names, user names, folders, addresses and values of environment variables get into a report only by
+messages of other libraries. The whole report is cleaned here before anything is written.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, cast
 
 MIN_VALUE = 10
-"""Characters of a variable's value that is taken out; shorter ones are ordinary words and numbers."""
+"""Characters of a variable's value that is removed; shorter ones are ordinary words and numbers."""
 ORDINARY_NAMES = {"root", "user", "ubuntu", "admin", "runner", "localhost", "host", "vm"}
-# In "/home/a/.venv/lib/python3.12/site-packages/torch/x.py" all before torch goes, and all before weft/.
+# Of "/home/a/.venv/lib/python3.12/site-packages/torch/x.py" only torch/x.py stays, and of weft's own, weft/….
 PACKAGE = re.compile(r"(?<![\w.])/(?:[^\s\"'<>:/]+/)*(?:site-packages|dist-packages)/")
 LIBRARY = re.compile(r"(?<![\w.])/(?:[^\s\"'<>:/]+/)*(?=python3\.\d+/)")
 OWN = re.compile(r"(?<![\w.])/(?:[^\s\"'<>:/]+/)*(?=weft/(?:\w+/)*\w+\.py)")
@@ -42,12 +42,12 @@ def private_words() -> list[str]:
 
 def cleaned(value: Any, words: Iterable[str]) -> Any:
     """Return a value for JSON without private words, folders and addresses; inf and nan are strings."""
-    known = "|".join(map(_pattern, sorted(set(words), key=len, reverse=True)))
-    return _cleaned(value, re.compile(known, re.IGNORECASE) if known else None)
+    pattern = "|".join(map(_pattern, sorted(set(words), key=len, reverse=True)))
+    return _cleaned(value, re.compile(pattern, re.IGNORECASE) if pattern else None)
 
 
 def _pattern(word: str) -> str:
-    """A short word stands alone: "ann" is not taken out of "channel"."""
+    """Return a pattern for a word; a short one must stand alone: "ann" is not removed from "channel"."""
     return re.escape(word) if len(word) >= MIN_VALUE else rf"(?<!\w){re.escape(word)}(?!\w)"
 
 

@@ -7,8 +7,7 @@ import numpy as np
 from weft.core.errors import InputError
 from weft.core.mask import BlockMask
 from weft.masks.grid import TokenGrid, nearest
-from weft.masks.laws import Floats, drift
-from weft.masks.scores import made_up_scores
+from weft.masks.synthetic import Floats, drift, synthetic_scores
 
 SPREAD = 1.7
 """The deviation of the logit over heads. With the regions of the scores, it gives 40 heads in natural order a
@@ -36,9 +35,9 @@ def evolving_mask(
     law = _around(density, SPREAD * drift((heads,), step=step, rho=rho, seed=[seed, 3]))
     text = grid.text(block)
     tiles = np.empty((heads, len(text), len(text)), dtype=np.bool_)
-    made_up = made_up_scores(heads, grid, grid.centres(block), seed=seed, step=step, rho=rho)
-    for head, score, part in zip(tiles, made_up, law.tolist(), strict=True):
-        head[:] = nearest(-score, part) | text[:, None] | text
+    made_up = synthetic_scores(heads, grid, grid.centers(block), seed=seed, step=step, rho=rho)
+    for head, score, share in zip(tiles, made_up, law.tolist(), strict=True):
+        head[:] = nearest(-score, share) | text[:, None] | text
     return grid.mask(tiles, block)
 
 

@@ -1,8 +1,8 @@
-"""TokenGrid: the (t, h, w) tokens of a video between its text, and how they fall into blocks.
+"""TokenGrid: the (t, h, w) tokens of a video between its text, and their blocks.
 
-Geometric masks are rules for pairs of tokens; a tile is active if any pair in it is. That is decided
-exactly, without a token matrix: tokens are gathered into *cells*, runs on which the rule is simple (a
-piece of one frame, a piece of one cube), and every block is a run of whole cells.
+Geometric masks are rules for pairs of tokens; a tile is active if any pair in it is. That is computed
+exactly, without a token matrix: tokens are grouped into *cells*, runs on which the rule is simple (a piece
+of one frame, a piece of one cube), and every block is a run of whole cells.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weft.core.codec import value
+from weft.core.codec import Value
 from weft.core.errors import InputError
 from weft.core.indices import IntArray
 from weft.core.mask import BlockMask, BoolArray
@@ -23,9 +23,8 @@ from weft.core.voxels import Extent, Voxels
 FloatArray = npt.NDArray[np.float32]
 
 
-@value
 @dataclass(frozen=True)
-class TokenGrid:
+class TokenGrid(Value):
     """A video of t × h × w tokens, with `prefix` text tokens before and `suffix` after it.
 
     Any sizes: blocks are cut from the whole sequence, may mix text, frames and cubes, and the last one
@@ -63,60 +62,60 @@ class TokenGrid:
         return self.prefix + self.video + self.suffix
 
     def blocks(self, block: int) -> int:
-        """How many blocks the sequence is cut into."""
+        """Return the number of blocks of the sequence."""
         if block < 1:
-            raise InputError(f"block={block} is no size.", hint="Give 1 token or more, such as 64.")
+            raise InputError(f"block must be ≥ 1 token, got {block}.")
         return -(-self.tokens // block)
 
     def voxels(self, cube: Extent) -> Voxels:
-        """The order of the tokens in which cubes are runs."""
+        """Return the order of the tokens in which cubes are runs."""
         return Voxels(self.extent, cube, self.prefix, self.suffix)
 
     def turned(self, outer: int, middle: int, inner: int) -> TokenGrid:
-        """The grid with these axes of this one (0 is t, 2 is w) from the outermost to the innermost."""
+        """Return the grid with its axes (0 is t, 2 is w) in this order, the outermost first."""
         size = self.extent
         return TokenGrid(size[outer], size[middle], size[inner], self.prefix, self.suffix)
 
     def text(self, block: int) -> BoolArray:
-        """Which blocks have a text token in them."""
+        """Return which blocks contain a text token."""
         start = np.arange(self.blocks(block)) * block
         return (start < self.prefix) | (start + block > self.tokens - self.suffix) & bool(self.suffix)
 
-    def centres(self, block: int, order: IntArray | None = None) -> FloatArray:
-        """[blocks, 3]: the mean (t, h, w) of the video tokens of each block; the middle where it has none.
+    def centers(self, block: int, order: IntArray | None = None) -> FloatArray:
+        """Return [blocks, 3]: the mean (t, h, w) of each block's video tokens, or the middle of the video.
 
         Places hold tokens in raster order, or token order[i] at place i as in `Voxels.order`.
         """
         places = np.arange(self.tokens) if order is None else order
         here = np.flatnonzero((places >= self.prefix) & (places < self.tokens - self.suffix))
-        found = np.empty((self.blocks(block), 3), dtype=np.float32)
-        count = np.bincount(here // block, minlength=len(found))
+        centers = np.empty((self.blocks(block), 3), dtype=np.float32)
+        count = np.bincount(here // block, minlength=len(centers))
         for axis, along in enumerate(np.unravel_index(places[here] - self.prefix, self.extent)):
-            total = np.bincount(here // block, weights=along, minlength=len(found))
-            found[:, axis] = np.where(count, total / np.maximum(count, 1), (self.extent[axis] - 1) / 2)
-        return found
+            total = np.bincount(here // block, weights=along, minlength=len(centers))
+            centers[:, axis] = np.where(count, total / np.maximum(count, 1), (self.extent[axis] - 1) / 2)
+        return centers
 
-    def pieces(self, block: int) -> Cells:
-        """Cells in raster order: each is a piece of one frame (or of the text) in one block."""
+    def pieces(self, block: int) -> GridCells:
+        """Return cells in raster order: each is a piece of one frame (or of the text) in one block."""
         return self._cells(block, self.prefix + np.arange(self.t + 1) * self.frame)
 
-    def cubes(self, block: int, cube: Extent) -> Cells:
-        """Cells in voxel order: each is a piece of one cube (or of the text) in one block."""
+    def cubes(self, block: int, cube: Extent) -> GridCells:
+        """Return cells in voxel order: each is a piece of one cube (or of the text) in one block."""
         return self._cells(block, self.voxels(cube).bounds)
 
-    def _cells(self, block: int, borders: IntArray) -> Cells:
+    def _cells(self, block: int, borders: IntArray) -> GridCells:
         firsts = np.arange(self.blocks(block)) * block
         starts = np.union1d(firsts, borders[borders < self.tokens])
-        return Cells(self, starts, np.searchsorted(starts, firsts))
+        return GridCells(self, starts, np.searchsorted(starts, firsts))
 
     def mask(self, tiles: BoolArray, block: int) -> BlockMask:
-        """The mask of booleans [heads, blocks, blocks]."""
+        """Return the mask of booleans [heads, blocks, blocks]."""
         return BlockMask.from_tiles(tiles, q_len=self.tokens, kv_len=self.tokens, block_q=block)
 
 
 @dataclass(frozen=True, eq=False)
-class Cells:
-    """Runs of places, each in one block, with what a rule needs to know of them."""
+class GridCells:
+    """Runs of places, each in one block, and their distances."""
 
     grid: TokenGrid
     starts: IntArray
@@ -129,11 +128,11 @@ class Cells:
 
     @property
     def frame(self) -> IntArray:
-        """The frame of each cell (of no meaning for text)."""
+        """The frame of each cell (meaningless for text)."""
         return (self.starts - self.grid.prefix) // self.grid.frame
 
     def gap(self, period: int) -> IntArray:
-        """[cells, cells]: the least distance between their places modulo `period`, 0 where they overlap.
+        """Return [cells, cells]: the least distance of their places modulo `period`, 0 where they overlap.
 
         Cells must not run over a multiple of the period, as those of a frame do not.
         """
@@ -142,13 +141,20 @@ class Cells:
         return np.maximum(np.maximum(low[None] - high[:, None], low[:, None] - high[None]), 0)
 
     def least(self, distance: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """[blocks, blocks]: the least distance of a pair of cells in the tile; 0 (False) if one is text."""
+        """Return [blocks, blocks]: the least distance of two cells in the tile; 0 (False) if one is text."""
         distance = np.where(self.text[:, None] | self.text, distance.dtype.type(0), distance)
         rows = np.minimum.reduceat(distance, self.firsts, axis=0)
         return np.minimum.reduceat(rows, self.firsts, axis=1)
 
 
 def nearest(distance: npt.NDArray[Any], density: float) -> BoolArray:
-    """The tiles within the least distance that keeps the asked share of them."""
+    """Return the tiles within the least distance that keeps at least the share `density` of them."""
     last = min(max(int(np.ceil(density * distance.size)), 1), distance.size) - 1
     return distance <= np.partition(distance, last, axis=None)[last]
+
+
+def check_share(name: str, share: float) -> float:
+    """Return a share; raise an InputError if it is not in [0, 1]."""
+    if not 0 <= share <= 1:
+        raise InputError(f"{name} must be in [0, 1], got {share}.")
+    return share

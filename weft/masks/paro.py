@@ -1,4 +1,7 @@
-"""PARO: each head turns the grid so that what it attends to lies together, then keeps static blocks."""
+"""PARO masks: each head orders the grid so that what it attends to is adjacent, then keeps static blocks.
+
+Orders and densities of heads are synthetic.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import numpy as np
 
 from weft.core.mask import BlockMask, BoolArray
 from weft.masks.grid import TokenGrid, nearest
-from weft.masks.laws import head_densities
+from weft.masks.synthetic import head_densities
 
 
 def paro_mask(
@@ -20,20 +23,20 @@ def paro_mask(
     cv: float = 0.4,
     seed: int = 0,
 ) -> BlockMask:
-    """Each head has its own order of axes and sees what is near in it; densities spread over heads by `cv`.
+    """Give each head a random order of axes and the tiles near in it; densities spread over heads by `cv`.
 
-    Blocks are those of that order: queries, keys and values are turned head by head. Near is near on
-    the outermost axis and within the slice, out to a distance that keeps the head's density.
+    Blocks are those of that order: queries, keys and values are permuted head by head. Near is near on the
+    outermost axis and within the slice, out to a distance that keeps the head's density.
     """
     law = head_densities(heads, density, cv=cv, seed=seed)
-    turns = tuple(permutations((0, 1, 2)))
+    orders = tuple(permutations((0, 1, 2)))
     tiles: BoolArray = np.empty((heads, *[grid.blocks(block)] * 2), dtype=np.bool_)
-    turn = np.random.default_rng(seed).integers(len(turns), size=heads)
-    for number, axes in enumerate(turns):
+    order = np.random.default_rng(seed).integers(len(orders), size=heads)
+    for number, axes in enumerate(orders):
         turned = grid.turned(*axes)
         cells = turned.pieces(block)
         slices = np.abs(cells.frame[:, None] - cells.frame)
         distance = cells.least(slices * turned.frame + cells.gap(turned.frame) * turned.t)
-        for head in np.flatnonzero(turn == number):
+        for head in np.flatnonzero(order == number):
             tiles[head] = nearest(distance, float(law[head]))
     return grid.mask(tiles, block)

@@ -1,4 +1,4 @@
-"""Random: each head keeps a share of its tiles by chance; some rows and columns may be left empty."""
+"""Random masks, synthetic: each head keeps a random share of its tiles; rows and columns may be empty."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from weft.core.mask import BlockMask
-from weft.masks.laws import head_densities
+from weft.masks.synthetic import head_densities
 
 
 def random_mask(
@@ -20,10 +20,7 @@ def random_mask(
     cv: float = 0.0,
     seed: int = 0,
 ) -> BlockMask:
-    """Tiles are drawn independently, head by head; `density` is the expected share that is kept.
-
-    One density with a cv (deviation / mean) spreads over the heads by a beta law; a list has one for each.
-    """
+    """Draw tiles independently; `density` is the expected share of active ones, see `head_densities`."""
     law = head_densities(heads, density, cv=cv, seed=seed)
     rng = np.random.default_rng(seed)
     tiles = rng.random((heads, -(-q_len // block), -(-kv_len // block))) < law[:, None, None]

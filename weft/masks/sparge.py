@@ -1,4 +1,4 @@
-"""SpargeAttn: of pooled scores, every row of blocks keeps the fewest columns that hold p of its softmax."""
+"""SpargeAttn masks: each row of blocks keeps the fewest columns that hold p of its pooled softmax."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterable
 import numpy as np
 
 from weft.core.mask import BlockMask
-from weft.masks.grid import FloatArray, TokenGrid
-from weft.masks.laws import share
-from weft.masks.scores import fitting, made_up_scores, top_p
+from weft.masks.grid import FloatArray, TokenGrid, check_share
+from weft.masks.scores import check_scores, top_p
+from weft.masks.synthetic import synthetic_scores
 
-SHARP = 5.0
-"""What the made-up scores of a typical head are multiplied with: about a fourth is kept at p = 0.9."""
+SHARPNESS = 5.0
+"""Factor of the synthetic scores of a typical head: about a fourth is kept at p = 0.9."""
 
 
 def sparge_mask(
@@ -25,12 +25,12 @@ def sparge_mask(
     step: int = 0,
     seed: int = 0,
 ) -> BlockMask:
-    """Every row keeps the fewest blocks that hold `p` of its softmax; scores are made up.
+    """Keep the fewest blocks of each row that hold `p` of its softmax, by *synthetic* scores.
 
     The sharper a head, the less it keeps; sharpness is log-normal over heads with this `spread`.
     """
-    factors = SHARP * np.exp(spread * np.random.default_rng(seed).standard_normal(heads))
-    scores = made_up_scores(heads, grid, grid.centres(block), seed=seed, step=step)
+    factors = SHARPNESS * np.exp(spread * np.random.default_rng(seed).standard_normal(heads))
+    scores = synthetic_scores(heads, grid, grid.centers(block), seed=seed, step=step)
     sharp = (score * np.float32(factor) for score, factor in zip(scores, factors, strict=True))
     return top_p_mask(sharp, grid, block=block, p=p)
 
@@ -38,8 +38,8 @@ def sparge_mask(
 def top_p_mask(
     scores: Iterable[FloatArray], grid: TokenGrid, *, block: int = 64, p: float = 0.9
 ) -> BlockMask:
-    """From pooled q·k [heads, blocks, blocks], scaled as the softmax takes them; text comes on top."""
-    share("p", p)
+    """Make a mask from pooled q·k [heads, blocks, blocks], scaled for the softmax; text is always active."""
+    check_share("p", p)
     text = grid.text(block)
-    kept = text[:, None] | text
-    return grid.mask(np.stack([top_p(score, p) | kept for score in fitting(scores, len(text))]), block)
+    always = text[:, None] | text
+    return grid.mask(np.stack([top_p(score, p) | always for score in check_scores(scores, len(text))]), block)

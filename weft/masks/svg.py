@@ -1,12 +1,15 @@
-"""SVG: a head is spatial (a band around the diagonal) or temporal (the same place in all frames)."""
+"""SVG masks: a head is spatial (a band around the diagonal) or temporal (the same place in all frames).
+
+Which heads are of which kind is synthetic.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
 from weft.core.mask import BlockMask
-from weft.masks.grid import TokenGrid, nearest
-from weft.masks.laws import chosen_heads, share
+from weft.masks.grid import TokenGrid, check_share, nearest
+from weft.masks.synthetic import chosen_heads
 
 
 def svg_mask(
@@ -20,10 +23,10 @@ def svg_mask(
 ) -> BlockMask:
     """A share `spatial` of heads sees tokens near in raster order, the others those near in the frame.
 
-    The bands are as wide as they must be for each head to keep `density` of its tiles. In a frame of
-    few blocks, a temporal band that touches a tile at all may keep more.
+    The bands are as wide as needed for each head to keep `density` of its tiles. In a frame of few blocks,
+    a temporal band may keep more.
     """
-    share("density", density)
+    check_share("density", density)
     cells = grid.pieces(block)
     kinds = [nearest(cells.least(cells.gap(period)), density) for period in (grid.frame, grid.tokens)]
     kind = chosen_heads(heads, spatial, name="spatial", seed=seed).astype(np.int64)

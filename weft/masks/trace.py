@@ -1,4 +1,4 @@
-"""Trace: masks recorded from a real model, step by step and layer by layer, from an .npz file."""
+"""Trace masks: recorded from a real model, by step and layer, in an .npz file."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 MAX_BYTES = 8 << 30
 KINDS = {"tiles": (3, ("b1",)), "bits": (3, ("u1",)), "counts": (1, ("i", "u"))}
-"""What a file may hold: the axes of one mask and the kinds of numbers, of one byte where it says so."""
-WANTED = (
+"""Arrays of a file: the axes of one mask, and the dtypes as beginnings of their NumPy codes."""
+EXPECTED = (
     "A trace is an .npz file with booleans `tiles` or packed uint8 `bits` [steps, layers, heads, q blocks, "
     "kv blocks], or integers `counts` [steps, layers, heads]; steps and layers may be left out together."
 )
@@ -33,27 +33,26 @@ def trace_mask(
     layer: int = 0,
     seed: int = 0,
 ) -> BlockMask:
-    """One step and one layer of a recording: `tiles`, packed `bits` or `counts` in an .npz file.
+    """Return one step and one layer of a recording: `tiles`, packed `bits` or `counts` in an .npz file.
 
-    Of a count, the share of the file's `total` (or else of its largest count) is kept of this grid's
-    tiles, at random places, since a count does not say where. `layer` is the model's number if the
-    file has `layers`, and a position if not.
+    A count is a share of the file's `total` (or of its largest count); that share of this grid's tiles is
+    active, at random places. `layer` is the model's number if the file has `layers`, and a position if not.
     """
     arrays = _read(file)
     name = next(name for name in KINDS if name in arrays)
     one = _pick(arrays, name, step, layer)
     if len(one) != heads:
-        raise InputError(f"The trace {file} has {len(one)} heads, not {heads}.", hint=f"Ask for {len(one)}.")
+        raise InputError(f"heads must be {len(one)}, those of the trace {file}, got {heads}.")
     blocks = grid.blocks(block)
     if name == "counts":
         total = _total(arrays, file) if "total" in arrays else int(arrays[name].max())
         return grid.mask(_scatter(one, total, blocks, seed), block)
-    wanted = blocks, -(-blocks // 8) if name == "bits" else blocks
-    if one.shape[1:] != wanted:
+    expected = blocks, -(-blocks // 8) if name == "bits" else blocks
+    if one.shape[1:] != expected:
         raise InputError(
-            f"{grid.tokens} tokens in blocks of {block} have {name} of {wanted[0]} × {wanted[1]}; "
+            f"{grid.tokens} tokens in blocks of {block} have {name} of {expected[0]} × {expected[1]}; "
             f"in {file} they are {one.shape[1]} × {one.shape[2]}.",
-            hint="Give the grid, text and block that the trace was recorded with.",
+            hint="Pass the grid, text and block that the trace was recorded with.",
         )
     return grid.mask(
         np.unpackbits(one, axis=2, count=blocks).view(np.bool_) if name == "bits" else one, block
@@ -65,35 +64,35 @@ def _read(file: str) -> Arrays:
     if not path.is_file():
         raise InputError(f"There is no file {file!r}.", hint="Write trace:FILE, with a file that is there.")
     try:
-        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as found:
-            unpacked = sum(part.file_size for part in found.zip.infolist())
+        with path.open("rb") as stream, np.load(stream, allow_pickle=False) as archive:
+            unpacked = sum(member.file_size for member in archive.zip.infolist())
             if unpacked > MAX_BYTES:  # a small file can unpack to anything
                 raise InputError(f"{path} unpacks to {unpacked:,} bytes.", hint=f"At most {MAX_BYTES:,}.")
-            arrays = {name: np.asarray(found[name]) for name in found.files}
+            arrays = {name: np.asarray(archive[name]) for name in archive.files}
     except InputError:
         raise
     except Exception:
-        # The reasons of NumPy and of zip (pickles, headers, passwords) say nothing to a user.
-        raise InputError(f"{path} is no .npz file of plain arrays.", hint=WANTED) from None
+        # The errors of NumPy and of zip (pickles, headers, passwords) do not help a user.
+        raise InputError(f"{path} is not an .npz file of plain arrays.", hint=EXPECTED) from None
     for name, (axes, kinds) in KINDS.items():
         if (array := arrays.get(name)) is not None:
             if array.dtype.str[1:].startswith(kinds) and array.ndim in (axes, axes + 2) and array.size:
                 return arrays
-            raise InputError(f"`{name}` of {path} is {array.dtype} of shape {array.shape}.", hint=WANTED)
-    raise InputError(f"{path} holds {', '.join(arrays) or 'nothing'}.", hint=WANTED)
+            raise InputError(f"`{name}` of {path} is {array.dtype} of shape {array.shape}.", hint=EXPECTED)
+    raise InputError(f"{path} holds {', '.join(arrays) or 'nothing'}.", hint=EXPECTED)
 
 
 def _total(arrays: Arrays, file: str) -> int:
-    given = arrays["total"]
-    if given.size != 1 or given.dtype.kind not in "iu":
+    total = arrays["total"]
+    if total.size != 1 or total.dtype.kind not in "iu":
         raise InputError(
-            f"`total` of {file} is {given.dtype} of shape {given.shape}.", hint="Give one whole number."
+            f"`total` of {file} must be one whole number, got {total.dtype} of shape {total.shape}."
         )
-    return int(given.item())
+    return int(total.item())
 
 
 def _pick(arrays: Arrays, name: str, step: int, layer: int) -> npt.NDArray[Any]:
-    """[heads, …] of one step and one layer."""
+    """Return [heads, …] of one step and one layer."""
     array = arrays[name]
     if array.ndim == KINDS[name][0]:
         array = array[None, None]
@@ -109,10 +108,10 @@ def _pick(arrays: Arrays, name: str, step: int, layer: int) -> npt.NDArray[Any]:
 
 
 def _scatter(counts: npt.NDArray[Any], total: int, blocks: int, seed: int) -> BoolArray:
-    """[heads, blocks, blocks] with each head's share of tiles at random places."""
+    """Return [heads, blocks, blocks] with each head's share of tiles at random places."""
     least, most = int(counts.min()), int(counts.max())
     if not 0 <= least <= most <= total:
-        raise InputError(f"Counts from {least} to {most} are no parts of total={total}.", hint=WANTED)
+        raise InputError(f"Counts must be in [0, total={total}], got {least} to {most}.", hint=EXPECTED)
     rng = np.random.default_rng(seed)
     tiles = np.zeros((len(counts), blocks, blocks), dtype=np.bool_)
     for head, count in zip(tiles, counts.tolist(), strict=True):

@@ -10,23 +10,23 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from weft.core.codec import value
+from weft.core.codec import Value
 from weft.core.errors import InputError
 from weft.core.indices import EMPTY, Indices, IntArray, split_evenly
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.mesh import Mesh
-from weft.core.partition import Partition, Work
+from weft.core.partition import Partition, WorkItem
 from weft.core.problem import Problem
-from weft.plan.split import HeadPart, Heads
+from weft.plan.heads import natural as natural_groups
+from weft.plan.split import HeadPart, Heads, whole
 
 if TYPE_CHECKING:
     from weft.plan.strategy import Strategy
 
 
-@value
 @dataclass(frozen=True, eq=False)
-class Assignment:
+class Assignment(Value):
     """Per Ulysses coordinate, its heads (whole or in part) and the ring coordinate of every unit of tokens.
 
     A unit is a block of the mask; where the mask is dense it may be any number of tokens.
@@ -89,19 +89,19 @@ class Assignment:
     def widest(self) -> float:
         """The slice that has most heads, whole or in part, over the mean of whole heads."""
         counts = [len(group) for group in self.heads]
-        heads = {part.head for group in self.heads for part in group}
+        heads = {piece.head for group in self.heads for piece in group}
         return max(counts) * len(counts) / len(heads)
 
 
 def _is_whole(heads: Heads, count: int, rows: int) -> bool:
     """Whether each row of each head is in one group."""
     taken = np.zeros((count, rows), dtype=np.int64)
-    for part in (part for group in heads for part in group):
-        if not 0 <= part.head < count:
+    for piece in (piece for group in heads for piece in group):
+        if not 0 <= piece.head < count:
             return False
-        if part.rows is not None and not _is_within(part.rows, rows):
+        if piece.rows is not None and not _is_within(piece.rows, rows):
             return False
-        taken[part.head, slice(None) if part.rows is None else part.rows.array] += 1
+        taken[piece.head, slice(None) if piece.rows is None else piece.rows.array] += 1
     return bool((taken == 1).all())
 
 
@@ -112,7 +112,7 @@ def _is_within(some: Indices, size: int) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Assigned:
+class AssignmentCost:
     """An assignment, the seconds of slice u between row group a and column group b, and what moves."""
 
     assignment: Assignment
@@ -132,12 +132,12 @@ def home(layout: Layout, unit: int, mesh: Mesh) -> IntArray:
         ring = mesh.coordinate(rank).get("ring", 0)
         held = (layout.held(rank) - layout.shared).array // unit
         votes[ring] += np.bincount(held, minlength=size)
-    found = votes.argmax(axis=0)
-    whole = replicated(layout, unit, mesh).blocks(unit).array
-    for ring, (start, stop) in enumerate(split_evenly(len(whole), mesh.size("ring"))):
-        found[whole[start:stop]] = ring
-    found.setflags(write=False)  # it is remembered
-    return found
+    coordinate = votes.argmax(axis=0)
+    shared = replicated(layout, unit, mesh).blocks(unit).array
+    for ring, (start, stop) in enumerate(split_evenly(len(shared), mesh.size("ring"))):
+        coordinate[shared[start:stop]] = ring
+    coordinate.setflags(write=False)  # it is remembered
+    return coordinate
 
 
 def replicated(layout: Layout, unit: int, mesh: Mesh) -> Indices:
@@ -146,34 +146,34 @@ def replicated(layout: Layout, unit: int, mesh: Mesh) -> Indices:
         return EMPTY
     shared = layout.shared
     spans = [(u * unit, min((u + 1) * unit, layout.size)) for u in shared.blocks(unit)]
-    return Indices.from_runs(span for span in spans if shared.covers(Indices.span(*span)))
+    return Indices.from_runs([span for span in spans if shared.covers(Indices.span(*span))])
 
 
-def assemble(problem: Problem, mask: BlockMask, mesh: Mesh, given: Assignment) -> Partition:
+def assemble(problem: Problem, mask: BlockMask, mesh: Mesh, assignment: Assignment) -> Partition:
     """The partition of a assignment. Replicated keys are read in place, so nobody brings them."""
     check_fit(problem, mask, mesh)
-    in_place = replicated(problem.kv, given.kv_unit, mesh)
-    rows = _tokens(given.rows, given.q_unit, problem.q.size, mesh)
+    in_place = replicated(problem.kv, assignment.kv_unit, mesh)
+    rows = _tokens(assignment.rows, assignment.q_unit, problem.q.size, mesh)
     cols = [
         [tokens - in_place for tokens in ring]
-        for ring in _tokens(given.cols, given.kv_unit, problem.kv.size, mesh)
+        for ring in _tokens(assignment.cols, assignment.kv_unit, problem.kv.size, mesh)
     ]
-    work: list[tuple[Work, ...]] = []
+    work: list[tuple[WorkItem, ...]] = []
     brought: list[Indices] = []
     for rank in range(mesh.ranks):
         at = mesh.coordinate(rank)
         slice_, ring = at.get("ulysses", 0), at.get("ring", 0)
-        work.append(_work(given.heads[slice_], rows[slice_][ring], given.q_unit, problem.q.size))
+        work.append(_work(assignment.heads[slice_], rows[slice_][ring], assignment.q_unit, problem.q.size))
         brought.append(cols[slice_][ring])
     return Partition(tuple(work), tuple(brought), in_place)
 
 
 def _tokens(taker: IntArray, unit: int, size: int, mesh: Mesh) -> list[list[Indices]]:
     """By Ulysses and ring coordinate, the tokens of the units that go there."""
-    found: list[list[Indices]] = []
+    slices: list[list[Indices]] = []
     for slice_, row in enumerate(taker):
         if slice_ and np.array_equal(row, taker[slice_ - 1]):
-            found.append(found[-1])
+            slices.append(slices[-1])
             continue
         # Runs are found where the taker changes, not by asking every token: dense masks have a million.
         edges = np.flatnonzero(np.diff(row)) + 1
@@ -181,19 +181,19 @@ def _tokens(taker: IntArray, unit: int, size: int, mesh: Mesh) -> list[list[Indi
         for start, stop in pairwise([0, *edges.tolist(), len(row)]):
             runs[int(row[start])].append((start * unit, min(stop * unit, size)))
         here = [Indices(tuple(run)) for run in runs]
-        found.append(here)
-    return found
+        slices.append(here)
+    return slices
 
 
-def _work(parts: tuple[HeadPart, ...], rows: Indices, unit: int, size: int) -> tuple[Work, ...]:
+def _work(group: tuple[HeadPart, ...], rows: Indices, unit: int, size: int) -> tuple[WorkItem, ...]:
     """Whole heads are one work; each part of a head is another."""
-    found: dict[Indices, Indices] = {}
-    for part in parts:
-        mine = rows
-        if part.rows is not None:
-            mine = rows & Indices(tuple((a * unit, min(b * unit, size)) for a, b in part.rows.runs))
-        found[mine] = found.get(mine, EMPTY) | Indices.span(part.head, part.head + 1)
-    return tuple(Work(heads, mine) for mine, heads in found.items() if mine)
+    heads_of_rows: dict[Indices, Indices] = {}
+    for head in group:
+        own_rows = rows
+        if head.rows is not None:
+            own_rows = rows & Indices(tuple((a * unit, min(b * unit, size)) for a, b in head.rows.runs))
+        heads_of_rows[own_rows] = heads_of_rows.get(own_rows, EMPTY) | Indices.span(head.head, head.head + 1)
+    return tuple(WorkItem(heads, own_rows) for own_rows, heads in heads_of_rows.items() if own_rows)
 
 
 def check_fit(problem: Problem, mask: BlockMask, mesh: Mesh) -> None:
@@ -207,11 +207,51 @@ def check_fit(problem: Problem, mask: BlockMask, mesh: Mesh) -> None:
         raise InputError(
             f"This strategy knows no mesh axis {sorted(unknown)[0]!r}.", hint="Use ring and ulysses."
         )
-    given = (mask.heads, mask.q_len, mask.kv_len)
+    own = (mask.heads, mask.q_len, mask.kv_len)
     wanted = (problem.heads, problem.q.size, problem.kv.size)
-    if given != wanted:
+    if own != wanted:
         raise InputError(
-            "The mask is for {} heads, {} × {} tokens; ".format(*given)
+            "The mask is for {} heads, {} × {} tokens; ".format(*own)
             + "the tensors have {} heads, {} × {} tokens.".format(*wanted),
             hint="Make the mask for the whole sequence, text included, not for one rank's shard.",
         )
+
+
+def natural(problem: Problem, mask: BlockMask, mesh: Mesh) -> Partition:
+    """Heads are cut evenly over `ulysses`; rows and columns stay with the ring coordinate that holds them."""
+    check_fit(problem, mask, mesh)
+    return assemble(problem, mask, mesh, natural_assignment(problem, mask, mesh))
+
+
+def natural_assignment(problem: Problem, mask: BlockMask, mesh: Mesh) -> Assignment:
+    q_unit, kv_unit = mask.units
+    rows, cols = home(problem.q, q_unit, mesh), home(problem.kv, kv_unit, mesh)
+    return _alike(problem, mask, mesh, rows, cols)
+
+
+def zigzag(problem: Problem, mask: BlockMask, mesh: Mesh) -> Partition:
+    """Ring coordinate r takes chunks r and 2·R-1-r of the sequence: equal work under a causal mask."""
+    check_fit(problem, mask, mesh)
+    q_unit, kv_unit = mask.units
+    rows, cols = _zigzag(problem.q, q_unit, mesh), _zigzag(problem.kv, kv_unit, mesh)
+    return assemble(problem, mask, mesh, _alike(problem, mask, mesh, rows, cols))
+
+
+def _zigzag(layout: Layout, unit: int, mesh: Mesh) -> IntArray:
+    ring, taker = mesh.size("ring"), home(layout, unit, mesh).copy()
+    everywhere = replicated(layout, unit, mesh).blocks(unit).array
+    own = np.setdiff1d(np.arange(taker.size), everywhere)
+    for chunk, (start, stop) in enumerate(split_evenly(len(own), 2 * ring)):
+        taker[own[start:stop]] = min(chunk, 2 * ring - 1 - chunk)
+    return taker
+
+
+def _alike(problem: Problem, mask: BlockMask, mesh: Mesh, rows: IntArray, cols: IntArray) -> Assignment:
+    """The same rows and columns for every slice of heads."""
+    slices = mesh.size("ulysses")
+    return Assignment(
+        whole(natural_groups(problem.heads, slices)),
+        np.broadcast_to(rows, (slices, rows.size)),
+        np.broadcast_to(cols, (slices, cols.size)),
+        *mask.units,
+    )

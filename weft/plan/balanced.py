@@ -15,24 +15,25 @@ from weft.core.mask import BlockMask
 from weft.core.mesh import Mesh
 from weft.core.problem import Problem
 from weft.core.topology import Topology
-from weft.plan.assignment import Assigned, Assignment, check_fit, home
+from weft.plan.assignment import Assignment, AssignmentCost, check_fit, home, natural_assignment
 from weft.plan.balance import bound, ratio, step_ratio
-from weft.plan.blocks import Limits, joint
+from weft.plan.blocks import SwapLimits, joint
 from weft.plan.counts import TileCost, head_loads, row_loads, tile_loads
 from weft.plan.cuts import cut
 from weft.plan.heads import natural as in_order
-from weft.plan.partition import natural_assignment
 from weft.plan.split import HeadPart, Heads, part_loads, split, whole
 from weft.plan.strategy import Strategy
 
-PAIR = 16  # the cost of a token pair; a tile's fixed cost is rounded to sixteenths of it
-GOOD = 1.02  # splitting a head sends its keys once more: not for less than this
-GOOD_HEADS = 1.003  # of masks that change: a step's forecast is nearer than that
-GOOD_FAR = 1.1  # of several machines: sending a head's keys once more takes a tenth of an attention
-DRIFT = 1.003  # of heads: assigning them anew moves nothing that would not move anyway
-DRIFT_BLOCKS = 1.015  # of ring steps: blocks that stay at home need not be sent
-LIMITS = Limits(cap=1.1)  # a little more room than the default: with few blocks a swap moves much
-BY_LOAD = ("balanced", "cuts")  # the balances that deal heads by load, and split them
+PAIR_COST = 16  # the cost of a token pair; a tile's fixed cost is rounded to sixteenths of it
+SPLIT_TOLERANCE = 1.02  # splitting a head sends its keys once more: not for less than this
+RESPLIT_TOLERANCE = 1.003  # of masks that change: a step's forecast is nearer than that
+SPLIT_TOLERANCE_BETWEEN_MACHINES = (
+    1.1  # of several machines: sending a head's keys once more takes a tenth of an attention
+)
+HEAD_DRIFT = 1.003  # of heads: assigning them anew moves nothing that would not move anyway
+BLOCK_DRIFT = 1.015  # of ring steps: blocks that stay at home need not be sent
+SWAP_LIMITS = SwapLimits(cap=1.1)  # a little more room than the default: with few blocks a swap moves much
+LOAD_BALANCES = ("balanced", "cuts")  # the balances that deal heads by load, and split them
 DENSE_UNITS = 256  # where the mask sets no blocks, rows are cut into so many
 
 
@@ -45,12 +46,12 @@ class Balancer:
         flops = topology.attention_flops(sparse=not mask.is_dense)
         pair_seconds = 4 * problem.head_dim * problem.batch / flops
         self.cost = TileCost(
-            pair=PAIR, tile=round(PAIR * problem.batch * topology.tile_seconds / pair_seconds)
+            pair=PAIR_COST, tile=round(PAIR_COST * problem.batch * topology.tile_seconds / pair_seconds)
         )
-        self._unit_seconds = pair_seconds / PAIR
+        self._unit_seconds = pair_seconds / PAIR_COST
         self._heads: dict[int, Heads] = {}
         self._tiles: dict[Heads, IntArray] = {}
-        self._assigned: dict[tuple[Mesh, str], Assigned] = {}
+        self._assigned: dict[tuple[Mesh, str], AssignmentCost] = {}
 
     @cached_property
     def grid(self) -> BlockMask:
@@ -64,7 +65,7 @@ class Balancer:
     def row_loads(self) -> IntArray:
         return row_loads(self.grid, self.cost)
 
-    def assign(self, strategy: Strategy) -> Assigned:
+    def assign(self, strategy: Strategy) -> AssignmentCost:
         """Assign by a strategy; what travels does not matter to it, the place of the axes does."""
         key = strategy.mesh_on(self.topology), strategy.balance
         if key not in self._assigned:
@@ -75,10 +76,10 @@ class Balancer:
         mesh, grid = strategy.mesh_on(self.topology), self.grid
         if strategy.balance == "none":
             return natural_assignment(self.problem, self.mask, mesh)
-        heads = self.heads(strategy.ulysses, by_load=strategy.balance in BY_LOAD)
+        heads = self.heads(strategy.ulysses, by_load=strategy.balance in LOAD_BALANCES)
         rows, cols = (np.broadcast_to(x, (strategy.ulysses, x.size)) for x in self._home(mesh))
         if strategy.ring > 1 and strategy.balance == "balanced":
-            rows, cols = joint(self.tiles(heads), strategy.ring, *self._home(mesh), limits=LIMITS)
+            rows, cols = joint(self.tiles(heads), strategy.ring, *self._home(mesh), limits=SWAP_LIMITS)
         elif strategy.ring > 1 and strategy.balance == "cuts":
             rows = np.broadcast_to(cut(self.tiles(heads).sum(axis=(0, 2)), strategy.ring), rows.shape)
         return Assignment(heads, rows, cols, grid.block_q, grid.block_k)
@@ -88,9 +89,9 @@ class Balancer:
         grid, mesh = self.grid, strategy.mesh_on(self.topology)
         rows, cols = (np.broadcast_to(x, (strategy.ulysses, x.size)) for x in self._home(mesh))
         heads = whole(in_order(self.problem.heads, strategy.ulysses))
-        if strategy.balance in BY_LOAD:
-            loads = np.rint(shares[:, None] * grid.row_sizes * grid.kv_len * PAIR).astype(np.int64)
-            heads = split(loads, strategy.ulysses, enough=self._enough(GOOD_HEADS))
+        if strategy.balance in LOAD_BALANCES:
+            loads = np.rint(shares[:, None] * grid.row_sizes * grid.kv_len * PAIR_COST).astype(np.int64)
+            heads = split(loads, strategy.ulysses, enough=self._enough(RESPLIT_TOLERANCE))
         return Assignment(heads, rows, cols, grid.block_q, grid.block_k)
 
     def renew(self, strategy: Strategy, now: Assignment, expected: IntArray | None = None) -> Assignment:
@@ -103,19 +104,19 @@ class Balancer:
             scale = expected / np.maximum(1, loads.sum(axis=1))
             loads = np.rint(loads * (scale / scale.min())[:, None]).astype(np.int64)
         heads = now.heads
-        if ratio(part_loads(heads, loads)) > DRIFT:
-            better = split(loads, strategy.ulysses, enough=self._enough(GOOD_HEADS))
+        if ratio(part_loads(heads, loads)) > HEAD_DRIFT:
+            better = split(loads, strategy.ulysses, enough=self._enough(RESPLIT_TOLERANCE))
             if part_loads(better, loads).max() < part_loads(heads, loads).max():
                 heads = better
         rows, cols = now.rows, now.cols
         ring = strategy.ring
-        if ring > 1 and step_ratio(self._sums(heads, rows, cols, ring)[0]) > DRIFT_BLOCKS:
+        if ring > 1 and step_ratio(self._sums(heads, rows, cols, ring)[0]) > BLOCK_DRIFT:
             at_home = self._home(strategy.mesh_on(self.topology))
-            rows, cols = joint(self.tiles(heads), ring, *at_home, limits=LIMITS, start=(rows, cols))
-        found = Assignment(heads, rows, cols, now.q_unit, now.kv_unit)
-        return now if found == now else found
+            rows, cols = joint(self.tiles(heads), ring, *at_home, limits=SWAP_LIMITS, start=(rows, cols))
+        renewed = Assignment(heads, rows, cols, now.q_unit, now.kv_unit)
+        return now if renewed == now else renewed
 
-    def cost_of(self, strategy: Strategy, assignment: Assignment) -> Assigned:
+    def cost_of(self, strategy: Strategy, assignment: Assignment) -> AssignmentCost:
         """What an assignment costs on this mask, whichever mask it was made for."""
         mesh, ring = strategy.mesh_on(self.topology), strategy.ring
         heads, rows, cols = assignment.heads, assignment.rows, assignment.cols
@@ -128,40 +129,40 @@ class Balancer:
             sums, needed = self._sums(heads, rows, cols, ring)
         moved = tuple(float((now != there).mean()) for now, there in zip((rows, cols), at_home, strict=True))
         seconds = sums.astype(np.float64) * self._unit_seconds
-        return Assigned(assignment, seconds, (moved[0], moved[1]), needed)
+        return AssignmentCost(assignment, seconds, (moved[0], moved[1]), needed)
 
     def _sums(self, heads: Heads, rows: IntArray, cols: IntArray, ring: int) -> tuple[IntArray, float]:
         """Return loads [slices, row groups, column groups], and the share of others' keys that a rank reads.
 
         As `tile_sums` of `tiles`, without the table of them.
         """
-        found = np.empty((len(heads), ring, ring), dtype=np.int64)
+        totals = np.empty((len(heads), ring, ring), dtype=np.int64)
         shares: list[float] = []
-        for sums, group, row, col in zip(found, heads, rows, cols, strict=True):
+        for sums, group, row, col in zip(totals, heads, rows, cols, strict=True):
             loads = self._row_sums(group, row, ring)
             for rank in range(ring):
                 there = col == rank
                 sums[:, rank] = loads[:, there].sum(axis=1)
                 shares.append(float((loads[rank, ~there] > 0).sum() / max(1, (~there).sum())))
-        return found, float(np.mean(shares))
+        return totals, float(np.mean(shares))
 
     def _row_sums(self, group: tuple[HeadPart, ...], rows: IntArray, ring: int) -> IntArray:
         """[row groups, kv units]: the loads of a slice; only the last of its rows may have another size."""
         grid = self.grid
         inner, last = self.cost.of(grid.row_sizes[[0, -1]], grid.col_sizes)
-        found = np.zeros((ring, grid.kv_blocks), dtype=np.int64)
-        uncut = [part.head for part in group if part.rows is None]
-        for heads, part in [(uncut, None), *(([p.head], p.rows) for p in group if p.rows is not None)]:
+        sums = np.zeros((ring, grid.kv_blocks), dtype=np.int64)
+        uncut = [blocks.head for blocks in group if blocks.rows is None]
+        for heads, blocks in [(uncut, None), *(([p.head], p.rows) for p in group if p.rows is not None)]:
             counts = grid.counts(heads)
             taken = rows
-            if part is not None:
+            if blocks is not None:
                 taken = np.full(rows.shape, ring)  # nobody's
-                taken[part.array] = rows[part.array]
+                taken[blocks.array] = rows[blocks.array]
             for rank in range(ring):
-                found[rank] += counts[:-1][taken[:-1] == rank].sum(axis=0, dtype=np.int64) * inner
+                sums[rank] += counts[:-1][taken[:-1] == rank].sum(axis=0, dtype=np.int64) * inner
             if taken[-1] < ring:
-                found[taken[-1]] += counts[-1] * last
-        return found
+                sums[taken[-1]] += counts[-1] * last
+        return sums
 
     def _home(self, mesh: Mesh) -> tuple[IntArray, IntArray]:
         """The ring coordinates that hold the blocks of queries and of keys."""
@@ -175,7 +176,7 @@ class Balancer:
             return plain
         if groups not in self._heads:
             loads = self.row_loads
-            better = split(loads, groups, enough=self._enough(GOOD))
+            better = split(loads, groups, enough=self._enough(SPLIT_TOLERANCE))
             # Equally good is the same plan: it is not built and listed twice.
             is_better = part_loads(better, loads).max() < part_loads(plain, loads).max()
             self._heads[groups] = better if is_better else plain
@@ -183,22 +184,22 @@ class Balancer:
 
     def _enough(self, near: float) -> float:
         """Return the imbalance from which heads are split."""
-        return near if self.topology.machines == 1 else max(near, GOOD_FAR)
+        return near if self.topology.machines == 1 else max(near, SPLIT_TOLERANCE_BETWEEN_MACHINES)
 
     def tiles(self, heads: Heads) -> IntArray:
         """[slices, q units, kv units] of cost."""
         if heads not in self._tiles:
-            uncut = [[part.head for part in group if part.rows is None] for group in heads]
-            found = tile_loads(self.grid, uncut, self.cost)
+            uncut = [[piece.head for piece in group if piece.rows is None] for group in heads]
+            table = tile_loads(self.grid, uncut, self.cost)
             for slice_, group in enumerate(heads):
-                for part in group:
-                    if part.rows is not None:
-                        loads = tile_loads(self.grid, [[part.head]], self.cost)[0]
-                        found[slice_, part.rows.array] += loads[part.rows.array]
-            self._tiles[heads] = found
+                for piece in group:
+                    if piece.rows is not None:
+                        loads = tile_loads(self.grid, [[piece.head]], self.cost)[0]
+                        table[slice_, piece.rows.array] += loads[piece.rows.array]
+            self._tiles[heads] = table
         return self._tiles[heads]
 
     def bound(self, strategy: Strategy) -> float:
         """The least imbalance: whole heads have a bound, blocks and split heads hardly any."""
         loads = head_loads(self.grid, self.cost)
-        return bound(loads, strategy.ulysses, splittable=strategy.balance in BY_LOAD)
+        return bound(loads, strategy.ulysses, splittable=strategy.balance in LOAD_BALANCES)

@@ -12,13 +12,13 @@ from typing import NamedTuple
 import numpy as np
 
 from weft.core.indices import IntArray, split_evenly
-from weft.plan.refine import Side, refine
+from weft.plan.refine import SwapSide, refine
 
 Blocks = tuple[IntArray, IntArray]
 """The ring coordinate of each q block and of each kv block, per slice."""
 
 
-class Limits(NamedTuple):
+class SwapLimits(NamedTuple):
     """How far `joint` may go, and when it has gone far enough."""
 
     budget: float = 1 / 3
@@ -29,7 +29,7 @@ class Limits(NamedTuple):
     """A ratio with which it stops: every further swap would travel for little."""
 
 
-LIMITS = Limits()
+LIMITS = SwapLimits()
 
 
 def contiguous(blocks: int, ring: int) -> IntArray:
@@ -53,7 +53,7 @@ def joint(
     home_rows: IntArray | None = None,
     home_cols: IntArray | None = None,
     *,
-    limits: Limits = LIMITS,
+    limits: SwapLimits = LIMITS,
     start: Blocks | None = None,
 ) -> Blocks:
     """Rows and columns swapped together until every ring step is even, within `limits`; see `refine`.
@@ -75,7 +75,7 @@ def joint(
     by_rows = _over_rows(tile_loads, began[0], ring)
     tiles = np.ascontiguousarray(_over_cols(by_rows, began[1], ring).swapaxes(1, 2))
     rows, cols = (
-        Side(load, sums, now, home, limits.cap, limits.budget)
+        SwapSide(load, sums, now, home, limits.cap, limits.budget)
         for load, sums, now, home in zip(
             (tile_loads, tile_loads.swapaxes(1, 2)), (by_cols, by_rows), began, homes, strict=True
         )
@@ -94,22 +94,22 @@ def _is_near(home: Blocks, start: Blocks, budget: float) -> bool:
 
 def _over_cols(tiles: IntArray, groups: IntArray, ring: int) -> IntArray:
     """[U, R, n]: tiles [U, n, m] summed over the columns of each group, groups [U, m]."""
-    found = np.zeros((len(tiles), ring, tiles.shape[1]), dtype=np.int64)
-    for load, group, sums in zip(tiles, groups, found, strict=True):
+    totals = np.zeros((len(tiles), ring, tiles.shape[1]), dtype=np.int64)
+    for load, group, sums in zip(tiles, groups, totals, strict=True):
         order = np.argsort(group, kind="stable")
         there, starts = np.unique(group[order], return_index=True)
         # Groups that are runs are summed where they lie.
         load = load if (group[1:] >= group[:-1]).all() else load.take(order, axis=1)
         sums[there] = np.add.reduceat(load, starts, axis=1).T
-    return found
+    return totals
 
 
 def _over_rows(tiles: IntArray, groups: IntArray, ring: int) -> IntArray:
     """[U, R, m]: tiles [U, n, m] summed over the rows of each group, groups [U, n]."""
-    found = np.empty((len(tiles), ring, tiles.shape[2]), dtype=np.int64)
-    for load, group, sums in zip(tiles, groups, found, strict=True):
+    totals = np.empty((len(tiles), ring, tiles.shape[2]), dtype=np.int64)
+    for load, group, sums in zip(tiles, groups, totals, strict=True):
         for number in range(ring):
             members = np.flatnonzero(group == number)
             run = members.size and members[-1] - members[0] == members.size - 1
             load[slice(members[0], members[-1] + 1) if run else members].sum(axis=0, out=sums[number])
-    return found
+    return totals

@@ -10,27 +10,28 @@ from weft.core.mask import BlockMask
 from weft.core.problem import Problem
 from weft.core.schedule import Op, Schedule
 from weft.core.topology import Topology
-from weft.plan.assignment import Assignment, assemble
+from weft.plan.assignment import Assignment, assemble, zigzag
 from weft.plan.balanced import Balancer
-from weft.plan.partition import zigzag
 from weft.plan.strategies import kinds, parse
 from weft.plan.strategy import Strategy, factors
-from weft.program.workspace import peak_memory
 from weft.schedule.measure import attend_works, measure
-from weft.simulate.critical import Timing
-from weft.simulate.predict import predict
+from weft.simulate.predict import Timing, predict
 
-FINALISTS = 6
-WORTH = 1.01  # what is costly has many messages, and each of its settings its reason: not for less than this
-RISK = 0.01  # of the time of sending between machines, and of uneven work on shared cores: both stay hidden
-# only while nothing is late
-COSTLY = 6  # beside the finalists: many of them are alike, and must not crowd out what is not
-HOPE = 1.1  # what is costly takes long to build and to time: only what is guessed this near to the best
+MAX_FINALISTS = 6
+MAX_COSTLY_FINALISTS = 6
+"""Beside the others: many costly ones are alike, and must not crowd out what is not."""
+PRUNE_RATIO = 1.1
+"""Costly strategies take long to build and to time: only those estimated this near to the best are."""
+COMPLEXITY_PENALTY = 1.01
+"""On the seconds of costly strategies, which have many messages: a smaller gain is not worth them."""
+LATENESS_PENALTY = 0.01
+"""On seconds of sending between machines, and of uneven work on shared cores: both stay hidden only while
+nothing is late."""
 
 
 @dataclass(frozen=True)
-class Option:
-    """One candidate that was built and timed, and what it costs."""
+class Candidate:
+    """A strategy that was built and timed."""
 
     strategy: Strategy
     timing: Timing
@@ -46,7 +47,9 @@ class Option:
 
     @cached_property
     def memory(self) -> int:
-        """Peak bytes of the fullest rank, worked out when asked for: choosing does not need them."""
+        """Peak bytes of the fullest rank, computed on demand: choosing does not need them."""
+        from weft.program.workspace import peak_memory
+
         return max(peak_memory(self.schedule))
 
     @property
@@ -63,7 +66,7 @@ class Plan:
     """A schedule, what it was chosen from, and why."""
 
     schedule: Schedule
-    ranked: tuple[Option, ...]
+    ranked: tuple[Candidate, ...]
     """What was timed, the best first."""
     left_out: tuple[tuple[str, float], ...] = ()
     """Names and estimated seconds of candidates that were not worth building."""
@@ -83,7 +86,7 @@ class Plan:
         """What makes the first better than the second, in one sentence."""
         first, *others = self.ranked
         if not others:
-            return f"{first.name} is the only way."
+            return f"{first.name} is the only strategy."
         second = others[0]
         if first.seconds >= 0.995 * second.seconds:
             return f"{first.name} and {second.name} are equally fast to half a percent."
@@ -113,10 +116,10 @@ def build(
     *,
     assignment: Assignment | None = None,
 ) -> Schedule:
-    """A schedule by its strategy's name: ulysses, ring, zigzag, gather, usp:UxR, …+balanced, …+cuts.
+    """Build a schedule by its strategy's name: ulysses, ring, zigzag, gather, usp:UxR, …+balanced, …+cuts.
 
-    `auto` is the planner's choice. `assignment` says which rank takes which heads and blocks, in place
-    of what the strategy's balance would make of this mask.
+    `auto` is the choice of `choose`. `assignment` replaces the one that the strategy's balance makes of
+    this mask.
     """
     if name == "auto" and assignment is None:
         return choose(problem, mask, topology).schedule
@@ -150,76 +153,79 @@ def usp_names(ranks: int) -> list[str]:
 
 
 def candidates(problem: Problem, mask: BlockMask, topology: Topology) -> list[Strategy]:
-    """Every way to cut ranks into heads × ring, each exchange, each balance that could matter here."""
-    found: list[Strategy] = []
+    """Return the strategies that may be fastest: heads × ring, each exchange, each balance that matters."""
+    strategies: list[Strategy] = []
     for heads, hops in reversed(factors(problem.ranks)):
         uneven = problem.heads % heads > 0
         balances = ["none"] + ["balanced"] * (uneven or not mask.is_dense)
         if hops > 1 and not mask.is_dense:
             balances.append("cuts")
-        ways = [way for kind in kinds() for way in kind.ways(heads, hops, topology)]
-        found += [replace(way, balance=how) for way in ways for how in balances]
-    return found
+        plain = [each for kind in kinds() for each in kind.candidates(heads, hops, topology)]
+        strategies += [replace(each, balance=balance) for each in plain for balance in balances]
+    return strategies
 
 
 def choose(problem: Problem, mask: BlockMask, topology: Topology | None = None) -> Plan:
-    """The candidate with the shortest predicted time; ties go to the first in the list."""
+    """Return the candidate with the shortest predicted time; ties go to the first in the list."""
     topology = topology or Topology.local(problem.ranks)
     if topology.ranks != problem.ranks:
         raise InputError(
             f"The topology {topology.name} has {topology.ranks} ranks, the tensors lie on {problem.ranks}."
         )
     balancer = Balancer(problem, mask, topology)
-    guessed: list[tuple[float, Strategy]] = []
-    for strategy in candidates(problem, mask, topology):
-        ways = [
-            (way.estimate(problem, topology, balancer.assign(way)), way) for way in strategy.tuned(topology)
-        ]
-        guessed.append(min(ways, key=lambda item: item[0]))  # of equal ones the first
-    guessed.sort(key=lambda item: item[0])  # stable: equal guesses stay in the order of the list
-    built: dict[tuple[Op, ...], tuple[Strategy, Schedule]] = {}
-    seen: set[tuple[object, ...]] = set()
+    estimated = [_tuned(each, balancer) for each in candidates(problem, mask, topology)]
+    estimated.sort(key=lambda item: item[0])  # stable: equal estimates stay in the order of the list
+    timed: dict[tuple[Op, ...], Candidate] = {}
+    assigned: set[tuple[Strategy, Assignment]] = set()
     left_out: list[tuple[str, float]] = []
-    for guess, strategy in guessed:
-        alike = [had for had, _ in built.values() if had.costly == strategy.costly]
-        hopeless = strategy.costly and guess > HOPE * guessed[0][0]
-        if hopeless or len(alike) >= (COSTLY if strategy.costly else FINALISTS):
-            left_out.append((str(strategy), guess))
+    for seconds, strategy in estimated:
+        alike = sum(each.strategy.costly == strategy.costly for each in timed.values())
+        hopeless = strategy.costly and seconds > PRUNE_RATIO * estimated[0][0]
+        if hopeless or alike >= (MAX_COSTLY_FINALISTS if strategy.costly else MAX_FINALISTS):
+            left_out.append((str(strategy), seconds))
             continue
         # Where nothing is out of balance, names coincide; most of them before anything is built.
         key = replace(strategy, balance=""), balancer.assign(strategy).assignment
-        if key not in seen:
-            seen.add(key)
-            schedule = _build(strategy, balancer)
-            built.setdefault(schedule.ops, (strategy, schedule))
-    timed = {ops: _option(strategy, schedule, balancer) for ops, (strategy, schedule) in built.items()}
-    best = min(timed.values(), key=lambda option: _worth(option, topology)).strategy
+        if key not in assigned:
+            assigned.add(key)
+            _time(strategy, balancer, timed)
+    best = min(timed.values(), key=lambda each: _penalized_seconds(each, topology)).strategy
     # How much a torus puts off is finer than a closed form sees: the best is timed with all and none too.
-    ways = best.tuned(topology)
-    for way in (way for way in (ways[0], ways[-1]) if way != best):
-        schedule = _build(way, balancer)
-        if schedule.ops not in built:
-            built[schedule.ops] = way, schedule
-            timed[schedule.ops] = _option(way, schedule, balancer)
-    ranked = sorted(timed.items(), key=lambda item: _worth(item[1], topology))
-    return Plan(built[ranked[0][0]][1], tuple(option for _, option in ranked), tuple(left_out))
+    settings = best.tuned(topology)
+    for strategy in (settings[0], settings[-1]):
+        if strategy != best:
+            _time(strategy, balancer, timed)
+    ranked = sorted(timed.values(), key=lambda each: _penalized_seconds(each, topology))
+    return Plan(ranked[0].schedule, tuple(ranked), tuple(left_out))
 
 
-def _worth(option: Option, topology: Topology) -> float:
-    reason = WORTH if option.strategy.costly else 1.0
+def _tuned(strategy: Strategy, balancer: Balancer) -> tuple[float, Strategy]:
+    """Return the estimated seconds of a strategy in its fastest settings, and the first of those."""
+    problem, topology = balancer.problem, balancer.topology
+    settings = strategy.tuned(topology)
+    seconds = [each.estimate(problem, topology, balancer.assign(each)) for each in settings]
+    return min(zip(seconds, settings, strict=True), key=lambda item: item[0])
+
+
+def _penalized_seconds(candidate: Candidate, topology: Topology) -> float:
+    factor = COMPLEXITY_PENALTY if candidate.strategy.costly else 1.0
     if topology.cores:  # ranks that are uneven take turns on shared cores, but the last ones leave some idle
-        reason += RISK * (option.imbalance - 1)
-    sending = min(option.seconds, max(option.timing.sending)) if option.inter_bytes else 0.0
-    return option.seconds * reason + RISK * sending
+        factor += LATENESS_PENALTY * (candidate.imbalance - 1)
+    sending = min(candidate.seconds, max(candidate.timing.sending)) if candidate.inter_bytes else 0.0
+    return candidate.seconds * factor + LATENESS_PENALTY * sending
 
 
-def _option(strategy: Strategy, schedule: Schedule, balancer: Balancer) -> Option:
+def _time(strategy: Strategy, balancer: Balancer, timed: dict[tuple[Op, ...], Candidate]) -> None:
+    """Build a strategy and predict its time, unless its schedule has been timed under another name."""
+    schedule = _build(strategy, balancer)
+    if schedule.ops in timed:
+        return
     topology, works = balancer.topology, attend_works(schedule)
     report = measure(schedule, works)
     inside = sum(
         size for (a, b), size in report.link_bytes.items() if topology.machine(a) == topology.machine(b)
     )
-    return Option(
+    timed[schedule.ops] = Candidate(
         strategy,
         predict(schedule, topology, works),
         inside,

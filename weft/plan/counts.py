@@ -12,15 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.core.bits import count_ones, to_words
-from weft.core.codec import value
+from weft.core.codec import Value
 from weft.core.errors import InputError
 from weft.core.indices import IntArray
 from weft.core.mask import BlockMask
 
 
-@value
 @dataclass(frozen=True)
-class TileCost:
+class TileCost(Value):
     """The integer cost of a tile: token pairs × `pair` + `tile`, the fixed cost of starting it."""
 
     pair: int = 1
@@ -62,13 +61,13 @@ def row_loads(mask: BlockMask, cost: TileCost = PAIRS) -> IntArray:
 
 def tile_loads(mask: BlockMask, groups: Sequence[Iterable[int]], cost: TileCost = PAIRS) -> IntArray:
     """[groups, q blocks, kv blocks]: the cost of each tile, summed over the heads of each group."""
-    found = np.empty((len(groups), mask.q_blocks, mask.kv_blocks), dtype=np.int64)
+    table = np.empty((len(groups), mask.q_blocks, mask.kv_blocks), dtype=np.int64)
     inner, last = cost.of(mask.row_sizes[[0, -1]], mask.col_sizes)
-    for group, loads in zip(groups, found, strict=True):
+    for group, loads in zip(groups, table, strict=True):
         counts = mask.counts(group)
         np.multiply(counts[:-1], inner, out=loads[:-1])
         np.multiply(counts[-1], last, out=loads[-1])
-    return found
+    return table
 
 
 def _last_column(mask: BlockMask) -> IntArray:

@@ -1,4 +1,4 @@
-"""Explanation: the plans that the layers of a model ran by, why, and what they gained."""
+"""Explanation: which plan each attention layer of a model ran, why, and how much time that saved."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The attention of a layer: means over its steps, of the plans in force and of its first plan kept."""
+    """Plans of one attention layer; numbers are means over steps, `static` ones if its first plan stayed."""
 
     model: str
     layer: int
@@ -23,12 +23,12 @@ class LayerPlan:
     plan: str
     why: str
     changed: int
-    """How often heads or blocks were assigned anew."""
+    """Number of times that heads or blocks were reassigned to ranks."""
     imbalance: float | None
     """max / mean of the ranks' work."""
     imbalance_static: float | None
     gain: float | None
-    """Times that all steps would take longer by the first plan, by the same costs."""
+    """Predicted time of all steps with the first plan / with the plans used, by the same cost model."""
 
     @property
     def place(self) -> str:
@@ -36,14 +36,14 @@ class LayerPlan:
 
     @property
     def numbers(self) -> list[str]:
-        """As they are shown: imbalance, that of the first plan, and the gain."""
+        """Table cells: the imbalance, the imbalance of the first plan, and the gain."""
         values = self.imbalance, self.imbalance_static, self.gain
         return ["–" if value is None else f"{value:.3f}" for value in values]
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """By layer, those whose masks change; `fixed` are the plans of all other attentions."""
+    """`layers` are the attention layers whose masks change; `fixed` are the plans of all others."""
 
     layers: tuple[LayerPlan, ...]
     fixed: tuple[str, ...]
@@ -55,7 +55,7 @@ class Explanation:
 
     @staticmethod
     def load(path: Path) -> Explanation:
-        """Read what `json` wrote, or anybody else."""
+        """Read and validate a file in the format of `json`, whoever wrote it."""
         return tables.read(Explanation, parse_json(read_bytes(path, limit=MAX_BYTES), path.name), path.name)
 
     def json(self) -> str:
@@ -65,9 +65,9 @@ class Explanation:
         lines = [f"{plan}: dense attention, and masks that stay" for plan in self.fixed]
         if self.layers:
             lines.append(f"{'layer':>5}  {'plan':<22} {'imbalance':>9}  {'static':>6}  {'gain':>6}  changed")
-        for each in self.layers:
-            now, static, gain = each.numbers
-            row = f"{each.place:>5}  {each.plan:<22} {now:>9}  {static:>6}  {gain:>6}  {each.changed:>7}"
+        for layer in self.layers:
+            ratio, static, gain = layer.numbers
+            row = f"{layer.place:>5}  {layer.plan:<22} {ratio:>9}  {static:>6}  {gain:>6}  {layer.changed:>7}"
             lines.append(row)
         reasons = dict.fromkeys(layer.why for layer in self.layers)
         return "\n".join([*lines, *reasons]) or "No attention has run yet."

@@ -18,13 +18,13 @@ import numpy.typing as npt
 from weft.core.indices import IntArray
 
 Logs = npt.NDArray[np.float64]
-SURE = 3.0
+MIN_SIGMAS = 3.0
 """Standard deviations by which an earlier run must show a change before it is believed."""
-SCALE = 1 << 24
+LOAD_SCALE = 1 << 24
 """Of expected loads: they are relative to each other, and planners take integers."""
 
 
-class Seen(NamedTuple):
+class StepLoads(NamedTuple):
     """What a layer's heads did in a step."""
 
     step: int
@@ -39,27 +39,27 @@ class Forecast:
             layer: {step: _logs(loads) for step, loads in steps.items()}
             for layer, steps in (prior or {}).items()
         }
-        self._history: dict[Hashable, deque[Seen]] = {}
+        self._history: dict[Hashable, deque[StepLoads]] = {}
 
     def observe(self, layer: Hashable, step: int, loads: IntArray) -> None:
         history = self._history.setdefault(layer, deque(maxlen=3))
         if history and step <= history[-1].step:  # another run, or the step again
             history.clear()
-        history.append(Seen(step, _logs(loads)))
+        history.append(StepLoads(step, _logs(loads)))
 
     def expected(self, layer: Hashable, step: int) -> IntArray:
         """Return the loads of a step to come, of a layer that has been observed."""
         history, prior = self._history[layer], self._prior.get(layer, {})
         last = history[-1]
         trend = self._trend()
-        found = last.loads
+        logs = last.loads
         if len(history) > 1:
-            found = found + trend * (last.loads - history[-2].loads)
+            logs = logs + trend * (last.loads - history[-2].loads)
         if step in prior and last.step in prior:
             weight, correlation = self._trust(step, last.step, trend)
             missed = prior[last.step] - last.loads
-            found = (1 - weight) * found + weight * (prior[step] - correlation * missed)
-        return _loads(found)
+            logs = (1 - weight) * logs + weight * (prior[step] - correlation * missed)
+        return _loads(logs)
 
     def _trend(self) -> float:
         """Return the share of the last change that the next one repeats."""
@@ -77,7 +77,7 @@ class Forecast:
         errors: list[Logs] = []
         pairs: list[tuple[Logs, Logs]] = []
         shown: list[Logs] = []
-        seen: list[Logs] = []
+        changes: list[Logs] = []
         for layer, history in self._history.items():
             prior, now = self._prior.get(layer, {}), history[-1]
             if now.step != last or not {step, last} <= prior.keys():
@@ -86,13 +86,13 @@ class Forecast:
             shown.append(prior[step] - prior[last])
             if len(history) > 1:
                 before = history[-2]
-                seen.append(now.loads - before.loads)
+                changes.append(now.loads - before.loads)
                 if before.step in prior:
                     pairs.append((errors[-1], prior[before.step] - before.loads))
         error, change, correlation = _mean_square(errors), _mean_square(shown), _slope(pairs)
         signal = change - 2 * error * (1 - correlation)
-        if signal < SURE * sqrt(2 / sum(each.size for each in shown)) * change:
-            signal = _mean_square(seen) * (1 - trend**2)
+        if signal < MIN_SIGMAS * sqrt(2 / sum(each.size for each in shown)) * change:
+            signal = _mean_square(changes) * (1 - trend**2)
         unknown = _mean_square([now - correlation * before for now, before in pairs]) if pairs else error
         return (signal / (signal + unknown) if signal + unknown else 0.0), correlation
 
@@ -103,7 +103,7 @@ def _logs(loads: IntArray) -> Logs:
 
 
 def _loads(logs: Logs) -> IntArray:
-    return np.maximum(1, np.rint(np.exp(logs - logs.max()) * SCALE)).astype(np.int64)
+    return np.maximum(1, np.rint(np.exp(logs - logs.max()) * LOAD_SCALE)).astype(np.int64)
 
 
 def _slope(pairs: list[tuple[Logs, Logs]]) -> float:

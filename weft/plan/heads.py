@@ -18,8 +18,8 @@ from weft.core.indices import IntArray, split_evenly
 Groups = tuple[tuple[int, ...], ...]
 """The heads of each Ulysses coordinate."""
 
-NEAR = 1024  # closer than a thousandth to the mean is balanced
-PAIRS = 16  # larger groups have single heads enough to choose from
+MEAN_TOLERANCE = 1024  # closer than a thousandth to the mean is balanced
+MAX_PAIRED_HEADS = 16  # larger groups have single heads enough to choose from
 
 
 def natural(heads: int, groups: int) -> Groups:
@@ -82,7 +82,7 @@ class _Search:
     def __init__(self, grouping: Groups, weights: IntArray) -> None:
         self.groups = [list(group) for group in grouping]
         self.sums: list[int] = group_loads(grouping, weights).tolist()
-        self.enough = sum(self.sums) * (NEAR + 1) // (NEAR * len(grouping))
+        self.enough = sum(self.sums) * (MEAN_TOLERANCE + 1) // (MEAN_TOLERANCE * len(grouping))
         # Twice each load, to be compared with a gap of which half should move.
         self.doubled = 2 * weights
         self.offers: dict[int, IntArray] = {}
@@ -94,19 +94,19 @@ class _Search:
 
     def swap(self, heavy: int, light: int) -> bool:
         """Make the one swap that brings two groups closest together, if there is any."""
-        mine, theirs = self.groups[heavy], self.groups[light]
+        heavy_heads, light_heads = self.groups[heavy], self.groups[light]
         gap = self.sums[heavy] - self.sums[light]
-        offered, asked = self.offer(heavy), self.offer(light)
-        apart = offered[:, None] - (asked + gap)
+        offered, returned = self.offer(heavy), self.offer(light)
+        apart = offered[:, None] - (returned + gap)
         np.abs(apart, out=apart)
         best = int(apart.argmin())
         if apart.item(best) >= gap:
             return False
-        given, taken = divmod(best, asked.size)
-        keep, give = _parted(mine, given)
-        leave, take = _parted(theirs, taken)
+        give_index, take_index = divmod(best, returned.size)
+        keep, give = _parted(heavy_heads, give_index)
+        leave, take = _parted(light_heads, take_index)
         self.groups[heavy], self.groups[light] = keep + take, leave + give
-        moved = int(offered[given] - asked[taken]) // 2
+        moved = int(offered[give_index] - returned[take_index]) // 2
         self.sums[heavy] -= moved
         self.sums[light] += moved
         del self.offers[heavy], self.offers[light]
@@ -128,7 +128,7 @@ def _parted(group: list[int], subset: int) -> tuple[list[int], list[int]]:
 @lru_cache(maxsize=256)
 def _picks(size: int) -> tuple[tuple[int, ...], ...]:
     """Places in a group: none, each one, and each two where that is not too many."""
-    most = min(size, 2 if size <= PAIRS else 1)
+    most = min(size, 2 if size <= MAX_PAIRED_HEADS else 1)
     return tuple(pick for count in range(most + 1) for pick in combinations(range(size), count))
 
 

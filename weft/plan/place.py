@@ -16,21 +16,21 @@ from weft.core.mask import AnyMask, BlockMask
 from weft.core.problem import Problem
 from weft.core.schedule import Schedule
 from weft.core.topology import Topology
-from weft.plan.assignment import Assigned, Assignment
+from weft.plan.assignment import Assignment, AssignmentCost
 from weft.plan.balance import ratio, step_ratio
 from weft.plan.balanced import Balancer
-from weft.plan.choose import Option, build, candidates, choose
+from weft.plan.choose import Candidate, build, candidates, choose
 from weft.plan.counts import head_loads
 from weft.plan.forecast import Forecast
-from weft.plan.store import Key, Stored
+from weft.plan.plan_store import PlanKey, StoredPlan
 from weft.plan.strategies import parse
 from weft.plan.strategy import Strategy
 
-STEPS = 1024
+MAX_STEPS = 1024
 """Of a place that are remembered."""
-MOVED = 0.1
+MASK_DRIFT = 0.1
 """How far the density or the spread of a place's masks moves, until other strategies are looked up again."""
-WORTH = 1.02
+MIN_SPEEDUP = 1.02
 """How much faster another strategy must be: changing costs a new program on all ranks."""
 
 
@@ -38,7 +38,7 @@ Draft = tuple[Strategy, Assignment, str]
 """What a plan is made of: who computes what by which strategy, and why that one."""
 
 
-class Place(NamedTuple):
+class AttentionId(NamedTuple):
     """An attention of a model, as its plans are kept for it."""
 
     model: str
@@ -65,7 +65,7 @@ Prepare = Callable[[Planned, Planned], None]
 """Makes ready to run by a plan in place of another; called on the planner's thread."""
 
 
-class Judged(NamedTuple):
+class StepReport(NamedTuple):
     """A step of a place: by the plan in force, and by the first one of the run (static)."""
 
     step: int
@@ -80,7 +80,7 @@ class Judged(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Choice:
+class StrategyChoice:
     """The strategy that was chosen for masks of one size, why, and what closed forms are wrong by."""
 
     strategy: Strategy
@@ -89,11 +89,11 @@ class Choice:
     """Times of strategies that were simulated, over their closed forms."""
 
     @staticmethod
-    def of(problem: Problem, mask: BlockMask, topology: Topology) -> Choice:
+    def of(problem: Problem, mask: BlockMask, topology: Topology) -> StrategyChoice:
         """Choose for masks that begin with this one: of balanced plans, for those to come."""
         plan = choose(problem, mask, topology)
         left_out = {name for name, _ in plan.left_out}
-        options: dict[Strategy, Option] = {}
+        options: dict[Strategy, Candidate] = {}
         for option in sorted(plan.ranked, key=lambda each: each.strategy.balance == "balanced"):
             # Equal plans have one name: where nothing is to be balanced yet, that of the plain one.
             balanced = _balanced(option.strategy)
@@ -101,9 +101,9 @@ class Choice:
                 options[balanced] = option
         options = options or {_balanced(plan.ranked[0].strategy): plan.ranked[0]}
         errors = {each: option.seconds / option.estimate for each, option in options.items()}
-        return Choice(min(options, key=lambda each: options[each].seconds), plan.why(), errors)
+        return StrategyChoice(min(options, key=lambda each: options[each].seconds), plan.why(), errors)
 
-    def estimate(self, strategy: Strategy, balancer: Balancer, cost: Assigned) -> float:
+    def estimate(self, strategy: Strategy, balancer: Balancer, cost: AssignmentCost) -> float:
         """Return seconds by the closed form, corrected; what was not simulated is taken for the worst."""
         error = self.errors.get(strategy, max(self.errors.values()))
         return error * _estimate(strategy, balancer, cost)
@@ -112,19 +112,19 @@ class Choice:
         """Look up whether another strategy is worth changing to on a mask."""
         taken = self.estimate(now, balancer, balancer.cost_of(now, assignment))
         times = {
-            way: self.estimate(way, balancer, balancer.assign(way))
+            other: self.estimate(other, balancer, balancer.assign(other))
             for each in candidates(balancer.problem, balancer.mask, balancer.topology)
             if each.balance == "balanced" and not each.costly
-            for way in each.tuned(balancer.topology)
+            for other in each.tuned(balancer.topology)
         }
-        best = min(times, key=lambda way: times[way])
-        if times[best] * WORTH > taken or best == now:
+        best = min(times, key=lambda other: times[other])
+        if times[best] * MIN_SPEEDUP > taken or best == now:
             return None
         why = f"{best} is {taken / times[best] - 1:.1%} ahead of {now} on the masks of this layer."
         return best, balancer.assign(best).assignment, why
 
 
-Choices = Callable[[BlockMask], Choice]
+ChooseStrategy = Callable[[BlockMask], StrategyChoice]
 """Makes the choice for attentions of one size, from a first mask of theirs, or remembers it."""
 
 
@@ -133,16 +133,16 @@ class Entry:
     """A place on one rank: what was planned for it and what was seen of it."""
 
     number: int
-    place: Place
+    place: AttentionId
     problem: Problem
     topology: Topology
     plan: Planned
     mask: BlockMask
     step: int
-    asked: str = "auto"
+    requested: str = "auto"
     shares: npt.NDArray[np.float64] | None = None
     """The loads that the plan was made of, if they were known before the mask."""
-    judged: deque[Judged] = field(default_factory=lambda: deque(maxlen=STEPS))
+    judged: deque[StepReport] = field(default_factory=lambda: deque(maxlen=MAX_STEPS))
     loads: dict[int, IntArray] = field(default_factory=dict[int, IntArray])
     """Of heads, by step."""
 
@@ -157,14 +157,14 @@ class Entry:
         return max(list(self.held))  # a copy: the planner's thread adds to it
 
     @property
-    def key(self) -> Key:
+    def key(self) -> PlanKey:
         """What its plans are stored under, with those of the model's other layers."""
         return key_of(self.place, self.problem, self.topology)
 
-    def stored(self) -> Stored:
+    def stored(self) -> StoredPlan:
         """Return what the next run begins with: the first plan by the strategy in force, and all loads."""
         loads = sorted(self.loads.items())
-        return Stored(
+        return StoredPlan(
             layer=self.place.layer,
             branch=self.place.branch,
             strategy=str(self.start.strategy),
@@ -176,7 +176,7 @@ class Entry:
     def again(self, number: int, step: int) -> Entry:
         """Return this place in another run, which begins as this one did."""
         rest = self.place, self.problem, self.topology
-        return Entry(number, *rest, self.start, self.mask, step, self.asked)
+        return Entry(number, *rest, self.start, self.mask, step, self.requested)
 
     def use(self, version: int) -> Planned | None:
         """Change to a newer plan, and return the one that it takes the place of."""
@@ -199,13 +199,13 @@ class Entry:
         return plan
 
     def observe(
-        self, mask: BlockMask, step: int, plan: Planned, forecast: Forecast, choice: Choices
+        self, mask: BlockMask, step: int, plan: Planned, forecast: Forecast, choice: ChooseStrategy
     ) -> Draft | None:
         """Judge the plan that a mask was computed by, and return the next one, if it is another."""
         layer = self.place.layer, self.place.branch
         before = max((each for each in self.loads if each < step), default=step - 1)
         self.loads[step] = head_loads(mask)
-        while len(self.loads) > STEPS:
+        while len(self.loads) > MAX_STEPS:
             del self.loads[next(iter(self.loads))]
         forecast.observe(layer, step, self.loads[step])
         balancer = Balancer(self.problem, mask, self.topology)
@@ -214,47 +214,47 @@ class Entry:
         if now.strategy.balance != "balanced":
             return None
         assignment = balancer.renew(now.strategy, now.assignment, forecast.expected(layer, 2 * step - before))
-        is_due = self.asked == "auto" and self._has_moved(balancer)
+        is_due = self.requested == "auto" and self._has_moved(balancer)
         if is_due and (other := choice(mask).better(balancer, now.strategy, assignment)):
             return other
         return None if assignment is now.assignment else (now.strategy, assignment, now.why)
 
-    def _judge(self, balancer: Balancer, step: int, plan: Planned, choice: Choices) -> Judged:
-        estimate = choice(balancer.mask).estimate if self.asked == "auto" else _estimate
-        found: dict[Planned, tuple[float, float]] = {}
+    def _judge(self, balancer: Balancer, step: int, plan: Planned, choice: ChooseStrategy) -> StepReport:
+        estimate = choice(balancer.mask).estimate if self.requested == "auto" else _estimate
+        results: dict[Planned, tuple[float, float]] = {}
         for each in {plan, self.first}:
             cost = balancer.cost_of(each.strategy, each.assignment)
-            found[each] = step_ratio(cost.seconds), estimate(each.strategy, balancer, cost)
+            results[each] = step_ratio(cost.seconds), estimate(each.strategy, balancer, cost)
         last, self.last = self.last.assignment, plan
-        (now, seconds), (static, seconds_static) = found[plan], found[self.first]
-        return Judged(step, now, static, seconds, seconds_static, plan.assignment.moved(last))
+        (now, seconds), (static, seconds_static) = results[plan], results[self.first]
+        return StepReport(step, now, static, seconds, seconds_static, plan.assignment.moved(last))
 
     def _has_moved(self, balancer: Balancer) -> bool:
         """Whether masks have become others than those by which strategies were last looked up."""
         heads = balancer.row_loads.sum(axis=1)
         now = float(heads.sum()), ratio(heads)
-        if all(abs(new - old) <= MOVED * old for new, old in zip(now, self._looked, strict=True)):
+        if all(abs(new - old) <= MASK_DRIFT * old for new, old in zip(now, self._looked, strict=True)):
             return False
         self._looked = now
         return True
 
 
-def key_of(place: Place, problem: Problem, topology: Topology) -> Key:
+def key_of(place: AttentionId, problem: Problem, topology: Topology) -> PlanKey:
     shape = problem.heads, problem.q.size, problem.kv.size, problem.ranks
-    return Key(model=place.model, shape=shape, sparsity=place.sparsity, topology=topology.name)
+    return PlanKey(model=place.model, shape=shape, sparsity=place.sparsity, topology=topology.name)
 
 
 def _balanced(strategy: Strategy) -> Strategy:
     return replace(strategy, balance="balanced")
 
 
-def carried_on(stored: Stored, asked: str, balancer: Balancer) -> Draft | None:
+def resume(stored: StoredPlan, requested: str, balancer: Balancer) -> Draft | None:
     """Return what an earlier run began with, if it fits, made even for the first mask of this one."""
     try:
         strategy = parse(stored.strategy, balancer.problem.ranks)
     except InputError:  # of another version of weft
         return None
-    if strategy.balance != "balanced" or asked not in ("auto", stored.strategy):
+    if strategy.balance != "balanced" or requested not in ("auto", stored.strategy):
         return None
     if not stored.assignment.fits(balancer.problem, balancer.mask, strategy):
         return None
@@ -275,5 +275,5 @@ def planned(
     return Planned(schedule, strategy, assignment, version, why)
 
 
-def _estimate(strategy: Strategy, balancer: Balancer, cost: Assigned) -> float:
+def _estimate(strategy: Strategy, balancer: Balancer, cost: AssignmentCost) -> float:
     return strategy.estimate(balancer.problem, balancer.topology, cost)

@@ -24,18 +24,18 @@ from weft.core.indices import IntArray
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
 
-EVERY = 2**62, 2**62
-SOME = 24, 96  # places of the two groups of a pair that are tried against each other
-STRIDE = 17  # between the candidates of one turn and of the next
-BULK = 8  # an eighth of a group may be swapped at once
-AT_ONCE = 8  # swaps of a pair before the loads are looked at again
-TURNS = 80
-PATIENCE = 3  # tournaments without progress before it gives up
-EXACT = 52  # bits: scores are integers that a float64 holds, so every machine chooses the same
-NEVER = -(2.0**60)
+ALL_CANDIDATES = 2**62, 2**62
+SAMPLED_CANDIDATES = 24, 96  # places of the two groups of a pair that are tried against each other
+CANDIDATE_STRIDE = 17  # between the candidates of one turn and of the next
+GROUP_SHARE = 8  # an eighth of a group may be swapped at once
+MAX_SWAPS_PER_PAIR = 8  # swaps of a pair before the loads are looked at again
+MAX_TURNS = 80
+MAX_IDLE_TOURNAMENTS = 3  # tournaments without progress before it gives up
+EXACT_BITS = 52  # bits: scores are integers that a float64 holds, so every machine chooses the same
+CLOSED_SCORE = -(2.0**60)
 
 
-class Side:
+class SwapSide:
     """The rows, or the columns, while they are dealt anew."""
 
     def __init__(
@@ -63,16 +63,16 @@ class Side:
         held = np.stack([np.bincount(now, minlength=self.ring) for now in now_Ui])
         limit = np.maximum(held, max(int(cap * self.items / self.ring), -(-self.items // self.ring)))
         place = np.arange(int(limit.max()))
-        found = np.full((*limit.shape, place.size), self.closed)
-        found[place < limit[:, :, None]] = self.free
+        places = np.full((*limit.shape, place.size), self.closed)
+        places[place < limit[:, :, None]] = self.free
         for slice_, now in enumerate(now_Ui):
-            found[slice_][place < held[slice_][:, None]] = np.argsort(now, kind="stable")
-        return found
+            places[slice_][place < held[slice_][:, None]] = np.argsort(now, kind="stable")
+        return places
 
     def loads(self, u: IntArray, items: IntArray) -> Floats:
         """[B, R, items], cut by `shift` bits."""
-        found = self.sums[u[:, None, None], np.arange(self.ring)[:, None], items[:, None]]
-        return (found >> self.shift).astype(np.float64)
+        sums = self.sums[u[:, None, None], np.arange(self.ring)[:, None], items[:, None]]
+        return (sums >> self.shift).astype(np.float64)
 
     def tiles_of(self, u: IntArray, items: IntArray) -> IntArray:
         """[swaps, items of the other side]; a free place has none."""
@@ -83,11 +83,11 @@ class Side:
 
     def groups(self, places: IntArray) -> IntArray:
         """[U, items]: the group of each item."""
-        found = np.empty((len(places), self.items + 2), dtype=np.int64)
+        groups = np.empty((len(places), self.items + 2), dtype=np.int64)
         group = np.arange(self.ring)[:, None]
-        for row, place in zip(found, places, strict=True):
+        for row, place in zip(groups, places, strict=True):
             row[place] = group
-        return found[:, : self.items]
+        return groups[:, : self.items]
 
 
 class Pairs(NamedTuple):
@@ -108,10 +108,12 @@ class Swaps(NamedTuple):
     at_k: IntArray
 
 
-NONE = Swaps(*np.empty((5, 0), dtype=np.int64))
+NO_SWAPS = Swaps(*np.empty((5, 0), dtype=np.int64))
 
 
-def refine(rows: Side, cols: Side, tiles_URR: IntArray, goals_U: IntArray) -> tuple[IntArray, IntArray]:
+def refine(
+    rows: SwapSide, cols: SwapSide, tiles_URR: IntArray, goals_U: IntArray
+) -> tuple[IntArray, IntArray]:
     """The best groups found of rows and of columns, [U, items] each.
 
     A slice whose Σ_steps max_ranks is at its goal is left alone.
@@ -123,38 +125,38 @@ def refine(rows: Side, cols: Side, tiles_URR: IntArray, goals_U: IntArray) -> tu
     met, step = rank * ring + (rank - other) % ring, (rank - other) % ring
     rows.shift = cols.shift = shift = _shift(rows, cols)
     best = np.full(slices, np.iinfo(np.int64).max)
-    found = rows.places.copy(), cols.places.copy()
+    best_places = rows.places.copy(), cols.places.copy()
     idle = 0
-    for turn in range(TURNS):
+    for turn in range(MAX_TURNS):
         loads: IntArray = tiles.reshape(slices, -1).take(met, axis=1)
         over: IntArray = loads.max(axis=1).sum(axis=1) - goals_U
         better = over < best
         idle = 0 if better.any() else idle + 1
         best[better] = over[better]
         if not idle:
-            found[0][better], found[1][better] = rows.places[better], cols.places[better]
-        if idle > PATIENCE * len(rounds) or best.max() <= 0:
+            best_places[0][better], best_places[1][better] = rows.places[better], cols.places[better]
+        if idle > MAX_IDLE_TOURNAMENTS * len(rounds) or best.max() <= 0:
             break
         pairs = rounds[turn // 2 % len(rounds)]
         if best.min() <= 0:
-            pairs = Pairs(*(part[best[pairs.slice] > 0] for part in pairs))
+            pairs = Pairs(*(index[best[pairs.slice] > 0] for index in pairs))
         excess = ring * tiles - loads.sum(axis=1).take(step, axis=1)
         side, other, turned = (rows, cols, (1, 2)) if turn % 2 == 0 else (cols, rows, (2, 1))
         excess = excess.transpose(0, *turned)
         if turn < 2 * len(rounds):
-            swaps = _bulk(side, _meet(side, pairs, excess >> shift, EVERY, turn))
+            swaps = _bulk(side, _candidates(side, pairs, excess >> shift, ALL_CANDIDATES, turn))
         else:
-            swaps = _fine(side, _meet(side, pairs, excess >> shift, SOME, turn))
+            swaps = _fine(side, _candidates(side, pairs, excess >> shift, SAMPLED_CANDIDATES, turn))
         if swaps.pair.size:
             _apply(side, other, tiles.transpose(0, *turned), pairs, swaps)
-    return rows.groups(found[0]), cols.groups(found[1])
+    return rows.groups(best_places[0]), cols.groups(best_places[1])
 
 
-def _shift(rows: Side, cols: Side) -> int:
+def _shift(rows: SwapSide, cols: SwapSide) -> int:
     """By how many bits loads are cut so that every score is exact."""
     peak = max(int(side.sums.sum(axis=1).max()) for side in (rows, cols))
     bits = (8 * rows.ring * (max(rows.items, cols.items) * peak) ** 2).bit_length()
-    return max(0, -(-(bits - EXACT) // 2))
+    return max(0, -(-(bits - EXACT_BITS) // 2))
 
 
 @lru_cache
@@ -171,7 +173,7 @@ def _tournament(ring: int, slices: int) -> tuple[Pairs, ...]:
     return tuple(rounds)
 
 
-class Meeting(NamedTuple):
+class PairCandidates(NamedTuple):
     """What the pairs of a round look at: `some` candidates of group a, then those of group b."""
 
     some: int
@@ -186,7 +188,9 @@ class Meeting(NamedTuple):
     """How often a pair may swap."""
 
 
-def _meet(side: Side, pairs: Pairs, excess: IntArray, most: tuple[int, int], turn: int) -> Meeting:
+def _candidates(
+    side: SwapSide, pairs: Pairs, excess: IntArray, most: tuple[int, int], turn: int
+) -> PairCandidates:
     u, a, b = pairs
     some, place = _tried(side.places.shape[2], most, turn // 2)
     group = np.where(np.arange(place.size) < some, a[:, None], b[:, None])
@@ -200,35 +204,37 @@ def _meet(side: Side, pairs: Pairs, excess: IntArray, most: tuple[int, int], tur
     closed = items == side.closed
     if spent.any():
         closed |= (side.home[items] == group) & spent[:, None]
-    return Meeting(some, place, items, loads, apart, closed, int(quota[~spent].min(initial=side.items)))
+    return PairCandidates(
+        some, place, items, loads, apart, closed, int(quota[~spent].min(initial=side.items))
+    )
 
 
-def _bulk(side: Side, meeting: Meeting) -> Swaps:
+def _bulk(side: SwapSide, meeting: PairCandidates) -> Swaps:
     """As many swaps as help at once: a's items that are most like its excess, for those that are least."""
     some, _, _, loads, apart, closed, swaps = meeting
     along = (loads * apart).sum(axis=1)
-    along[closed] = NEVER
-    most = min(-(-some // BULK), swaps)
+    along[closed] = CLOSED_SCORE
+    most = min(-(-some // GROUP_SHARE), swaps)
     x = np.argsort(-along[:, :some], axis=1, kind="stable")[:, :most]
     y = np.argsort(-along[:, some:], axis=1, kind="stable")[:, :most] + some
     pair = np.arange(len(x))[:, None]
     moved = (loads[pair, :, x] + loads[pair, :, y]).cumsum(axis=1)
     gain = (moved * (apart.swapaxes(1, 2) - side.ring * moved)).sum(axis=2)
-    gain[closed[pair, x] | closed[pair, y]] = NEVER
+    gain[closed[pair, x] | closed[pair, y]] = CLOSED_SCORE
     enough = np.where(gain.max(axis=1) > 0, gain.argmax(axis=1) + 1, 0)
     return _swaps(meeting, x, y, np.arange(most) < enough[:, None])
 
 
-def _fine(side: Side, meeting: Meeting) -> Swaps:
+def _fine(side: SwapSide, meeting: PairCandidates) -> Swaps:
     """The swaps that lower the potential most, one after the other."""
     some, place, _, loads, apart, closed, swaps = meeting
     ring = side.ring
     alone = (loads * (apart - ring * loads)).sum(axis=1)
-    alone[closed] = NEVER
+    alone[closed] = CLOSED_SCORE
     together = loads[:, :, :some].swapaxes(1, 2) @ (-2 * ring * loads[:, :, some:])
     pair = np.arange(len(loads))
-    found: list[tuple[IntArray, IntArray, Bools]] = []
-    for _ in range(min(AT_ONCE, swaps)):
+    turns: list[tuple[IntArray, IntArray, Bools]] = []
+    for _ in range(min(MAX_SWAPS_PER_PAIR, swaps)):
         score = together + alone[:, :some, None]
         score += alone[:, None, some:]
         score = score.reshape(len(loads), -1)
@@ -238,14 +244,14 @@ def _fine(side: Side, meeting: Meeting) -> Swaps:
             break
         x, y = np.divmod(best, place.size - some)
         y += some
-        found.append((x, y, real))
+        turns.append((x, y, real))
         moved = (loads[pair, :, x] + loads[pair, :, y]) * (2 * ring * real)[:, None]
         alone -= (moved[:, None] @ loads)[:, 0]
-        alone[pair, x] = alone[pair, y] = NEVER
-    return _swaps(meeting, *(np.array(part).T for part in zip(*found, strict=True))) if found else NONE
+        alone[pair, x] = alone[pair, y] = CLOSED_SCORE
+    return _swaps(meeting, *(np.array(turn).T for turn in zip(*turns, strict=True))) if turns else NO_SWAPS
 
 
-def _swaps(meeting: Meeting, xs: IntArray, ys: IntArray, reals: Bools) -> Swaps:
+def _swaps(meeting: PairCandidates, xs: IntArray, ys: IntArray, reals: Bools) -> Swaps:
     who, x, y = reals.nonzero()[0], xs[reals], ys[reals]
     place, items = meeting.place, meeting.items
     return Swaps(who, items[who, x], place[x], items[who, y], place[y])
@@ -254,13 +260,15 @@ def _swaps(meeting: Meeting, xs: IntArray, ys: IntArray, reals: Bools) -> Swaps:
 @lru_cache(maxsize=256)
 def _tried(count: int, most: tuple[int, int], turn: int) -> tuple[int, IntArray]:
     """At most so many places of both groups, spread out, and others in the next turn; how many are a's."""
-    found = [(turn * STRIDE + np.arange(n) * count // n) % count for n in (min(m, count) for m in most)]
-    return found[0].size, np.concatenate(found)
+    samples = [
+        (turn * CANDIDATE_STRIDE + np.arange(n) * count // n) % count for n in (min(m, count) for m in most)
+    ]
+    return samples[0].size, np.concatenate(samples)
 
 
-def _apply(side: Side, other: Side, tiles: IntArray, pairs: Pairs, swaps: Swaps) -> None:
+def _apply(side: SwapSide, other: SwapSide, tiles: IntArray, pairs: Pairs, swaps: Swaps) -> None:
     """Swap, and bring the budget, the tiles and the sums of the other side up to date."""
-    u, a, b = (part[swaps.pair] for part in pairs)
+    u, a, b = (index[swaps.pair] for index in pairs)
     side.places[u, a, swaps.at_i] = swaps.k
     side.places[u, b, swaps.at_k] = swaps.i
     from_i, from_k = side.home[swaps.i], side.home[swaps.k]

@@ -10,7 +10,7 @@ from operator import itemgetter
 import numpy as np
 import numpy.typing as npt
 
-from weft.core.codec import value
+from weft.core.codec import Value
 from weft.core.indices import Indices, IntArray
 from weft.plan.heads import Groups, checked_loads, group_loads, refined
 
@@ -18,9 +18,8 @@ Piece = tuple[int, int, int]
 """A head, and the run of its q blocks."""
 
 
-@value
 @dataclass(frozen=True)
-class HeadPart:
+class HeadPart(Value):
     """A head of a group, and the q blocks of it; None for all."""
 
     head: int
@@ -72,10 +71,10 @@ def split(loads: npt.ArrayLike, groups: int, *, enough: float = 1.03) -> Heads:
 
 def part_loads(heads: Heads, loads: npt.ArrayLike) -> IntArray:
     table = np.asarray(loads, dtype=np.int64)
-    whole: list[int] = table.sum(axis=1).tolist()
+    totals: list[int] = table.sum(axis=1).tolist()
     return np.array(
         [
-            sum(whole[s.head] if s.rows is None else int(table[s.head, s.rows.array].sum()) for s in group)
+            sum(totals[s.head] if s.rows is None else int(table[s.head, s.rows.array].sum()) for s in group)
             for group in heads
         ],
         dtype=np.int64,
@@ -102,8 +101,8 @@ def _sizes(pieces: list[Piece], sums: IntArray) -> IntArray:
 
 
 def _parts(pieces: list[Piece], rows: int) -> tuple[HeadPart, ...]:
-    found: list[HeadPart] = []
+    parts: list[HeadPart] = []
     for head, same in groupby(sorted(pieces), key=itemgetter(0)):
         taken = Indices.from_runs((start, stop) for _, start, stop in same)
-        found.append(HeadPart(head, None if taken.size == rows else taken))
-    return tuple(found)
+        parts.append(HeadPart(head, None if taken.size == rows else taken))
+    return tuple(parts)

@@ -19,7 +19,7 @@ from weft.core.partition import Partition
 from weft.core.problem import Problem
 from weft.core.schedule import Schedule
 from weft.core.topology import Topology
-from weft.plan.assignment import Assigned
+from weft.plan.assignment import AssignmentCost
 
 BALANCES = ("none", "balanced", "cuts", "zigzag")
 
@@ -49,18 +49,18 @@ class Strategy(ABC):
         return {cls.kind: (1, ranks)}
 
     @classmethod
-    def ways(cls, ulysses: int, ring: int, topology: Topology) -> Sequence[Strategy]:
+    def candidates(cls, ulysses: int, ring: int, topology: Topology) -> Sequence[Strategy]:
         """What of this U × R could be the fastest; all need an `estimate`. None: it has to be named."""
         del ulysses, ring, topology
         return ()
 
     @abstractmethod
     def build(self, problem: Problem, mask: BlockMask, partition: Partition, topology: Topology) -> Schedule:
-        """The schedule, called by the strategy's own name."""
+        """Build the schedule, named after the strategy."""
 
-    def estimate(self, problem: Problem, topology: Topology, cost: Assigned) -> float:
-        """Seconds, by a closed form: what cannot win is left out by it before it is built."""
-        raise NotImplementedError(f"{self} has ways to be chosen, so it needs an estimate.")
+    def estimate(self, problem: Problem, topology: Topology, cost: AssignmentCost) -> float:
+        """Return seconds by a closed form, which prunes strategies before they are built."""
+        raise NotImplementedError(f"{self} has candidates, so it needs an estimate.")
 
     def tuned(self, topology: Topology) -> Sequence[Strategy]:
         """Settings among which the closed form chooses; the first and the last of the best are timed too."""

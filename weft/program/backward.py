@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from weft.core.schedule import Attend, Piece
+from weft.program.lowering import Messages
 from weft.program.operands import AttentionLowering, Operand
-from weft.program.pieces import Messages, Part
-from weft.program.places import Finder, cover, overlap
-from weft.program.slots import Slot
-from weft.program.steps import Cast, Copy, Fill, Gradient, Segment, accesses
+from weft.program.pieces import Finder, cover, overlap
+from weft.program.steps import Cast, Copy, CopySegment, Fill, Gradient, accesses
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from weft.program.lowering import RankOp
+    from weft.program.slots import Slot
 
 
-class _Result:
-    """A gradient at home: where it is put together, and whether parts of it overlap, so that they add up."""
+class _HomeGradient:
+    """A gradient at home: where it is put together, and whether its pieces overlap, so that they add up."""
 
-    def __init__(self, home: Slot, parts: list[Piece]) -> None:
-        self.home, self.summed = home, overlap(parts)
+    def __init__(self, home: Slot, pieces: list[Piece]) -> None:
+        self.home, self.summed = home, overlap(pieces)
         self.sum: Slot | None = None
         self.taken = 0
         """Arrivals that have been added."""
@@ -25,39 +30,30 @@ class _Result:
 class BackwardLowering(AttentionLowering):
     """Gradients are summed in float32 or better; operands that the forward saved are taken as they lie."""
 
-    def begin(self, attends: list[Attend], parts: Sequence[Part]) -> None:
-        super().begin(attends, parts)
-        self.kept = {"q"} | {piece.tensor for piece in self.schedule.kept[self.rank]}
+    def begin(self, attends: list[Attend], ops: Sequence[RankOp]) -> None:
+        super().begin(attends, ops)
+        self.kept = frozenset(["q"]) | {piece.tensor for piece in self.schedule.kept[self.rank]}
         self.home["do"] = self.home_slot("do", "input")
-        if any(self.is_home(q.hull) for q in self.operands["q"]):
+        if any([q.is_home for q in self.operands["q"]]):
             self.home["o"] = self.home_slot("o", "input")
         self.grads: dict[str, Slot] = {}
         self.sums: dict[int, Slot] = {}
         """Gradients of operands, by the number of their piece."""
         self.finders = {f"d{name}": Finder([o.hull for o in some]) for name, some in self.operands.items()}
-        self.results: dict[str, _Result] = {}
+        self.results: dict[str, _HomeGradient] = {}
         for tensor in ("dq", "dkv"):
             home = self.home_slot(tensor, "result")
             assert home.piece is not None
-            local = [part for operand in self.operands[tensor[1:]] if (part := operand.hull & home.piece)]
+            local = [operand.hull & home.piece for operand in self.operands[tensor[1:]]]
             arriving = [
                 piece
-                for _, op in parts
+                for _, op in ops
                 if isinstance(op, Messages) and tensor in op.tensors
                 for pieces in op.receives.values()
                 for piece in pieces
                 if piece.tensor == tensor
             ]
-            self.results[tensor] = _Result(home, local + arriving)
-
-    def place(self, operand: Operand) -> None:
-        tensor = operand.hull.tensor
-        if tensor in self.kept and not self.place_at_home(operand):
-            operand.slot = self.slot(operand.name, "saved", operand.hull)
-            self.program.slots[operand.name] = operand.slot
-            operand.is_view = True
-        elif operand.slot is None:
-            super().place(operand)
+            self.results[tensor] = _HomeGradient(home, [piece for piece in local if piece] + arriving)
 
     def sources(self, piece: Piece) -> list[Slot]:
         if not piece.is_sum:
@@ -77,7 +73,7 @@ class BackwardLowering(AttentionLowering):
     def attend(self, index: int, op: Attend) -> None:
         q, kv = next(self.reads)
         q_slot, kv_slot = self.ready(q, op.q), self.ready(kv, op.kv)
-        out = self.home["o"] if self.is_home(q.hull) else self._saved(f"out of {q.name}", q, self.narrow)
+        out = self.home["o"] if q.is_home else self._saved(f"out of {q.name}", q, self.narrow)
         lse = self.program.slots.get(f"lse of {q.name}") or self.lse(q, "saved")
         self.program.slots[lse.name] = lse
         grad = self._output_gradient(index, q)
@@ -117,9 +113,8 @@ class BackwardLowering(AttentionLowering):
         piece = Piece("do", q.hull.heads, q.hull.tokens)
         target = self.slot(f"do of {q.name}", "workspace", piece)
         places = [self.home["do"], *self.arrived["do"]]
-        segments = [
-            Segment(slot, target, part) for slot in places if slot.piece and (part := piece & slot.piece)
-        ]
+        segments = [CopySegment(slot, target, piece & slot.piece) for slot in places if slot.piece]
+        segments = [segment for segment in segments if segment.piece]
         adds = overlap([segment.piece for segment in segments])
         if len(segments) == 1 and (view := self.view(target.name, segments[0].source, piece)):
             target = view
@@ -131,8 +126,8 @@ class BackwardLowering(AttentionLowering):
         self.grads[q.name] = target
         return target
 
-    def add(self, index: int, target: Slot, segments: list[Segment], *, started: bool = False) -> None:
-        """Add parts to a sum; the first of all overwrites, if it is all of it."""
+    def add(self, index: int, target: Slot, segments: list[CopySegment], *, started: bool = False) -> None:
+        """Add segments to a sum; the first of all overwrites, if it covers the sum."""
         for segment in segments:
             self.wait_at(segment.source)
         if not started and self.fills(target, segments[:1]):
@@ -148,7 +143,8 @@ class BackwardLowering(AttentionLowering):
         result = self.results[tensor]
         home = result.home
         assert home.piece is not None and slot.piece is not None
-        if not (result.summed and (part := slot.piece & home.piece)):
+        shard = slot.piece & home.piece
+        if not (result.summed and shard):
             return
         started = result.sum is not None
         if result.sum is None:
@@ -158,7 +154,7 @@ class BackwardLowering(AttentionLowering):
                 home if same else self.slot(f"sum {tensor}", "workspace", home.piece, self.wide, rows)
             )
             result.sum.order = home.order
-        self.add(index, result.sum, [Segment(slot, result.sum, part)], started=started)
+        self.add(index, result.sum, [CopySegment(slot, result.sum, shard)], started=started)
 
     def _add_local(self, operand: Operand) -> None:
         self._add_home("d" + operand.hull.tensor, operand.sums[0])

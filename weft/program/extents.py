@@ -13,15 +13,15 @@ from weft.program.slots import Slot
 from weft.program.steps import Attention, Copy, Gradient, Step, accesses
 
 T = TypeVar("T")
-Part = tuple[Slot, Piece | None]
+SlotPiece = tuple[Slot, Piece | None]
 """A piece of a slot; None is all of it, padding included."""
 
 
-def parts_accessed(step: Step) -> tuple[list[Part], list[Part]]:
-    """What a step of the compute stream reads and writes, piece by piece."""
+def pieces_accessed(step: Step) -> tuple[list[SlotPiece], list[SlotPiece]]:
+    """Return the pieces that a step of the compute stream reads and those that it writes."""
     if isinstance(step, Copy):
-        sources: list[Part] = [(segment.source, segment.piece) for segment in step.segments]
-        targets: list[Part] = [(segment.target, segment.piece) for segment in step.segments]
+        sources: list[SlotPiece] = [(segment.source, segment.piece) for segment in step.segments]
+        targets: list[SlotPiece] = [(segment.target, segment.piece) for segment in step.segments]
         return (sources + targets if step.add else sources), targets
     pieces: dict[Slot, Piece] = {}
     if isinstance(step, Attention):
@@ -34,7 +34,7 @@ def parts_accessed(step: Step) -> tuple[list[Part], list[Part]]:
 
 
 class Extent(NamedTuple):
-    """The bytes of a slot that is one tensor, or one message, and which piece of it is meant."""
+    """The bytes of a slot that is one tensor, or one message, and a piece of it."""
 
     block: object
     start: int
@@ -44,7 +44,7 @@ class Extent(NamedTuple):
 
     @staticmethod
     def of(slot: Slot, block: object, start: int) -> Extent:
-        """Where a slot lies whose root begins at `start`; a part of a tensor is a piece of the whole."""
+        """Return the extent of a slot whose root begins at `start`; a slot in a tensor is a piece of it."""
         whole = slot
         while whole.parent is not None and whole.parent.piece is not None:
             whole = whole.parent
@@ -56,7 +56,7 @@ class Extent(NamedTuple):
 
 
 class Access(NamedTuple):
-    """What the step at `at` does to an extent; a message does it at any time until its Wait."""
+    """A read or write of an extent by the step at `at`; a message may do it until its Wait."""
 
     at: int
     extent: Extent
@@ -70,7 +70,7 @@ class Access(NamedTuple):
 
 
 class ExtentMap(Generic[T]):
-    """Values by the bytes of one block that they lie in, sorted by where they start."""
+    """Values by ranges of the bytes of one block, sorted by start."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[int, int, T]] = []
@@ -104,7 +104,7 @@ class Content:
         self._whole: set[Slot] = set()
         self._pieces: defaultdict[Slot, list[Piece]] = defaultdict(list)
         self._parts: defaultdict[Slot, dict[Slot, None]] = defaultdict(dict)
-        """Slots by the one that they are a part of."""
+        """Slots by their parent."""
         self._writers: dict[Slot, int] = {}
         self._readers: defaultdict[Slot, list[tuple[Piece | None, int]]] = defaultdict(list)
 
@@ -130,7 +130,7 @@ class Content:
             return joined(written) == [(0, slot.num_bytes)]
         if (piece is None and _is_padded(slot)) or (piece or slot.piece).without(self._pieces[slot]):
             return False
-        if piece is None or _is_all(piece, slot):  # not to be put together again
+        if piece is None or _is_all(piece, slot):  # so that the next check is short
             self._pieces[slot] = [slot.piece]
         return True
 
@@ -143,7 +143,7 @@ class Content:
         self._writers[slot] = at
 
     def out_of_order(self, slot: Slot, piece: Piece | None, *, is_fill: bool) -> int | None:
-        """A step that comes too early for a write: it read the piece, or a Fill erases what it wrote."""
+        """Return a step that is too early for a write: it read the piece, or a Fill erases what it wrote."""
         if is_fill and slot in self._writers:
             return self._writers[slot]
         each: Slot | None = slot

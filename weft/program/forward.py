@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import inf
+from typing import TYPE_CHECKING
 
 from weft.core.schedule import Attend, Piece
+from weft.program.lowering import Messages
 from weft.program.operands import AttentionLowering, Operand
-from weft.program.pieces import Messages, Part
-from weft.program.places import cover
-from weft.program.slots import Slot
+from weft.program.pieces import cover
 from weft.program.steps import Attention, Cast, Fill
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from weft.program.lowering import RankOp
+    from weft.program.slots import Slot
 
 
 class ForwardLowering(AttentionLowering):
     """Outputs are merged in float32 or better, if they are, and leave in the caller's dtype."""
 
-    def begin(self, attends: list[Attend], parts: Sequence[Part]) -> None:
-        super().begin(attends, parts)
+    def begin(self, attends: list[Attend], ops: Sequence[RankOp]) -> None:
+        super().begin(attends, ops)
         self.lands = False
-        if self.operands["q"][1:] or not any(self.is_home(q.hull) for q in self.operands["q"]):
+        if self.operands["q"][1:] or not any([q.is_home for q in self.operands["q"]]):
             self.result = self.home_slot("o", "result")
-            self.lands = self._can_land(parts)
+            self.lands = self._can_land(ops)
 
-    def _can_land(self, parts: Sequence[Part]) -> bool:
+    def _can_land(self, ops: Sequence[RankOp]) -> bool:
         """Whether outputs may be received into the result: they and what is computed here are all of it."""
         home = self.result.piece
         assert home is not None
@@ -34,7 +39,7 @@ class ForwardLowering(AttentionLowering):
         ):
             return False
         pieces = [q.hull & home for q in self.operands["q"]]
-        for _, op in parts:
+        for _, op in ops:
             if isinstance(op, Messages) and "o" in op.tensors:
                 pieces += [p for some in op.receives.values() for p in some if p.tensor == "o"]
         cells = sum(piece.heads.size * piece.tokens.size for piece in pieces)
@@ -55,9 +60,8 @@ class ForwardLowering(AttentionLowering):
             return None
         home = self.result.piece
         assert home is not None
-        own = [
-            (q, part) for q in self.operands["q"] if (part := Piece("o", q.hull.heads, q.hull.tokens) & home)
-        ]
+        outputs = [(q, Piece("o", q.hull.heads, q.hull.tokens) & home) for q in self.operands["q"]]
+        own = [(q, output) for q, output in outputs if output]
         # In a torus, outputs leave before those that stay are done.
         done = len(own) == 1 and own[0][0].written == own[0][0].readers
         return own[0][1] if done else None
@@ -87,7 +91,7 @@ class ForwardLowering(AttentionLowering):
         dtype = self.narrow if q.readers == 1 and not q.partial else self.wide
         out = self.slot(f"out of {q.name}", "workspace", Piece("o", q.hull.heads, q.hull.tokens), dtype)
         if dtype == self.narrow:
-            out.memory = "result" if self.is_home(q.hull) else memory
+            out.memory = "result" if q.is_home else memory
         lse = self.lse(q, memory)
         if keeps:
             self.program.saved[lse.name] = lse
@@ -97,7 +101,7 @@ class ForwardLowering(AttentionLowering):
         operands = self.operands["q"]
         if self.target.save:
             self._save(operands)
-        if len(operands) == 1 and self.is_home(operands[0].hull):
+        if len(operands) == 1 and operands[0].is_home:
             out = operands[0].sums[0]
             if out.dtype == self.narrow:
                 self.program.slots["home o"] = out
@@ -111,11 +115,11 @@ class ForwardLowering(AttentionLowering):
     def _save(self, operands: list[Operand]) -> None:
         """Save outputs in the caller's dtype, as the backward reads them; results are there anyway."""
         for q in operands:
-            if self.is_home(q.hull):
+            if q.is_home:
                 continue
-            out = kept = q.sums[0]
+            out = saved = q.sums[0]
             if out.dtype != self.narrow:
                 assert out.piece is not None
-                kept = self.slot(out.name, "saved", out.piece, self.narrow)
-                self.steps.append(Cast(-1, out, kept))
-            self.program.saved[out.name] = kept
+                saved = self.slot(out.name, "saved", out.piece, self.narrow)
+                self.steps.append(Cast(-1, out, saved))
+            self.program.saved[out.name] = saved

@@ -1,28 +1,50 @@
-"""Lowering: what every way to write a program shares: its slots, its waits, and where pieces have arrived."""
+"""Lowering: one rank's program while it is written: its slots, its waits, and where pieces have arrived."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from weft.core.problem import ITEM_BYTES
-from weft.core.schedule import Attend, Piece, Schedule
-from weft.program.pieces import Form, Messages, Part, Pieces
 from weft.program.slots import Slot
-from weft.program.steps import Post, Program, Step, Target, Wait
+from weft.program.steps import Program, Wait
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from weft.core.schedule import Attend, Piece, Schedule
+    from weft.program.pieces import Message, Pieces, SlotForm
+    from weft.program.steps import Post, Step, Target
+
+    RankOp = tuple[int, "Attend | Messages"]
+    """An operation of the schedule, by its index, as far as one rank takes part in it."""
 
 ALIGN = 256
 """Bytes: slots begin where any kernel may read them."""
 
 
+class Messages(NamedTuple):
+    """One rank's share of an exchange: pieces by peer, in the order in which both ends pack them."""
+
+    label: str
+    sends: dict[int, Message]
+    receives: dict[int, Message]
+    collective: bool
+    tensors: frozenset[str]
+    """Of which there are pieces between any two ranks."""
+
+
 class Lowering(ABC):
-    """Writes the program of one rank."""
+    """The program of one rank and what its directions (forward, backward, redistribution) answer about it.
+
+    Calls go one way: `lower` and `exchanges` call the methods of a direction, which call those below.
+    """
 
     def __init__(self, schedule: Schedule, rank: int, target: Target, pieces: Pieces) -> None:
         self.schedule, self.rank, self.target, self.pieces = schedule, rank, target, pieces
         problem = schedule.problem
-        self.narrow = problem.dtype
+        self.row_elements, self.narrow = problem.row_elements, problem.dtype
         self.wide = "float64" if problem.dtype == "float64" else "float32"
         self.program = Program(rank, problem, target)
         self.steps: list[Step] = self.program.steps
@@ -44,29 +66,12 @@ class Lowering(ABC):
         self.labels: dict[int, str] = {}
         """Exchanges after the scatter that brought keys and values: in order, and by a piece's number."""
 
-    def write(self, parts: Sequence[Part]) -> Program:
-        self.begin([op for _, op in parts if isinstance(op, Attend)], parts)
-        for index, op in parts:
-            if isinstance(op, Attend):
-                self.attend(index, op)
-            else:
-                self.exchange(index, op)
-        self.finish()
-        for message in list(self.unwaited):
-            self.wait_for(message)
-        for post in list(self.posted.values()):
-            self.release(post)
-        return self.program
-
     @abstractmethod
-    def begin(self, attends: list[Attend], parts: Sequence[Part]) -> None:
-        """Look at all that is to come."""
+    def begin(self, attends: list[Attend], ops: Sequence[RankOp]) -> None:
+        """Read all operations ahead."""
 
     @abstractmethod
     def attend(self, index: int, op: Attend) -> None: ...
-
-    @abstractmethod
-    def exchange(self, index: int, op: Messages) -> None: ...
 
     @abstractmethod
     def finish(self) -> None:
@@ -76,9 +81,9 @@ class Lowering(ABC):
         """Use up what has arrived, before the next exchange is posted."""
         return
 
+    @abstractmethod
     def sources(self, piece: Piece) -> Iterable[Slot]:
-        """Slots that may have parts of a piece that is to be sent, those at home first."""
-        raise NotImplementedError
+        """Slots that may hold some of a piece that is to be sent, those at home first."""
 
     def lying(self, piece: Piece, number: int) -> Slot | None:
         """A slot that is this very piece in one stretch of memory, to be sent as it lies."""
@@ -96,12 +101,12 @@ class Lowering(ABC):
         return None
 
     def cut(self, piece: Piece) -> Slot | None:
-        """A part of the input, if it lies there in one stretch."""
+        """The slot of a piece of the input, if it lies there in one stretch."""
         del piece
         return None
 
     def landing(self, piece: Piece) -> Slot | None:
-        """Where a piece may be received in place."""
+        """The slot in the result that a piece may be received into."""
         del piece
         return None
 
@@ -110,27 +115,22 @@ class Lowering(ABC):
     def slot(self, name: str, memory: str, piece: Piece, dtype: str = "", rows: int = -1) -> Slot:
         """A slot of its own for a piece; `rows` counts padding too."""
         if dtype or rows >= 0:
-            rows = rows if rows >= 0 else piece.tokens.size
-            size, dtype, shape, unit = self._form(piece, dtype or self.dtype_of(piece), rows)
+            form = self._form(piece, dtype or self._dtype_of(piece), rows if rows >= 0 else piece.tokens.size)
         else:
             number = self.pieces.number(piece)
             form = self.pieces.forms.get(number)
             if form is None:
-                form = self._form(piece, self.dtype_of(piece), piece.tokens.size)
-                self.pieces.forms[number] = form
-            size, dtype, shape, unit = form
+                form = self.pieces.forms[number] = self._form(piece, self._dtype_of(piece), piece.tokens.size)
+        size, dtype, shape, unit = form
         return Slot(name, memory, size, dtype, piece, shape, None, 0, None, unit)
 
-    def dtype_of(self, piece: Piece) -> str:
+    def _dtype_of(self, piece: Piece) -> str:
         return self.wide if piece.is_sum else self.narrow
 
-    def _form(self, piece: Piece, dtype: str, rows: int) -> Form:
-        planes = 2 if piece.tensor.endswith("kv") else 1
-        unit = planes * self.schedule.problem.row_elements * ITEM_BYTES[dtype]
-        return unit * piece.heads.size * rows, dtype, self.shape(piece, rows), unit
-
-    @abstractmethod
-    def shape(self, piece: Piece, rows: int) -> tuple[int, ...]: ...
+    def _form(self, piece: Piece, dtype: str, rows: int) -> SlotForm:
+        shape = self.schedule.problem.local_shape(piece.tensor, piece.heads.size, rows)
+        unit = shape[0] * self.row_elements * ITEM_BYTES[dtype]
+        return unit * piece.heads.size * rows, dtype, shape, unit
 
     def message(self, name: str, memory: str, pieces: list[Piece]) -> tuple[Slot, list[Slot]]:
         """One message, and a slot in it for each piece; the widest dtype first, so that all are aligned."""
@@ -170,3 +170,10 @@ class Lowering(ABC):
             if peer not in self.target.near:
                 self.steps.append(Wait(post.op, post.label, peer, slot, True))  # noqa: FBT003 - by far the fastest
         del self.posted[post.op], self.awaited[post.op]
+
+    def wait_for_all(self) -> None:
+        """End the program: no message and no buffer of an exchange is in use after it."""
+        for message in list(self.unwaited):
+            self.wait_for(message)
+        for post in list(self.posted.values()):
+            self.release(post)

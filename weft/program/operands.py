@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from weft.core.indices import Indices
 from weft.core.problem import ITEM_BYTES, Problem
 from weft.core.schedule import Attend, Piece
-from weft.program.exchanges import Exchanges
-from weft.program.pieces import Messages, Part
-from weft.program.places import hulls
+from weft.program.lowering import Lowering, Messages
+from weft.program.pieces import cover, hulls
 from weft.program.slots import Slot
-from weft.program.steps import Copy, Fill, Segment, View
+from weft.program.steps import Copy, CopySegment, Fill, View
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from weft.program.lowering import RankOp
 
 
 @dataclass(eq=False, slots=True)
@@ -24,23 +28,28 @@ class Operand:
     number: int
     readers: int = 0
     partial: bool = False
-    """Some attention reads a part of it only."""
+    """Whether some attention does not read all of it."""
+    is_home: bool = False
+    """Whether these queries are all of the caller's tensor, in its order and without padding."""
     slot: Slot | None = None
     is_view: bool = False
-    """It lies elsewhere, whole: nothing is copied into its slot."""
+    """Whether all of it lies elsewhere already: nothing is copied into its slot."""
     sums: tuple[Slot, ...] = ()
     """What attentions write for it: output and log-sum-exp, or its gradient."""
     written: int = 0
-    have: list[Piece] = field(init=False)
-    """Parts that have been copied into a slot of its own, which few operands have."""
+    copied: list[Piece] = field(init=False)
+    """Pieces that have been copied into a slot of its own, which few operands have."""
     complete: set[int] = field(init=False)
-    """Numbers of pieces that are there in whole."""
+    """Numbers of pieces that are complete in this slot."""
 
 
-class AttentionLowering(Exchanges):
+class AttentionLowering(Lowering):
     """What both directions of an attention share."""
 
-    def begin(self, attends: list[Attend], parts: Sequence[Part]) -> None:
+    kept: frozenset[str] = frozenset()
+    """Tensors of which the forward saved what it received."""
+
+    def begin(self, attends: list[Attend], ops: Sequence[RankOp]) -> None:
         assert isinstance(self.schedule.problem, Problem)
         self.problem = self.schedule.problem
         self.operand_of: dict[int, Operand] = {}
@@ -51,19 +60,21 @@ class AttentionLowering(Exchanges):
         """The operands of all attentions, in order."""
         self.sent = {
             self.pieces.number(pieces[0])
-            for _, op in parts
+            for _, op in ops
             if self.target.near and isinstance(op, Messages)  # without a window it makes no difference
             for pieces in op.sends.values()
             if len(pieces) == 1
         }
         self.home = {tensor: self.home_slot(tensor, "input") for tensor in ("q", "kv")}
+        for q in self.operands["q"]:
+            q.is_home = self._is_home(q.hull)
 
     def _operands(self, tensor: str, pieces: list[Piece]) -> list[Operand]:
         """The operand that each piece belongs to."""
         numbers = [self.pieces.number(piece) for piece in pieces]
         distinct = dict(zip(numbers, pieces, strict=True))
         joined, key = distinct, frozenset(distinct)
-        if key not in self.pieces.disjoint:
+        if len(key) > 1 and key not in self.pieces.disjoint:
             joined = {self.pieces.number(hull): hull for hull in hulls(list(distinct.values()))}
             if len(joined) == len(distinct):
                 self.pieces.disjoint.add(key)
@@ -91,17 +102,13 @@ class AttentionLowering(Exchanges):
         self.program.slots[slot.name] = slot
         return slot
 
-    def is_home(self, piece: Piece) -> bool:
+    def _is_home(self, piece: Piece) -> bool:
         """Whether a piece is all that the rank has of a query tensor, row by row, without padding."""
         home = self.home["q"]
         own = home.piece
         assert own is not None
         same = (own.heads, own.tokens) == (piece.heads, piece.tokens)
         return same and home.order is None and home.shape[3] == own.tokens.size
-
-    def shape(self, piece: Piece, rows: int) -> tuple[int, ...]:
-        planes = 2 if piece.tensor.endswith("kv") else 1
-        return planes, self.problem.batch, piece.heads.size, rows, self.problem.head_dim
 
     def lse(self, q: Operand, memory: str) -> Slot:
         shape = (1, self.problem.batch, q.hull.heads.size, q.hull.tokens.size, 1)
@@ -125,21 +132,25 @@ class AttentionLowering(Exchanges):
     def ready(self, operand: Operand, wanted: Piece) -> Slot:
         """The slot of an operand, with everything in it that a piece of the operand needs."""
         if operand.slot is None:
-            self.place(operand)
+            self._place(operand)
         slot = operand.slot
         assert slot is not None
         if operand.is_view:
             if self.unwaited:
                 self.wait_at(slot)
-        elif operand.partial or not operand.have:
+        elif operand.partial or not operand.copied:
             self._complete(operand, slot, wanted)
         return slot
 
-    def place(self, operand: Operand) -> None:
+    def _place(self, operand: Operand) -> None:
         """Decide whether an operand is used where it lies, or has a buffer to be put together in."""
-        if self.place_at_home(operand):
-            return
         hull, saved = operand.hull, operand.hull.tensor in self.target.save
+        if self._place_at_home(operand):
+            return
+        if hull.tensor in self.kept:
+            operand.slot, operand.is_view = self.slot(operand.name, "saved", hull), True
+            self.program.slots[operand.name] = operand.slot
+            return
         exact = self.exact.get(operand.number)
         if exact is not None and not saved:
             operand.slot, operand.is_view = exact, True
@@ -151,16 +162,14 @@ class AttentionLowering(Exchanges):
         else:
             memory = self.buffer_memory if operand.number in self.sent else "workspace"
             operand.slot = self.slot(operand.name, "saved" if saved else memory, hull)
-            operand.have, operand.complete = [], set()
+            operand.copied, operand.complete = [], set()
         if saved:
             assert operand.slot is not None
             self.program.saved[operand.name] = operand.slot
 
-    def place_at_home(self, operand: Operand) -> bool:
-        home = self.home[operand.hull.tensor]
-        assert home.piece is not None
-        if home.piece.covers(operand.hull) and (slot := self.view(operand.name, home, operand.hull)):
-            operand.slot, operand.is_view = slot, True
+    def _place_at_home(self, operand: Operand) -> bool:
+        operand.slot = self.view(operand.name, self.home[operand.hull.tensor], operand.hull)
+        operand.is_view = operand.slot is not None
         return operand.is_view
 
     def _part_of_arrival(self, operand: Operand) -> Slot | None:
@@ -174,7 +183,8 @@ class AttentionLowering(Exchanges):
         assert own is not None
         if not own.covers(piece) or not source.in_one_stride(piece):
             return None
-        self.wait_at(source)
+        if self.unwaited:
+            self.wait_at(source)
         if (own.heads, own.tokens) == (piece.heads, piece.tokens) and source.shape[3] == own.tokens.size:
             return source
         slot = self.slot(name, source.memory, piece, source.dtype)
@@ -186,17 +196,22 @@ class AttentionLowering(Exchanges):
         number = self.pieces.number(wanted)
         if number in operand.complete:
             return
-        missing = wanted.without(operand.have) if operand.have else [wanted]
-        segments = [segment for piece in missing for segment in self.find(piece, slot)]
+        missing = wanted.without(operand.copied) if operand.copied else [wanted]
+        segments = [segment for piece in missing for segment in self._find(piece, slot)]
         if segments or not missing:
             operand.complete.add(number)
         if segments:
-            operand.have += missing
+            operand.copied += missing
             for segment in segments:
                 self.wait_at(segment.source)
             self._copy(segments)
 
-    def _copy(self, segments: list[Segment]) -> None:
+    def _find(self, piece: Piece, target: Slot) -> list[CopySegment]:
+        arrived = self.exact.get(self.pieces.number(piece))
+        places = [self.home[piece.tensor], *self.arrived[piece.tensor]] if arrived is None else (arrived,)
+        return cover(piece, places, target)
+
+    def _copy(self, segments: list[CopySegment]) -> None:
         """Unpack together with what was unpacked just before: an exchange brings queries, keys and values."""
         last = self.steps[-1] if self.steps else None
         if isinstance(last, Copy) and last.op == -1 and not last.add:
@@ -206,15 +221,15 @@ class AttentionLowering(Exchanges):
                 segments = [*last.segments, *segments]
         self.steps.append(Copy(-1, tuple(segments)))
 
-    def fills(self, target: Slot, segments: Sequence[Segment]) -> bool:
-        """Whether parts that do not overlap leave nothing of a slot out, padding included."""
+    def fills(self, target: Slot, segments: Sequence[CopySegment]) -> bool:
+        """Whether segments that do not overlap cover a slot, padding included."""
         piece = target.piece
         assert piece is not None
         cells = sum(segment.piece.heads.size * segment.piece.tokens.size for segment in segments)
         return cells == piece.heads.size * target.shape[3]
 
-    def put(self, target: Slot, segments: list[Segment], index: int = -1) -> None:
-        """Put a slot together from parts that do not overlap."""
+    def put(self, target: Slot, segments: list[CopySegment], index: int = -1) -> None:
+        """Put a slot together from segments that do not overlap."""
         for segment in segments:
             self.wait_at(segment.source)
         if not self.fills(target, segments):

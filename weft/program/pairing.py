@@ -1,4 +1,4 @@
-"""Pairing: the messages of all ranks meet, and no rank waits for one that waits for it."""
+"""Pairing: check that the messages of all ranks pair up, and that programs cannot deadlock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weft.core.errors import ScheduleError
 from weft.program.slots import Slot
 from weft.program.steps import Post, Program, Wait
 
-Message = tuple[int, int, int]
+MessageKey = tuple[int, int, int]
 """(op, source, target)."""
 End = tuple[Program, int, Slot]
 """A program, the step that posts a message, and its buffer."""
@@ -40,18 +40,18 @@ def _named(program: Program, at: int) -> str:
 
 
 def _pair(programs: Sequence[Program]) -> None:
-    """Every message is sent once and received once, in equal sizes, by ranks that agree on how."""
-    sends: dict[Message, End] = {}
-    receives: dict[Message, End] = {}
+    """Check that each message is sent and received once, with equal sizes and the same transport."""
+    sends: dict[MessageKey, End] = {}
+    receives: dict[MessageKey, End] = {}
     for program in programs:
         rank = program.rank
         for at, post in program.exchanges():
             ends = [(sends, (post.op, rank, peer), slot) for peer, slot in post.sends]
             ends += [(receives, (post.op, peer, rank), slot) for peer, slot in post.receives]
-            for found, message, slot in ends:
-                if message in found:
+            for posted, message, slot in ends:
+                if message in posted:
                     fail(f"{slot.name} is not the only message of its exchange and peer", (program, at))
-                found[message] = program, at, slot
+                posted[message] = program, at, slot
     for message in sends.keys() ^ receives.keys():
         program, at, slot = sends.get(message) or receives[message]
         other = message[2] if message in sends else message[1]
@@ -69,7 +69,7 @@ def _pair(programs: Sequence[Program]) -> None:
 
 
 def _check_collectives(programs: Sequence[Program]) -> None:
-    """All ranks take part in a collective; each end is one buffer, with a part for each rank in order."""
+    """Check that all ranks take part in a collective, and each end is one buffer in the order of ranks."""
     posts: defaultdict[int, list[tuple[Program, int, Post]]] = defaultdict(list)
     for program in programs:
         for at, post in program.exchanges():
@@ -94,7 +94,7 @@ def _offset(slot: Slot) -> int:
 
 
 def _run(programs: Sequence[Program]) -> None:
-    """Run until no rank can go on: a Wait, at either end, needs the Post of the other one."""
+    """Run until no rank can go on: a Wait, at either end, needs the Post of the other end."""
     at = [0] * len(programs)
     posted: set[tuple[int, int]] = set()
     blocked: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
@@ -111,11 +111,11 @@ def _run(programs: Sequence[Program]) -> None:
             at[rank] += 1
     for (peer, _), ranks in blocked.items():
         stuck = [(programs[rank], at[rank]) for rank in (ranks[0], peer)]
-        fail("they wait for each other, directly or by way of other ranks", *stuck)
+        fail("they wait for each other, directly or through other ranks", *stuck)
 
 
 def _check_order(program: Program) -> None:
-    """Exchanges of a group proceed one by one, so all ranks post them in the order of the schedule."""
+    """Check the order of posts: exchanges of a group proceed one by one, in the order of the schedule."""
     posts = list(program.exchanges())
     for (before, earlier), (at, post) in zip(posts, posts[1:], strict=False):
         if post.op <= earlier.op:

@@ -1,13 +1,22 @@
-"""Pieces of a schedule as one rank sees them: its part of each operation, and numbers for equal pieces."""
+"""Pieces of a schedule: numbers for equal ones, which of them overlap, and which slots cover them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from bisect import bisect_left, bisect_right
+from heapq import heappop, heappush
+from operator import itemgetter
+from typing import TYPE_CHECKING
 
-from weft.core.problem import Problem, Switch
-from weft.core.schedule import Attend, Exchange, Piece, Schedule
-from weft.program.slots import Shape
+from weft.core.schedule import Piece
+from weft.program.steps import CopySegment
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from weft.program.slots import Shape, Slot
+
+    SlotForm = tuple[int, str, Shape, int]
+    """Bytes, dtype, shape and unit of a slot."""
 
 
 class Message(list[Piece]):
@@ -20,45 +29,26 @@ class Message(list[Piece]):
         self.numbers = numbers
 
 
-class Messages(NamedTuple):
-    """One rank's part of an exchange: pieces by peer, in the order in which both ends pack them."""
-
-    label: str
-    sends: dict[int, Message]
-    receives: dict[int, Message]
-    collective: bool
-    tensors: frozenset[str]
-    """Of which there are pieces between any two ranks."""
-
-
-Part = tuple[int, Attend | Messages]
-"""An operation of the schedule, by its index, as far as one rank takes part in it."""
-
-
-Form = tuple[int, str, Shape, int]
-"""Bytes, dtype, shape and unit of a slot."""
-
-
 class Pieces:
     """Numbers of pieces: equal ones have equal numbers, on all ranks of a schedule.
 
-    They are kept by identity: the same piece goes around a ring, and even its hash would be slow.
+    They are looked up by identity: the same piece goes around a ring, and even its hash would be slow.
     """
 
     def __init__(self) -> None:
-        self.known: dict[int, int] = {}
-        self.forms: dict[int, Form] = {}
+        self.forms: dict[int, SlotForm] = {}
         """What all slots of a piece have in common, by its number."""
         self.disjoint: set[frozenset[int]] = set()
-        """Pieces that have no parts in common, by number: those of the ranks of a ring are the same."""
+        """Sets of pieces, by number, of which no two overlap: those of the ranks of a ring are the same."""
+        self._by_identity: dict[int, int] = {}
         self._numbers: dict[tuple[object, ...], int] = {}
         self._alive: list[Piece] = []
 
     def number(self, piece: Piece) -> int:
-        number = self.known.get(id(piece))
+        number = self._by_identity.get(id(piece))
         if number is None:
             key = (piece.tensor, piece.heads.runs, piece.tokens.runs)
-            number = self.known[id(piece)] = self._numbers.setdefault(key, len(self._numbers))
+            number = self._by_identity[id(piece)] = self._numbers.setdefault(key, len(self._numbers))
             self._alive.append(piece)  # or its identity could become another's
         return number
 
@@ -66,38 +56,94 @@ class Pieces:
         return Message(pieces, tuple([self.number(piece) for piece in pieces]))
 
 
-def parts_of(schedule: Schedule, ranks: Iterable[int], numbers: Pieces) -> dict[int, list[Part]]:
-    """Each rank's part of every operation, in one pass over the schedule."""
-    parts: dict[int, list[Part]] = {rank: [] for rank in ranks}
-    every = schedule.problem.ranks
-    for index, op in enumerate(schedule.ops):
-        if isinstance(op, Attend):
-            if op.rank in parts:
-                parts[op.rank].append((index, op))
-            continue
-        mine: dict[int, Messages] = {}
-        collective = len(op.transfers) >= every * (every - 1) > 0 and _is_bulk(op, schedule.problem)
-        if len(parts) < every:  # most transfers are between others
-            op = Exchange(tuple([t for t in op.transfers if t.src in parts or t.dst in parts]), op.label)  # noqa: PLW2901
-        tensors = frozenset([transfer.piece.tensor for transfer in op.transfers])
-        for (src, dst), pieces in op.messages.items():
-            message = numbers.message(pieces)
-            for rank, peer in ((src, dst), (dst, src)):
-                if rank in parts:
-                    part = mine.get(rank)
-                    if part is None:
-                        part = mine[rank] = Messages(op.label, {}, {}, collective, tensors)
-                    (part.sends if rank == src else part.receives)[peer] = message
-        for rank, part in mine.items():
-            parts[rank].append((index, part))
-    return parts
+def cover(wanted: Piece, places: Iterable[Slot], target: Slot) -> list[CopySegment]:
+    """Take each part of a piece from the first slot that has it; leave out what no slot has."""
+    segments: list[CopySegment] = []
+    missing = [wanted] if wanted else []
+    for slot in places:
+        held = slot.piece
+        assert held is not None
+        rest: list[Piece] = []
+        for piece in missing:
+            if held.covers(piece):
+                segments.append(CopySegment(slot, target, piece))
+                continue
+            heads, tokens = piece.heads & held.heads, piece.tokens & held.tokens
+            if not (heads.runs and tokens.runs):
+                rest.append(piece)
+                continue
+            segments.append(CopySegment(slot, target, Piece(piece.tensor, heads, tokens)))
+            if heads.runs != piece.heads.runs:
+                rest.append(Piece(piece.tensor, piece.heads - held.heads, piece.tokens))
+            if tokens.runs != piece.tokens.runs:
+                rest.append(Piece(piece.tensor, heads, piece.tokens - held.tokens))
+        missing = rest
+        if not missing:
+            break
+    return segments
 
 
-def _is_bulk(exchange: Exchange, problem: Problem | Switch) -> bool:
-    """Whether one all_to_all can do an exchange: between any two ranks there is a message."""
-    pairs = {(transfer.src, transfer.dst) for transfer in exchange.transfers}
-    gathers = isinstance(problem, Switch) and problem.dims[1] is None  # all would send the same to each
-    # Parts of one buffer lie without gaps, so they must be of one size of item.
-    by_tensor = {transfer.piece.tensor: transfer.piece for transfer in exchange.transfers}
-    mixed = len({piece.is_sum for piece in by_tensor.values()}) > 1
-    return len(pairs) == problem.ranks * (problem.ranks - 1) and not gathers and not mixed
+class Finder:
+    """An index of pieces by their tokens."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self.runs = sorted(
+            (start, stop, i) for i, piece in enumerate(pieces) for start, stop in piece.tokens.runs
+        )
+        self.longest = max((stop - start for start, stop, _ in self.runs), default=0)
+
+    def meeting(self, piece: Piece) -> list[int]:
+        """Return which pieces share tokens with this one, in their order."""
+        numbers: set[int] = set()
+        for start, stop in piece.tokens.runs:
+            low = bisect_right(self.runs, start - self.longest, key=itemgetter(0))
+            high = bisect_left(self.runs, stop, key=itemgetter(0))
+            numbers.update([i for _, end, i in self.runs[low:high] if end > start])
+        return sorted(numbers)
+
+
+def overlap(pieces: Sequence[Piece]) -> bool:
+    """Whether any two of some pieces overlap."""
+    return any(True for _ in _overlaps(pieces))
+
+
+def hulls(pieces: Sequence[Piece]) -> list[Piece]:
+    """Join pieces that overlap into rectangles around them, until none overlap; in order of first use."""
+    distinct = list(dict.fromkeys(pieces))
+    while True:
+        group = list(range(len(distinct)))
+        for i, j in _overlaps(distinct):
+            a, b = _leader(group, i), _leader(group, j)
+            group[max(a, b)] = min(a, b)
+        joined: dict[int, Piece] = {}
+        for i, piece in enumerate(distinct):
+            leader = _leader(group, i)
+            if hull := joined.get(leader):
+                piece = Piece(piece.tensor, hull.heads | piece.heads, hull.tokens | piece.tokens)  # noqa: PLW2901
+            joined[leader] = piece
+        if len(joined) == len(distinct):
+            return distinct
+        distinct = list(joined.values())
+
+
+def _leader(group: list[int], i: int) -> int:
+    while group[i] != i:
+        i = group[i]
+    return i
+
+
+def _overlaps(pieces: Sequence[Piece]) -> Iterable[tuple[int, int]]:
+    """Yield pairs of pieces that overlap, by a sweep over tokens."""
+    runs = sorted((start, stop, i) for i, piece in enumerate(pieces) for start, stop in piece.tokens.runs)
+    active: dict[int, int] = {}
+    ends: list[tuple[int, int]] = []
+    for start, stop, i in runs:
+        while ends and ends[0][0] <= start:
+            end, j = heappop(ends)
+            if active.get(j) == end:
+                del active[j]
+        for j in active:
+            if pieces[i].heads.meets(pieces[j].heads):
+                yield j, i
+        active[i] = stop
+        heappush(ends, (stop, i))

@@ -2,16 +2,16 @@
 
 Only this is taken to be ordered:
 
-- Steps of a rank run in list order on its compute stream. A message is under way from its Post to its Wait:
-  in between, its buffer may be read or written at any moment, whatever other messages do. Without a fence it
-  may have been under way from the start.
-- What a rank did before a Post happens before what the receiver does after its Wait. A message to a near peer
-  is read where it lies, also by those that it is passed on to, so it stays as it is until the call ends.
-  Where it lands in the workspace of its receivers, each of them has read it when its own Wait is over, and
-  what is passed on is read from its owner's memory, not from the workspace.
+- Steps of a rank run in list order on its compute stream. A message is in flight from its Post to its Wait:
+  in between, its buffer may be read or written at any moment. Without a fence it may be in flight from the
+  start.
+- What a rank does before a Post happens before what the receiver does after its Wait. A message to a near
+  peer is read in place, also by ranks that it is passed on to, so it must not change until the call ends.
+  Where it lands in the workspace of its receivers, each of them has read it after its own Wait, and what is
+  passed on is read from its owner's memory, not from the workspace.
 
-Slots are checked where they lie: a write to the bytes of another slot makes that one unreadable. Each cell
-of a slot is first written and then read, so that a step that was moved cannot go unnoticed.
+Slots are checked by their bytes: a write to the bytes of another slot makes that one unreadable. Each cell of
+a slot is first written and then read, so that a step in the wrong place is always detected.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import NoReturn
 
 from weft.core.errors import ScheduleError
 from weft.core.schedule import Piece, Schedule
-from weft.program.extents import Access, Content, Extent, ExtentMap, parts_accessed
+from weft.program.extents import Access, Content, Extent, ExtentMap, pieces_accessed
 from weft.program.lower import lower_all
 from weft.program.pairing import check_messages, fail
 from weft.program.slots import Slot
@@ -45,17 +45,17 @@ def prove(programs: Sequence[Program], workspaces: Sequence[Workspace] | None = 
 def prove_schedule(schedule: Schedule) -> int:
     """Prove the programs of a schedule and its backward for every transport; return the number of steps."""
     ranks = schedule.problem.ranks
-    ways = [(schedule, frozenset[str]())]
+    directions = [(schedule, frozenset[str]())]
     if not schedule.backward:
         backward = reverse(schedule)
         kept = {piece.tensor for pieces in backward.kept for piece in pieces}
-        ways += [(schedule, frozenset({"q"} | (kept & {"kv"}))), (backward, frozenset())]
+        directions += [(schedule, frozenset({"q"} | (kept & {"kv"}))), (backward, frozenset())]
     steps = 0
-    everyone = frozenset(range(ranks))
-    transports = (Target(), Target(collective=True), Target(near=everyone), Target(near=everyone, lands=True))
+    every = frozenset(range(ranks))
+    transports = (Target(), Target(collective=True), Target(near=every), Target(near=every, lands=True))
     for target in transports:
-        for way, save in ways:
-            programs = lower_all(way, replace(target, save=save))
+        for direction, save in directions:
+            programs = lower_all(direction, replace(target, save=save))
             prove(programs)
             steps += sum(len(program.steps) for program in programs)
     return steps
@@ -80,14 +80,14 @@ def needs_warm_up(programs: Sequence[Program]) -> bool:
 
 
 class _Rank:
-    """Walks through the steps of one rank: what its memory holds, and which messages are under way."""
+    """Walks through the steps of one rank: what its memory holds, and which messages are in flight."""
 
     def __init__(self, program: Program, workspace: Workspace) -> None:
         self.program, self.steps = program, program.steps
         self.places: dict[Slot, tuple[object, int]] = {}
         self._place(workspace)
         self.extents: dict[Slot, Extent] = {}
-        self.under_way: defaultdict[object, ExtentMap[Access]] = defaultdict(ExtentMap)
+        self.in_flight: defaultdict[object, ExtentMap[Access]] = defaultdict(ExtentMap)
         self.history: defaultdict[object, list[Access]] = defaultdict(list)
         self.pending: dict[tuple[int, int, bool], tuple[Slot, Access]] = {}
         """Messages that are to be waited for, by (op, peer, sent)."""
@@ -135,7 +135,7 @@ class _Rank:
         in_place = frozenset[int]() if self.program.target.lands else near
         for peer, slot in step.sends:
             if peer in near and peer not in in_place and slot.root.memory == "peer":
-                self.read(at, self.extent(slot))  # it has come, and is read from its owner's memory
+                self.read(at, self.extent(slot))  # it has arrived, and is read from its owner's memory
                 continue
             access = self.start(Access(at, self.extent(slot), writes=False), fenced=step.fenced)
             self.read(at, access.extent)
@@ -151,31 +151,31 @@ class _Rank:
             self.pending[step.op, peer, False] = slot, access
 
     def start(self, access: Access, *, fenced: bool) -> Access:
-        """Put a message under way; if it is not fenced, it may have been before any earlier step."""
+        """Put a message in flight; without a fence it may have been before any earlier step."""
         block, start, stop, slot, _ = access.extent
         self.check_race(access)
         for other in () if fenced else self.history[block]:
             if access.conflicts(other):
                 self.fail(f"no fence orders their accesses to {slot.name}", other.at, access.at)
-        self.under_way[block].add(start, stop, access)
+        self.in_flight[block].add(start, stop, access)
         self.history[block].append(access)
         return access
 
     def wait(self, at: int, step: Wait) -> None:
         slot, access = self.pending.pop((step.op, step.peer, step.sent), (None, None))
         if access is None or slot is not step.slot:
-            self.fail(f"{step.slot.name} is not under way", at)
+            self.fail(f"{step.slot.name} is not in flight", at)
         extent = access.extent
         target = self.program.target
-        if step.peer in target.near and not target.lands:  # it was not here to be under way
+        if step.peer in target.near and not target.lands:  # its peer reads it in place
             self.history[extent.block].append(Access(at, extent, writes=True))
         else:
-            self.under_way[extent.block].remove(extent.start, access)
+            self.in_flight[extent.block].remove(extent.start, access)
         if not step.sent:
             self.fill(extent)
 
     def compute(self, at: int, step: Step) -> None:
-        reads, writes = ([self.extent(*part) for part in parts] for parts in parts_accessed(step))
+        reads, writes = ([self.extent(*piece) for piece in pieces] for pieces in pieces_accessed(step))
         both = [Access(at, extent, writes=False) for extent in reads]
         both += [Access(at, extent, writes=True) for extent in writes]
         for access in both:
@@ -205,7 +205,7 @@ class _Rank:
 
     def check_race(self, access: Access) -> None:
         block, start, stop, slot, _ = access.extent
-        for other in self.under_way[block].overlapping(start, stop):
+        for other in self.in_flight[block].overlapping(start, stop):
             if access.conflicts(other):
                 verb, verbs = ("writes" if one.writes else "reads" for one in (other, access))
                 self.fail(
@@ -215,7 +215,7 @@ class _Rank:
                 )
 
     def read(self, at: int, extent: Extent) -> None:
-        """What is read has been written, and not been written over."""
+        """Check that what is read has been written, and not been overwritten."""
         slot, root = extent.slot, extent.slot.root
         if not slot.num_bytes or (root in self.contents and self.contents[root].has(slot, extent.piece)):
             return
@@ -227,7 +227,7 @@ class _Rank:
         self.fail(f"{slot.name} {what}, but not all of it has been written", *reader, *islice(writers, 1))
 
     def clear(self, at: int, extent: Extent) -> list[Slot]:
-        """Forget what other roots held in bytes that are written now."""
+        """Drop the contents of other roots in bytes that are written now."""
         roots, own = self.written[extent.block], extent.slot.root
         lost = [root for root in roots.overlapping(extent.start, extent.stop) if root is not own]
         for root in lost:

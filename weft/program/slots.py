@@ -8,7 +8,7 @@ from weft.core.indices import Indices, IntArray
 from weft.core.schedule import Piece
 
 Positions = tuple[slice | IntArray, slice | IntArray]
-"""Which heads and which rows of a slot."""
+"""Heads and rows of a slot."""
 Shape = tuple[int, ...]
 
 
@@ -18,7 +18,7 @@ class Slot:
     memory  where it lies: `input` and `result` are the caller's tensors, `saved` outlives the call for a
             backward, `workspace` is assigned by lifetime, `window` is read in place by peers, `peer` lies in
             the window of another rank, `kernel` is what an attention kernel allocates and returns.
-    parent  the slot that it is a part of, from byte `offset` on.
+    parent  the slot that contains it, from byte `offset` on.
     unit    bytes of one token of one head.
     """
 
@@ -56,13 +56,13 @@ class Slot:
         return f"{self.name} ({self.memory}, {self.num_bytes} bytes)"
 
     def positions(self, piece: Piece) -> Positions:
-        """Where in the slot a part of its piece lies; rows are in token order, or as `order` says."""
+        """Return which heads and rows of the slot hold a piece; rows are in token order, or in `order`."""
         own = self.piece
         assert own is not None, f"{self.name} holds no piece"
         return _positions(own.heads, None, piece.heads), _positions(own.tokens, self.order, piece.tokens)
 
     def in_one_stride(self, piece: Piece) -> bool:
-        """Whether a part of the piece can be read as a view."""
+        """Whether a piece can be read as a view of the slot."""
         if self.piece is piece and self.order is None:
             return True
         return all(isinstance(at, slice) for at in self.positions(piece))
@@ -74,11 +74,11 @@ def _positions(own: Indices, order: IntArray | None, wanted: Indices) -> slice |
             return slice(0, own.size)
         if len(wanted.runs) == len(own.runs) == 1:
             return slice(wanted.runs[0][0] - own.runs[0][0], wanted.runs[0][1] - own.runs[0][0])
-        found = np.searchsorted(own.array, wanted.array)
+        at = np.searchsorted(own.array, wanted.array)
     else:
         rows = np.argsort(order, kind="stable")
-        found = rows[np.searchsorted(order[rows], wanted.array)]
-    if not found.size:
+        at = rows[np.searchsorted(order[rows], wanted.array)]
+    if not at.size:
         return slice(0, 0)
-    first = int(found[0])
-    return slice(first, first + found.size) if (np.diff(found) == 1).all() else found
+    first = int(at[0])
+    return slice(first, first + at.size) if (np.diff(at) == 1).all() else at

@@ -1,7 +1,7 @@
-"""Program: what one rank does when it runs a schedule, a flat list of steps over named slots.
+"""Program: the steps of one rank for a schedule, a flat list over named slots.
 
 `lower` writes it; the executor binds slots to tensors and runs it, the simulator prices its steps, traces
-name them, `workspace` gives slots their places in memory, and `prove` shows that no two accesses race.
+name them, `workspace` assigns memory to slots, and `prove` checks that no two accesses race.
 
 Steps run in list order on the compute stream, except what a Post starts: it waits for all earlier steps of
 the compute stream (`fenced`), then reads its sends and writes its receives on the communication stream. A
@@ -25,7 +25,7 @@ COMPUTE, COMMUNICATION = "compute", "communication"
 
 @dataclass(frozen=True)
 class Target:
-    """What a program is lowered for: the transport it runs over and what is done with its result."""
+    """The transport of a program, and what a backward needs of it."""
 
     near: frozenset[int] = frozenset()
     """Peers that read each other's messages in place, in a window of memory that they share."""
@@ -37,7 +37,7 @@ class Target:
     """Messages of near peers are copied into the workspace: kernels do not read them over a link."""
 
 
-class Segment(NamedTuple):
+class CopySegment(NamedTuple):
     """A rectangle of heads and tokens that goes from one slot to another."""
 
     source: Slot
@@ -53,7 +53,7 @@ class Post(NamedTuple):
     sends: tuple[tuple[int, Slot], ...]
     receives: tuple[tuple[int, Slot], ...]
     fenced: bool = True
-    """Wait for what the compute stream did before: packed messages, and readers of reused memory."""
+    """Wait for all earlier steps of the compute stream: packed messages, and readers of reused memory."""
     collective: bool = False
     """Run as one all_to_all of all ranks; sends and receives lie in one buffer each, by rank."""
 
@@ -88,7 +88,7 @@ class Copy(NamedTuple):
     """Copy (or add) rectangles between slots, casting where the dtypes differ."""
 
     op: int
-    segments: tuple[Segment, ...]
+    segments: tuple[CopySegment, ...]
     add: bool = False
     label: str = "copy"
 
@@ -102,7 +102,7 @@ class Copy(NamedTuple):
 
 
 class View(NamedTuple):
-    """Let `target` be a part of `source`: no bytes move."""
+    """Let `target` be a view of `source`: no bytes move."""
 
     op: int
     source: Slot
@@ -194,7 +194,7 @@ def stream_of(step: Step) -> str:
 
 
 def span_name(step: Step, peer: int = -1) -> str:
-    """Return what timelines call a step, or the message that a Post sends to `peer`."""
+    """Return the name of a step in timelines, or of the message that a Post sends to `peer`."""
     if isinstance(step, Post):
         return f"post {step.label}" if peer < 0 else f"send {step.label} → {peer}"
     if isinstance(step, Wait):
@@ -203,7 +203,7 @@ def span_name(step: Step, peer: int = -1) -> str:
 
 
 def accesses(step: Step) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
-    """The slots that a step reads and those that it writes, on its own stream."""
+    """Return the slots that a step reads and those that it writes, on its own stream."""
     if isinstance(step, Post):
         return tuple(slot for _, slot in step.sends), tuple(slot for _, slot in step.receives)
     if isinstance(step, Copy):
@@ -226,29 +226,29 @@ def accesses(step: Step) -> tuple[tuple[Slot, ...], tuple[Slot, ...]]:
 
 @dataclass(eq=False)
 class Program:
-    """What one rank does in one direction of a schedule."""
+    """The steps of one rank in one direction of a schedule."""
 
     rank: int
     problem: Problem | Switch
     target: Target
     steps: list[Step] = field(default_factory=list[Step])
     slots: dict[str, Slot] = field(default_factory=dict[str, Slot])
-    """Those of the caller and those that a backward shares, by name: `home q`, `out of q0`."""
+    """Slots of the caller, and slots that a backward shares, by name: `home q`, `out of q0`."""
     saved: dict[str, Slot] = field(default_factory=dict[str, Slot])
-    """Forward: what is to be given to the backward, by the name that it has there."""
+    """Forward: slots that the backward reads, by their names there."""
 
     @cached_property
     def roots(self) -> list[Slot]:
         """Every slot that has memory of its own, in order of first use."""
-        used: dict[Slot, None] = dict.fromkeys(slot.root for slot in self.slots.values())
+        slots = [*self.slots.values()]
         for step in self.steps:
-            for slots in accesses(step):
-                used.update((slot.root, None) for slot in slots)
-        return list(used)
+            for some in accesses(step):
+                slots += some
+        return list(dict.fromkeys([slot if slot.parent is None else slot.root for slot in slots]))
 
     @cached_property
     def attends(self) -> bool:
-        """Whether it computes anything, or moves tensors only."""
+        """Whether it computes attention, or only moves tensors."""
         return any(isinstance(step, Attention | Gradient) for step in self.steps)
 
     @cached_property

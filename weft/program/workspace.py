@@ -14,17 +14,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from weft.core.collector import without_collector
 from weft.core.schedule import Schedule
-from weft.program.lower import lower_all
+from weft.program.lower import lower_all, without_collector
 from weft.program.lowering import ALIGN
 from weft.program.slots import Slot
 from weft.program.steps import Gradient, Program, Target, Wait, accesses
 
-NEARLY = 0.99
-"""Sizes this near to each other are rounded up to the largest of them."""
-ENOUGH, TRIES, EFFORT = 1.02, 64, 20_000
-"""A block this near to its bound is good; else so many random orders are tried, of so many slots in all."""
+MIN_SIZE_RATIO = 0.99
+"""Sizes within this ratio are rounded up to the largest of them."""
+GOOD_SIZE_RATIO, MAX_TRIES, MAX_TRIED_SLOTS = 1.02, 64, 20_000
+"""A block within this ratio of its bound is good; else so many random orders are tried, of so many slots."""
 
 
 class Life(NamedTuple):
@@ -59,10 +58,10 @@ class Memory:
     """The caller's tensors."""
     workspace: int
     saved: int
-    """What outlives the call for a backward, or was saved for it by the forward."""
+    """Slots that the forward saves and the backward reads."""
     results: int
     scratch: int = 0
-    """What the largest call of an attention kernel returns beside it; it is not part of the total."""
+    """The largest extra output of an attention kernel, which the total leaves out."""
 
     @property
     def total(self) -> int:
@@ -70,19 +69,19 @@ class Memory:
 
 
 def lives(program: Program, memory: str) -> dict[Slot, Life]:
-    """The lifetimes of all slots of one kind of memory, in order of first use."""
+    """Return the lifetimes of all slots of one kind of memory, in order of first use."""
     spans: dict[Slot, list[int]] = {}
     for at, step in enumerate(program.steps):
         slots = (step.slot,) if isinstance(step, Wait) else [s for some in accesses(step) for s in some]
         for slot in slots:
-            root = slot.root
+            root = slot if slot.parent is None else slot.root
             if root.memory == memory:
                 spans.setdefault(root, [at, at])[1] = at
     return {slot: Life(slot.num_bytes, first, last) for slot, (first, last) in spans.items()}
 
 
 def assign(program: Program) -> Workspace:
-    """Lay out the workspace of a program: slots that are live together lie apart."""
+    """Lay out the workspace of a program: slots that are live at the same time do not overlap."""
     live = lives(program, "workspace")
     if program.target.lands:
         live |= lives(program, "peer")
@@ -98,7 +97,7 @@ def assign(program: Program) -> Workspace:
 
 
 def window(program: Program) -> Workspace:
-    """Lay out what peers read in place: they do so until the call ends, so no byte is used twice."""
+    """Lay out what peers read in place until the call ends, so that no byte is used twice."""
     places: dict[Slot, tuple[int, int]] = {}
     at = 0
     for slot, life in lives(program, "window").items():
@@ -111,7 +110,7 @@ def window(program: Program) -> Workspace:
 def _assign(
     live: tuple[Life, ...], results: tuple[Life, ...]
 ) -> tuple[tuple[tuple[int, int], ...], int, int]:
-    """Places, size of the block and its lower bound: the best of several orders of first fit."""
+    """Return places, size of the block and its lower bound: the best of several orders of first fit."""
     best: tuple[tuple[tuple[int, int], ...], int, int] = (), 0, 0
     orders: list[Callable[[int], tuple[float, ...]]] = [
         lambda i: (-live[i].num_bytes, live[i].first),
@@ -123,13 +122,13 @@ def _assign(
     def roughly_by_size(i: int) -> tuple[float, ...]:
         return -live[i].num_bytes * shuffled.uniform(0.4, 1.0), live[i].first
 
-    orders += [roughly_by_size] * min(TRIES, EFFORT // max(1, len(live)))
+    orders += [roughly_by_size] * min(MAX_TRIES, MAX_TRIED_SLOTS // max(1, len(live)))
     alike = _alike([life.num_bytes for life in live])
     for order in orders if live else ():
-        found = _first_fit(live, results, sorted(range(len(live)), key=order), alike)
-        if not best[0] or found[1] < best[1]:
-            best = found
-        if best[1] <= ENOUGH * best[2]:
+        layout = _first_fit(live, results, sorted(range(len(live)), key=order), alike)
+        if not best[0] or layout[1] < best[1]:
+            best = layout
+        if best[1] <= GOOD_SIZE_RATIO * best[2]:
             break
     return best
 
@@ -142,7 +141,7 @@ def _alike(sizes: Sequence[int]) -> dict[int, int]:
     rounded: dict[int, int] = {}
     largest = 0
     for size in sorted(set(sizes), reverse=True):
-        if size < NEARLY * largest or not largest:
+        if size < MIN_SIZE_RATIO * largest or not largest:
             largest = size
         rounded[size] = -(-largest // ALIGN) * ALIGN
     return rounded
@@ -202,7 +201,7 @@ class _Block:
 
 
 def memory_of(program: Program) -> Memory:
-    """What a rank holds while it runs a program."""
+    """Return the bytes that a rank holds while it runs a program."""
     by_kind = dict.fromkeys(("input", "saved", "result"), 0)
     for root in program.roots:
         if root.memory in by_kind:
@@ -220,6 +219,6 @@ def _scratch(step: Gradient) -> int:
 
 
 def peak_memory(schedule: Schedule, target: Target | None = None) -> tuple[int, ...]:
-    """Bytes that each rank holds while it runs a schedule, kernel scratch apart."""
+    """Return the bytes that each rank holds while it runs a schedule, without kernel scratch."""
     with without_collector():
         return tuple([memory_of(program).total for program in lower_all(schedule, target or Target())])

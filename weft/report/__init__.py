@@ -1,1 +1,1 @@
-"""Report: what a run did or would do, as a page, as figures and in the terminal."""
+"""Reports of measured and simulated runs: a page, figures, a Perfetto trace and terminal views."""

@@ -1,4 +1,4 @@
-"""A case: one run, simulated or measured, with all that is known about it, and its numbers."""
+"""Case: one measured or simulated run, the schedule and cluster it ran on, and its figures."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ from weft.plan.explanation import Explanation
 from weft.plan.strategies import parse
 from weft.program.workspace import peak_memory
 from weft.report.path import critical_path
-from weft.report.sweep import Point
-from weft.schedule.measure import rank_work
-from weft.simulate.events import MEASURED
+from weft.report.sweep import SweepPoint
+from weft.schedule.measure import measure
+from weft.simulate.events import MAX_RANKS_OF_MEMORY
 
 
 @dataclass(frozen=True)
 class Loads:
-    """Work by rank as it was planned, and what is known to compare it with."""
+    """Planned load of each rank, and the loads it is compared with."""
 
     after: tuple[float, ...]
     before: tuple[float, ...] = ()
-    """As it comes, without balancing; none where that is the same or unknown."""
+    """Loads of the unbalanced plan; empty if it is the same plan or unknown."""
     bound: float | None = None
-    """The least that the busiest could have, as a multiple of the mean; None where it is unknown."""
+    """Lower bound of the largest load over the mean load; None if unknown."""
     unit: str = "active token pairs"
     note: str = ""
-    """Why there is one state only."""
+    """Why no unbalanced loads are shown."""
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A timeline, and where they are known the schedule it ran, the cluster and the other plans."""
+    """A timeline with, if known, its schedule, its cluster and other plans."""
 
     name: str
     timeline: Timeline
     schedule: Schedule | None = None
     topology: Topology | None = None
-    plans: tuple[Point, ...] = ()
-    """The other plans of the same attention on the same cluster."""
-    scaling: tuple[Point, ...] = ()
+    plans: tuple[SweepPoint, ...] = ()
+    """Other plans for the same attention on the same cluster."""
+    scaling: tuple[SweepPoint, ...] = ()
     traced: Timeline | None = None
-    """All calls of a traced run; `timeline` is one of them."""
+    """All calls of a traced run, of which `timeline` is one."""
     explained: Explanation | None = None
-    """Of a pipeline whose masks changed: the plan of each layer and what it gained."""
+    """For a pipeline with changing masks: the plan of each layer and its gain."""
 
     @property
     def source(self) -> str:
@@ -60,7 +60,7 @@ class Case:
 
     @property
     def calls(self) -> str:
-        """Which of its calls a traced run is shown by."""
+        """Index of the call that represents a traced run."""
         if not self.traced:
             return "one attention"
         calls = by_call(self.traced)
@@ -85,14 +85,14 @@ class Case:
 
     @cached_property
     def memory(self) -> tuple[int, ...]:
-        """Peak bytes of each rank: of the timeline, or else of the schedule."""
-        if self.timeline.memory or not self.schedule or self.ranks > MEASURED:
+        """Peak bytes of each rank, from the timeline or else from the schedule."""
+        if self.timeline.memory or not self.schedule or self.ranks > MAX_RANKS_OF_MEMORY:
             return self.timeline.memory
         return peak_memory(self.schedule)
 
     @cached_property
     def home_memory(self) -> tuple[int, ...]:
-        """Bytes of the tensors that are each rank's own: queries, keys, values, output."""
+        """Bytes of each rank's own shards: queries, keys, values and output."""
         if not self.schedule:
             return ()
         return tuple(map(self.schedule.problem.home_bytes, range(self.ranks)))
@@ -102,11 +102,11 @@ class Case:
         if not self.schedule:
             return Loads(tuple(self.timeline.computing.tolist()), unit="seconds computing", note=ALONE)
         schedule, topology = self.schedule, self.topology or Topology.local(self.ranks)
-        after = rank_work(schedule)
+        after = measure(schedule).work
         try:
             strategy = parse(schedule.name, self.ranks)
             plain = replace(strategy, balance="none")
-            before = rank_work(build(str(plain), *schedule.attention, topology))
+            before = measure(build(str(plain), *schedule.attention, topology)).work
             bound = Balancer(*schedule.attention, topology).bound(strategy)
         except InputError:
             return Loads(after, note=f"{schedule.name!r} is no plan of weft: what it was before is unknown.")
@@ -117,7 +117,7 @@ class Case:
 
     @cached_property
     def traffic(self) -> IntArray:
-        """Bytes from row to column."""
+        """Bytes sent, [source rank, destination rank]."""
         return self.timeline.traffic
 
     @cached_property
@@ -135,19 +135,19 @@ ALONE = (
 
 
 def by_call(timeline: Timeline) -> dict[int, list[Span]]:
-    found: dict[int, list[Span]] = {}
+    spans: dict[int, list[Span]] = {}
     for span in timeline.spans:
-        found.setdefault(span.call, []).append(span)
-    return found
+        spans.setdefault(span.call, []).append(span)
+    return spans
 
 
 def is_backward(spans: Iterable[Span]) -> bool:
-    """Whether a call is the gradient of an attention, by the names that its program gives."""
+    """Whether a call is the gradient of an attention, judged by the step names of its program."""
     return any(span.kind == "attend" and span.name.startswith("gradient") for span in spans)
 
 
 def summary(case: Case) -> dict[str, float]:
-    """The first table: shares of the time of the mean rank, which add up to one, and what is uneven."""
+    """Return the first table: time shares of the mean rank, which sum to one, and imbalances."""
     timeline = case.timeline
     whole = timeline.seconds or 1.0
     return {
@@ -162,9 +162,9 @@ def summary(case: Case) -> dict[str, float]:
 
 
 def numbers(case: Case) -> dict[str, Any]:
-    """Everything that the figures show, for report.json."""
+    """Return all figures as plain values, for report.json."""
     timeline, loads = case.timeline, case.loads
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "name": case.name,
         "measured": timeline.measured,
         "shown": case.calls,
@@ -198,7 +198,7 @@ def numbers(case: Case) -> dict[str, Any]:
         "plans": [point.plain() for point in case.plans],
     }
     if case.schedule:
-        found["schedule"] = {"name": case.schedule.name, "digest": case.schedule.digest}
-        found["density"] = case.schedule.attention[1].density
-        found["flops"] = case.flops
-    return found
+        figures["schedule"] = {"name": case.schedule.name, "digest": case.schedule.digest}
+        figures["density"] = case.schedule.attention[1].density
+        figures["flops"] = case.flops
+    return figures

@@ -1,4 +1,4 @@
-"""Curves: time over GPUs, and speed over what is computed for each byte sent."""
+"""Scaling curve (time over devices) and roofline (speed over FLOP per byte sent)."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from collections.abc import Callable, Sequence
 from weft.core import units
 from weft.core.topology import Topology
 from weft.report.case import Case
-from weft.report.draw import Dot, Figure, Line, Shape, Words, rules
+from weft.report.draw import Dot, Figure, Label, Polyline, Shape, rules
 from weft.report.palette import EIGHT
-from weft.report.sweep import Point
+from weft.report.sweep import SweepPoint
 
 WIDTH, LEFT, RIGHT, TOP, BOTTOM = 480.0, 62.0, 464.0, 14.0, 206.0
 Put = Callable[[float], float]
 LEGEND, LINE = BOTTOM + 52, 17.0
 
 
-def scaling_curve(points: Sequence[Point]) -> Figure:
-    """The fastest plan at each size, families of plans beside it, and what perfect scaling would be."""
+def scaling_curve(points: Sequence[SweepPoint]) -> Figure:
+    """Draw the fastest plan at each size, each family of plans, and perfect scaling."""
     best = {
         gpus: min(p.seconds for p in points if p.gpus == gpus) for gpus in sorted({p.gpus for p in points})
     }
@@ -34,20 +34,22 @@ def scaling_curve(points: Sequence[Point]) -> Figure:
     shapes: list[Shape] = rules(
         (LEFT, RIGHT), ((y(t), units.short(units.time(t))) for t in decades(low, high, y))
     )
-    shapes += [Words(x(gpus), BOTTOM + 15, str(gpus), 12.5, anchor="middle") for gpus in sizes]
-    shapes.append(Words(RIGHT, BOTTOM + 29, "GPUs", 12.5, anchor="end"))
-    shapes.append(Line(tuple((x(g), y(s)) for g, s in ideal.items()), "muted", 1, dashed=True, kind="ideal"))
+    shapes += [Label(x(gpus), BOTTOM + 15, str(gpus), 12.5, anchor="middle") for gpus in sizes]
+    shapes.append(Label(RIGHT, BOTTOM + 29, "GPUs", 12.5, anchor="end"))
+    shapes.append(
+        Polyline(tuple((x(g), y(s)) for g, s in ideal.items()), "muted", 1, dashed=True, kind="ideal")
+    )
     entries = [("muted", "perfect")]
     families = _families(points)
     for i, (family, times) in enumerate(families.items()):
-        shapes.append(Line(tuple((x(g), y(s)) for g, s in times.items()), f"c{i}", 1.2, kind="family"))
+        shapes.append(Polyline(tuple((x(g), y(s)) for g, s in times.items()), f"c{i}", 1.2, kind="family"))
         shapes += [Dot(x(g), y(s), f"c{i}", 2.5, tip=f"{family}: {units.time(s)}") for g, s in times.items()]
         entries.append((f"c{i}", family))
-    shapes.append(Line(tuple((x(g), y(s)) for g, s in best.items()), "ink", 2.2, kind="best"))
+    shapes.append(Polyline(tuple((x(g), y(s)) for g, s in best.items()), "ink", 2.2, kind="best"))
     for gpus, seconds in best.items():
         shapes.append(Dot(x(gpus), y(seconds), "ink", 3.5, "scaling", f"{gpus} GPUs: {units.time(seconds)}"))
         share = best[sizes[0]] * sizes[0] / (gpus * seconds)
-        shapes.append(Words(x(gpus), y(seconds) - 9, f"{share:.0%}", 12.5, "ink", "middle"))
+        shapes.append(Label(x(gpus), y(seconds) - 9, f"{share:.0%}", 12.5, "ink", "middle"))
     entries.append(("ink", "fastest, with its efficiency"))
     speed = best[sizes[0]] / best[sizes[-1]]
     title = f"Scaling: {sizes[-1]} GPUs are {speed:.2f}× as fast as {sizes[0]}"
@@ -62,20 +64,20 @@ def scaling_curve(points: Sequence[Point]) -> Figure:
     )
 
 
-def _families(points: Sequence[Point]) -> dict[str, dict[int, float]]:
-    """By plan without its sizes: the fastest at each number of GPUs; none where one curve says all."""
-    found: dict[str, dict[int, float]] = {}
+def _families(points: Sequence[SweepPoint]) -> dict[str, dict[int, float]]:
+    """Return per family of plans the fastest time at each device count; empty if one curve suffices."""
+    families: dict[str, dict[int, float]] = {}
     for p in sorted(points, key=lambda p: p.gpus):
-        times = found.setdefault(re.sub(r":\d+x\d+", "", p.plan), {})
+        times = families.setdefault(re.sub(r":\d+x\d+", "", p.plan), {})
         times[p.gpus] = min(p.seconds, times.get(p.gpus, math.inf))
-    if max(map(len, found.values())) == 1 or len(points) == len({p.gpus for p in points}):
+    if max(map(len, families.values())) == 1 or len(points) == len({p.gpus for p in points}):
         return {}
-    by_speed = sorted(found.items(), key=lambda item: (min(item[1].values()), item[0]))
+    by_speed = sorted(families.items(), key=lambda item: (min(item[1].values()), item[0]))
     return dict(by_speed[: EIGHT - 1])
 
 
 def roofline(case: Case, topology: Topology) -> Figure:
-    """What each plan computes for each byte it sends, and how fast, below the roofs of the cluster."""
+    """Draw each plan at its FLOP per byte sent and its FLOP/s, below the roofs of the cluster."""
     points = _plan_points(case, topology)
     ridge = topology.flops / topology.intra.bandwidth
     right = 4 * max([ridge, topology.flops / topology.inter.bandwidth, *(p[1] for p in points)])
@@ -86,11 +88,11 @@ def roofline(case: Case, topology: Topology) -> Figure:
         (LEFT, RIGHT), ((y(t), units.short(units.count(t))) for t in decades(low, high, y))
     )
     shapes += [
-        Words(x(t), BOTTOM + 15, units.short(units.count(t)), 12.5, anchor="middle")
+        Label(x(t), BOTTOM + 15, units.short(units.count(t)), 12.5, anchor="middle")
         for t in decades(left, right, x, wanted=1, apart=48)
     ]
-    shapes.append(Words(RIGHT, BOTTOM + 29, "FLOP for each byte sent", 12.5, anchor="end"))
-    shapes.append(Words(LEFT, BOTTOM + 29, "FLOP/s of a GPU", 12.5))
+    shapes.append(Label(RIGHT, BOTTOM + 29, "FLOP for each byte sent", 12.5, anchor="end"))
+    shapes.append(Label(LEFT, BOTTOM + 29, "FLOP/s of a GPU", 12.5))
     shapes += _roofs(topology, x, y, (left, low))
     for i, (name, dense, speed) in reversed(list(enumerate(points))):
         tip = f"{name}: {units.count(speed)}FLOP/s, {units.count(dense)} FLOP/B"
@@ -108,42 +110,42 @@ _NOTE = (
 
 
 def _roofs(topology: Topology, x: Put, y: Put, corner: tuple[float, float]) -> list[Shape]:
-    """What a device computes at most, and what each kind of link lets through; from the lower left corner."""
+    """Return the roofs: peak FLOP/s of a device and the bandwidth of each kind of link."""
     top = topology.flops
     links = [("inside a machine", topology.intra), ("between machines", topology.inter)]
-    found: list[Shape] = []
+    lines: list[Shape] = []
     for i, (name, link) in enumerate(links[: 1 + (topology.machines > 1)]):
         start, stop = max(corner[0], corner[1] / link.bandwidth), top / link.bandwidth
         ends = (x(start), y(start * link.bandwidth)), (x(stop), y(top))
-        found.append(Line(ends, "muted", 1.2, dashed=i > 0, kind="roof"))
+        lines.append(Polyline(ends, "muted", 1.2, dashed=i > 0, kind="roof"))
         side = (x(stop) + 4, "start") if x(stop) < RIGHT - 110 else (RIGHT, "end")
-        found.append(Words(side[0], y(top) + 15 + 14 * i, name, 12, anchor=side[1]))
+        lines.append(Label(side[0], y(top) + 15 + 14 * i, name, 12, anchor=side[1]))
     flat = min(top / link.bandwidth for _, link in links)
-    found.append(Line(((x(flat), y(top)), (RIGHT, y(top))), "ink", 1.4, kind="roof"))
-    found.append(Words(RIGHT, y(top) - 5, f"{units.count(top)}FLOP/s", 12, anchor="end"))
-    return found
+    lines.append(Polyline(((x(flat), y(top)), (RIGHT, y(top))), "ink", 1.4, kind="roof"))
+    lines.append(Label(RIGHT, y(top) - 5, f"{units.count(top)}FLOP/s", 12, anchor="end"))
+    return lines
 
 
 def _plan_points(case: Case, topology: Topology) -> list[tuple[str, float, float]]:
-    """(name, FLOP for each byte on its busiest link, FLOP/s of a device); the case itself first."""
-    here = Point.of(case.name, topology, case.timeline)
+    """Return (name, FLOP per byte on the busiest link, FLOP/s per device); the case itself first."""
+    here = SweepPoint.of(case.name, topology, case.timeline)
     own = case.schedule.name if case.schedule else case.name
     others = [point for point in case.plans if point.plan != own]
-    found: list[tuple[str, float, float]] = []
+    points: list[tuple[str, float, float]] = []
     for point in (here, *others)[:EIGHT]:
         inside, between = point.intra_bytes, point.inter_bytes
         longest = (
             between if between / topology.inter.bandwidth > inside / topology.intra.bandwidth else inside
         )
-        found.append((point.plan, case.flops / max(1, longest), case.flops / case.ranks / point.seconds))
-    return found
+        points.append((point.plan, case.flops / max(1, longest), case.flops / case.ranks / point.seconds))
+    return points
 
 
 def _legend(entries: Sequence[tuple[str, str]]) -> list[Shape]:
     shapes: list[Shape] = []
-    for i, (colour, text) in enumerate(entries):
+    for i, (color, text) in enumerate(entries):
         x, y = LEFT + 206 * (i % 2), LEGEND + LINE * (i // 2)
-        shapes += [Dot(x, y - 4, colour, 4), Words(x + 10, y, text, 12.5)]
+        shapes += [Dot(x, y - 4, color, 4), Label(x + 10, y, text, 12.5)]
     return shapes
 
 
@@ -152,7 +154,7 @@ def _bottom(entries: int) -> float:
 
 
 def log_scale(data: tuple[float, float], place: tuple[float, float]) -> Put:
-    """From a number between two to its place between two others, by logarithms."""
+    """Map a number from one interval to another on a logarithmic scale."""
     low, high = map(math.log, data)
 
     def put(value: float) -> float:
@@ -162,15 +164,15 @@ def log_scale(data: tuple[float, float], place: tuple[float, float]) -> Put:
 
 
 def decades(low: float, high: float, put: Put, *, wanted: int = 3, apart: float = 20) -> list[float]:
-    """Round numbers between two bounds: 1 of each decade, 2 and 5 as well where decades are few."""
-    found: list[float] = []
+    """Return round numbers between two bounds: 1 per decade, also 2 and 5 if there are few decades."""
+    ticks: list[float] = []
     powers = range(math.floor(math.log10(low)), math.floor(math.log10(high)) + 1)
     for steps in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8)):
-        found = [s * 10.0**p for p in powers for s in steps if low <= s * 10.0**p <= high]
-        if len(found) >= wanted:
+        ticks = [s * 10.0**p for p in powers for s in steps if low <= s * 10.0**p <= high]
+        if len(ticks) >= wanted:
             break
     shown: list[float] = []
-    for tick in found:
+    for tick in ticks:
         if not shown or abs(put(tick) - put(shown[-1])) >= apart:
             shown.append(tick)
     return shown

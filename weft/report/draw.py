@@ -1,7 +1,7 @@
-"""A figure as a value: rectangles, lines, words and pictures, written as SVG here and as PNG in `png`.
+"""Figures as values: rectangles, lines, text and images, written as SVG here and as PNG in `png`.
 
-Figures are few shapes and must follow the page's colours, so they are written by hand: an SVG of
-matplotlib is ten times as long and knows one theme.
+Figures have few shapes and must follow the color theme of the page, so they are written by hand: an SVG
+of matplotlib is ten times as long and has one theme.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ class Rect:
     fill: str = "ink"
     strength: float = 1.0
     kind: str = ""
-    """What it stands for; the class of the SVG element."""
+    """CSS class of the SVG element, which names its meaning."""
     tip: str = ""
     hatched: bool = False
     outline: str = ""
 
 
 @dataclass(frozen=True)
-class Line:
-    """A line through points, in a colour."""
+class Polyline:
+    """A polyline in one color."""
 
     points: tuple[tuple[float, float], ...]
-    colour: str = "ink"
+    color: str = "ink"
     width: float = 1.0
     dashed: bool = False
     kind: str = ""
@@ -58,27 +58,27 @@ class Dot:
 
     x: float
     y: float
-    colour: str = "ink"
+    color: str = "ink"
     radius: float = 4.0
     kind: str = ""
     tip: str = ""
 
 
 @dataclass(frozen=True)
-class Words:
+class Label:
     """A line of text; `anchor` is start, middle or end."""
 
     x: float
     y: float
     text: str
     size: float = 12.0
-    colour: str = "muted"
+    color: str = "muted"
     anchor: str = "start"
     bold: bool = False
 
 
 @dataclass(frozen=True, eq=False)
-class Picture:
+class Pixels:
     """Pixels [rows, columns, red green blue alpha], each drawn as a sharp square."""
 
     x: float
@@ -90,16 +90,16 @@ class Picture:
 
     @cached_property
     def address(self) -> str:
-        """The picture itself, as an address: made once, written in the page and in a file."""
+        """Return the image as a data URI; encoded once, used in the page and in a file."""
         return "data:image/png;base64," + base64.b64encode(encode(self.pixels)).decode()
 
 
-Shape = Rect | Line | Dot | Words | Picture
+Shape = Rect | Polyline | Dot | Label | Pixels
 
 
 @dataclass(frozen=True)
 class Figure:
-    """Shapes on paper of so many pixels, with a title that says what is to be seen."""
+    """Shapes on a canvas of `width` × `height` pixels, with a title."""
 
     name: str
     title: str
@@ -108,14 +108,14 @@ class Figure:
     shapes: tuple[Shape, ...]
     caption: str = ""
     wide: bool = False
-    """Takes the whole width of the page."""
+    """Whether the figure takes the full width of the page."""
     group: str = ""
-    """Figures of one group share a place; a slider chooses among them."""
+    """Figures of one group share a slot; a slider selects one."""
     side: str = ""
-    """Of two cases: `a` stands on the left, `b` on the right."""
+    """When two cases are compared: `a` is shown on the left, `b` on the right."""
 
     def svg(self, *, alone: bool = True) -> str:
-        """As a file of its own, or for a page that has the colours already."""
+        """Return the SVG: standalone, or for a page that defines the colors."""
         body = "".join(map(_element, self.shapes))
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_n(self.width)} {_n(self.height)}" '
@@ -133,25 +133,25 @@ HATCHES = (
     f'patternTransform="rotate(45)"><rect width="{HATCH}" height="{HATCH}" fill="var(--paper)"/>'
     f'<line x1="0" y1="0" x2="0" y2="{HATCH}" stroke="var(--alarm)" stroke-width="2.4"/></pattern></defs>'
 )
-"""Stands once in a page or a file; every hatched rectangle points to it."""
+"""The hatch pattern, defined once per document."""
 
 
 def _element(shape: Shape) -> str:
     if isinstance(shape, Rect):
         return _rect(shape)
-    if isinstance(shape, Line):
+    if isinstance(shape, Polyline):
         return _line(shape)
     if isinstance(shape, Dot):
         return (
             f'<circle cx="{_n(shape.x)}" cy="{_n(shape.y)}" r="{_n(shape.radius)}" '
-            f'fill="var(--{shape.colour})"{_kind(shape.kind)}>{_tip(shape.tip)}</circle>'
+            f'fill="var(--{shape.color})"{_kind(shape.kind)}>{_tip(shape.tip)}</circle>'
         )
-    if isinstance(shape, Words):
+    if isinstance(shape, Label):
         bold = ' font-weight="600"' if shape.bold else ""
         anchor = f' text-anchor="{shape.anchor}"' if shape.anchor != "start" else ""
         return (
             f'<text x="{_n(shape.x)}" y="{_n(shape.y)}" font-size="{_n(shape.size)}" '
-            f'fill="var(--{shape.colour})"{anchor}{bold}>{escape(shape.text)}</text>'
+            f'fill="var(--{shape.color})"{anchor}{bold}>{escape(shape.text)}</text>'
         )
     return (
         f'<image x="{_n(shape.x)}" y="{_n(shape.y)}" width="{_n(shape.width)}" height="{_n(shape.height)}" '
@@ -171,12 +171,12 @@ def _rect(shape: Rect) -> str:
     return f"<rect {' '.join(words)}{_kind(shape.kind)}>{_tip(shape.tip)}</rect>"
 
 
-def _line(shape: Line) -> str:
+def _line(shape: Polyline) -> str:
     points = " ".join(f"{_n(x)},{_n(y)}" for x, y in shape.points)
     dashed = ' stroke-dasharray="5 4"' if shape.dashed else ""
     faint = f' stroke-opacity="{_n(shape.strength)}"' if shape.strength < 1 else ""
     return (
-        f'<polyline points="{points}" fill="none" stroke="var(--{shape.colour})" '
+        f'<polyline points="{points}" fill="none" stroke="var(--{shape.color})" '
         f'stroke-width="{_n(shape.width)}"{dashed}{faint}{_kind(shape.kind)}/>'
     )
 
@@ -194,9 +194,9 @@ def _n(number: float) -> str:
 
 
 def rules(x: tuple[float, float], ticks: Iterable[tuple[float, str]]) -> list[Shape]:
-    """Horizontal rules at heights, each with its number on the left."""
-    found: list[Shape] = []
+    """Return horizontal grid lines with their numbers on the left."""
+    shapes: list[Shape] = []
     for y, text in ticks:
-        found.append(Line(((x[0], y), (x[1], y)), "rule"))
-        found.append(Words(x[0] - 6, y + 4, text, 12.5, anchor="end"))
-    return found
+        shapes.append(Polyline(((x[0], y), (x[1], y)), "rule"))
+        shapes.append(Label(x[0] - 6, y + 4, text, 12.5, anchor="end"))
+    return shapes

@@ -1,4 +1,4 @@
-"""The timeline of each rank: what it computes above, what it sends below, waits hatched."""
+"""Gantt chart: one row per rank, compute lane above, send lane below, waits hatched."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from itertools import groupby
 from weft.core import units
 from weft.core.timeline import Span
 from weft.report.case import Case, summary
-from weft.report.draw import Figure, Line, Rect, Shape, Words
-from weft.report.palette import on_colour, rank_colour
+from weft.report.draw import Figure, Label, Polyline, Rect, Shape
+from weft.report.frame import ticks
+from weft.report.palette import on_color, rank_color
 
 WIDTH, LEFT, RIGHT = 960.0, 64.0, 948.0
 UPPER, LOWER, GAP = 15.0, 8.0, 6.0
 MOST_RANKS = 16
 MOST_BARS = 4000
-"""More would make the page heavy; short neighbours of one kind are then drawn as one bar."""
+"""Maximum bars per lane; beyond it, short neighbors of one kind are merged into one bar."""
 
 
 APART = 10.0
-"""Of two timelines more apart than this the shorter could not be read on the axis of the longer."""
+"""Two timelines whose lengths differ by more than this factor get separate axes."""
 
 
 def gantt(cases: Sequence[Case]) -> Figure:
-    """One timeline, or several under one another on one axis of time if they are not too far apart."""
+    """Draw one timeline, or several below each other on one time axis if their lengths are similar."""
     y, shapes = 8.0, list[Shape]()
     for group in [cases] if _one_axis(cases) else [[case] for case in cases]:
         y, some = _chart(group, y, named=len(cases) > 1, most=MOST_BARS // len(cases))
@@ -39,30 +40,30 @@ def _one_axis(cases: Sequence[Case]) -> bool:
 
 
 def _chart(cases: Sequence[Case], y: float, *, named: bool, most: int) -> tuple[float, list[Shape]]:
-    """Timelines above their axis, from a height on; and the height below it."""
+    """Draw timelines from a height downwards, then their axis; return the shapes and the next height."""
     seconds = max(case.timeline.seconds for case in cases) or 1.0
     scale = (RIGHT - LEFT) / seconds
     top, shapes = y - 4, list[Shape]()
     for case in cases:
         if named:
             shapes.append(
-                Words(LEFT, y + 10, f"{case.name} · {units.time(case.timeline.seconds)}", 12, "ink")
+                Label(LEFT, y + 10, f"{case.name} · {units.time(case.timeline.seconds)}", 12, "ink")
             )
             y += 18
         lanes = {rank: y + place * (UPPER + LOWER + GAP) for place, rank in enumerate(shown_ranks(case))}
         shapes += _rows(case, lanes, scale, most)
         y = max(lanes.values()) + UPPER + LOWER + GAP + 4
     axis: list[Shape] = []
-    for tick in units.ticks(seconds, 8):
+    for tick in ticks(seconds, 8):
         x = LEFT + tick * scale
-        axis.append(Line(((x, top), (x, y)), "rule"))
+        axis.append(Polyline(((x, top), (x, y)), "rule"))
         anchor = "middle" if x < RIGHT - 20 else "end"
-        axis.append(Words(x, y + 14, units.short(units.time(tick)), 11, anchor=anchor))
+        axis.append(Label(x, y + 14, units.short(units.time(tick)), 11, anchor=anchor))
     return y + 30, [*axis, *shapes]
 
 
 def shown_ranks(case: Case) -> list[int]:
-    """All, or so many of them: the slowest, those of the end of the critical path, and some of the others."""
+    """Return all ranks, or a selection: the slowest, those at the end of the critical path, and others."""
     if case.ranks <= MOST_RANKS:
         return list(range(case.ranks))
     asked = [case.timeline.slowest, *(span.rank for span in reversed(case.path))]
@@ -76,7 +77,7 @@ def shown_ranks(case: Case) -> list[int]:
 
 @dataclass(frozen=True)
 class Bar:
-    """A span, or several in a row that are too short to be told apart, as the one of most time."""
+    """A span, or consecutive spans too short to draw apart, represented by the longest."""
 
     span: Span
     start: float
@@ -86,7 +87,7 @@ class Bar:
 
 
 def bars(spans: Sequence[Span], gap: float) -> list[Bar]:
-    """Of the spans of one lane in the order of their starts; what lies within `gap` seconds is one bar."""
+    """Merge the spans of one lane, in order of their starts, if they are closer than `gap` seconds."""
     groups: list[list[Span]] = []
     for span in spans:
         if groups and span.end - groups[-1][0].start <= gap:
@@ -125,8 +126,8 @@ def _rows(case: Case, lanes: dict[int, float], scale: float, most: int) -> list[
     shapes: list[Shape] = []
     for rank, y in lanes.items():
         slowest = rank == case.timeline.slowest
-        colour = "ink" if slowest else "muted"
-        shapes.append(Words(LEFT - 8, y + 12, f"rank {rank}", 11, colour, "end", bold=slowest))
+        color = "ink" if slowest else "muted"
+        shapes.append(Label(LEFT - 8, y + 12, f"rank {rank}", 11, color, "end", bold=slowest))
         hops = 0
         for bar in rows[rank]:
             hops += bar.attends
@@ -137,24 +138,24 @@ def _rows(case: Case, lanes: dict[int, float], scale: float, most: int) -> list[
 def _bar(case: Case, bar: Bar, y: float, scale: float, hop: int) -> list[Shape]:
     span = bar.span
     x, width = LEFT + bar.start * scale, max(0.3, (bar.end - bar.start) * scale)
-    colour, strength = rank_colour(span.rank, case.ranks, case.machines)
+    color, strength = rank_color(span.rank, case.ranks, case.machines)
     tip = f"rank {span.rank}: {span.name or span.kind}, {units.time(bar.end - bar.start)}"
     tip += f" from {units.time(bar.start)}" + (f", {bar.spans} spans" if bar.spans > 1 else "")
     if span.kind == "send":
         tip += f" → rank {span.peer}, {units.size(span.num_bytes)}" if bar.spans == 1 else ""
-        return [Rect(x, y + UPPER, width, LOWER, colour, 0.5 * strength, "send", tip)]
+        return [Rect(x, y + UPPER, width, LOWER, color, 0.5 * strength, "send", tip)]
     top, height = (y, UPPER) if span.lane == "compute" else (y + UPPER, LOWER)
     if span.kind in ("wait", "barrier", "launch"):
         return [Rect(x, top, width, height, kind=span.kind, tip=tip, hatched=True)]
     faint = 0.65 if span.kind == "copy" else 1.0
-    found: list[Shape] = [Rect(x, top, width, height, colour, faint * strength, span.kind, tip)]
+    shapes: list[Shape] = [Rect(x, top, width, height, color, faint * strength, span.kind, tip)]
     if span.kind == "attend" and bar.spans == 1 and width > 16:
-        found.append(Words(x + width / 2, y + 11, str(hop), 9, on_colour(colour, strength), "middle"))
-    return found
+        shapes.append(Label(x + width / 2, y + 11, str(hop), 9, on_color(color, strength), "middle"))
+    return shapes
 
 
 def _outline(case: Case, lanes: dict[int, float], scale: float, gap: float) -> list[Shape]:
-    """The critical path: a frame around each of its spans, and lines where it changes the rank."""
+    """Draw the critical path: a frame around each span, and lines between ranks."""
     shapes: list[Shape] = []
     before: tuple[float, float] | None = None
     for (rank, lane), spans in groupby(case.path, key=lambda span: (span.rank, span.lane)):
@@ -167,7 +168,7 @@ def _outline(case: Case, lanes: dict[int, float], scale: float, gap: float) -> l
         for bar in some:
             x, end = LEFT + bar.start * scale, LEFT + bar.end * scale
             if before:
-                shapes.append(Line((before, (x, y + height / 2)), "ink", 1.2, kind="path-hop"))
+                shapes.append(Polyline((before, (x, y + height / 2)), "ink", 1.2, kind="path-hop"))
             shapes.append(Rect(x, y, max(end - x, 0.5), height, "", kind="path", outline="ink"))
             before = (end, y + height / 2)
     return shapes
@@ -176,15 +177,15 @@ def _outline(case: Case, lanes: dict[int, float], scale: float, gap: float) -> l
 def _legend(y: float) -> list[Shape]:
     return [
         Rect(LEFT, y - 9, 22, 10, "c1"),
-        Words(LEFT + 28, y, "attends", 11),
+        Label(LEFT + 28, y, "attends", 11),
         Rect(LEFT + 90, y - 9, 22, 10, "c1", 0.65),
-        Words(LEFT + 118, y, "copies", 11),
+        Label(LEFT + 118, y, "copies", 11),
         Rect(LEFT + 174, y - 8, 22, 8, "c1", 0.5),
-        Words(LEFT + 202, y, "sends, below", 11),
+        Label(LEFT + 202, y, "sends, below", 11),
         Rect(LEFT + 292, y - 9, 22, 10, hatched=True),
-        Words(LEFT + 320, y, "waits for data: exposed", 11),
+        Label(LEFT + 320, y, "waits for data: exposed", 11),
         Rect(LEFT + 460, y - 9, 22, 10, "", outline="ink"),
-        Words(LEFT + 488, y, "critical path", 11),
+        Label(LEFT + 488, y, "critical path", 11),
     ]
 
 

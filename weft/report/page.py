@@ -1,4 +1,4 @@
-"""The page: one file that needs nothing else, with the first table before everything."""
+"""Render a report as one self-contained HTML file, with the summary table first."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MOST_ROWS = 64
 def page(
     cases: Sequence[Case], figures: Sequence[Figure], missing: Sequence[str], traces: Sequence[str]
 ) -> str:
-    """The HTML of a report on one case, or on two that are compared."""
+    """Return the HTML of a report on one case, or a comparison of two."""
     return document(
         " against ".join(case.name for case in cases),
         " — ".join(dict.fromkeys(map(_about, cases))),
@@ -45,11 +45,11 @@ def page(
 
 
 def run_page(runs: Sequence[Run], figures: Sequence[Figure], missing: Sequence[str]) -> str:
-    """The HTML of a report on one training run, or on several in the same figures."""
-    found = [trained.rows(run) for run in runs]
-    labels = list(dict.fromkeys(label for some in found for label, _, _ in some))
-    known = [{label: value for label, value, _ in some} for some in found]
-    meaning = {label: text for label, _, text in found[0]} if len(runs) == 1 else {}
+    """Return the HTML of a report on one or several training runs."""
+    tables = [trained.rows(run) for run in runs]
+    labels = list(dict.fromkeys(label for some in tables for label, _, _ in some))
+    known = [{label: value for label, value, _ in some} for some in tables]
+    meaning = {label: text for label, _, text in tables[0]} if len(runs) == 1 else {}
     head = "".join(f"<th>{escape(run.name)}</th>" for run in runs)
     body = [f"<tr><th></th>{head}</tr>"] * (len(runs) > 1)
     for label in labels:
@@ -73,12 +73,12 @@ def _layers(run: Run) -> str:
 
 
 def document(title: str, about: str, figures: Sequence[Figure], missing: Sequence[str], **html: str) -> str:
-    """The page itself, around its own words and what is HTML already."""
+    """Fill the page template with escaped text and ready-made HTML."""
     template = Template(files("weft.report").joinpath("page.html").read_text(encoding="utf-8"))
     return template.substitute(
         title=escape(title),
         about=escape(about),
-        colours=style_sheet(),
+        colors=style_sheet(),
         hatches=HATCHES,
         figures="\n".join(_figures(figures)),
         missing=f'<p class="note missing">Not drawn: {escape("; ".join(missing))}.</p>' if missing else "",
@@ -107,7 +107,7 @@ def _about(case: Case) -> str:
 
 
 def show(name: str, value: float) -> str:
-    """A number of the first table as it is read."""
+    """Format a number of the summary table."""
     if name == "seconds":
         return units.time(value)
     if name == "imbalance":
@@ -116,7 +116,7 @@ def show(name: str, value: float) -> str:
 
 
 def difference(name: str, first: float, second: float) -> str:
-    """How the second differs from the first, in the words of that number."""
+    """Format the difference between two numbers of the summary table."""
     if name == "seconds":
         return f"{second / first - 1:+.1%}" if first else "–"
     if name == "slowest":
@@ -125,55 +125,55 @@ def difference(name: str, first: float, second: float) -> str:
 
 
 def _summary(cases: Sequence[Case]) -> str:
-    found = [summary(case) for case in cases]
+    summaries = [summary(case) for case in cases]
     two = len(cases) == 2
     names = [escape(case.name).replace("+", "+<wbr>") for case in cases]
     head = "".join(f"<th>{name}</th>" for name in names) if two else "<th></th>"
     rows = [f"<tr><th></th>{head}{'<th>difference</th>' if two else ''}<td class='note'></td></tr>"] * two
     for name, (label, meaning) in MEANINGS.items():
-        cells = "".join(f'<td data-name="{name}">{show(name, one[name])}</td>' for one in found)
+        cells = "".join(f'<td data-name="{name}">{show(name, one[name])}</td>' for one in summaries)
         if two:
-            cells += f"<td>{difference(name, found[0][name], found[1][name])}</td>"
+            cells += f"<td>{difference(name, summaries[0][name], summaries[1][name])}</td>"
         rows.append(f'<tr><td>{label}</td>{cells}<td class="note">{meaning}</td></tr>')
     return f'<table id="summary">{"".join(rows)}</table>'
 
 
 def verdict(cases: Sequence[Case]) -> str:
-    """What to do about it, in a sentence or two."""
+    """Return the verdict: the dominant cost and what reduces it."""
     if len(cases) == 2:
         first, second = (case.timeline.seconds for case in cases)
         faster, slower = (0, 1) if first <= second else (1, 0)
         gain = max(first, second) / (min(first, second) or 1.0)
         return f"{cases[faster].name} is {gain:.2f}× as fast as {cases[slower].name}."
-    found = summary(cases[0])
+    figures = summary(cases[0])
     costs = {
-        f"Waiting for data costs most: {found['exposed']:.1%} of the time.": found["exposed"],
-        f"Uneven work costs most: the busiest rank computes {found['imbalance']:.2f}× the mean.": (
-            found["compute"] * (found["imbalance"] - 1)
+        f"Waiting for data costs most: {figures['exposed']:.1%} of the time.": figures["exposed"],
+        f"Uneven work costs most: the busiest rank computes {figures['imbalance']:.2f}× the mean.": (
+            figures["compute"] * (figures["imbalance"] - 1)
         ),
     }
     worst = max(costs, key=lambda cost: costs[cost])
     if costs[worst] < 0.02:
-        return f"Little is lost: the mean rank computes {found['compute']:.1%} of the time."
+        return f"Little is lost: the mean rank computes {figures['compute']:.1%} of the time."
     return worst
 
 
 def _figures(figures: Sequence[Figure]) -> list[str]:
-    """Each in its place; those of a group behind one slider."""
-    found: list[str] = []
+    """Return the figures as HTML; figures of one group share a slider."""
+    html: list[str] = []
     for group, some in groupby(figures, key=lambda figure: figure.group or figure.name):
         one, *others = some
         if not others:
             place = "wide" if one.wide else one.side
-            found.append(f"<figure{place and f' class={place}'}>{_inner(one)}</figure>")
+            html.append(f"<figure{place and f' class={place}'}>{_inner(one)}</figure>")
             continue
         parts = "".join(
             f"<div data-part{' hidden' * (i > 0)}>{_inner(figure)}</div>"
             for i, figure in enumerate((one, *others))
         )
         slider = f'<input type="range" min="0" max="{len(others)}" value="0" aria-label="{group}">'
-        found.append(f"<figure{one.side and f' class={one.side}'}>{parts}{slider}</figure>")
-    return found
+        html.append(f"<figure{one.side and f' class={one.side}'}>{parts}{slider}</figure>")
+    return html
 
 
 def _inner(figure: Figure) -> str:
@@ -209,7 +209,7 @@ def _plans(cases: Sequence[Case]) -> str:
 
 
 def _layer_plans(case: Case) -> str:
-    """What each layer ran by, and how much longer it would have taken by its first plan."""
+    """Return the table of plans by layer, with the gain over the first plan of the layer."""
     if case.explained is None or not case.explained.layers:
         return ""
     rows = [[layer.place, layer.plan, *layer.numbers, str(layer.changed)] for layer in case.explained.layers]
@@ -218,12 +218,19 @@ def _layer_plans(case: Case) -> str:
 
 
 def _ranks(case: Case) -> str:
-    found = numbers(case)["per_rank"]
-    memory = found["memory"] or [0] * case.ranks
+    per_rank = numbers(case)["per_rank"]
+    memory = per_rank["memory"] or [0] * case.ranks
     rows = [
         [str(rank), *map(units.time, times), units.size(sent), units.size(peak) if peak else "–"]
         for rank, (*times, sent, peak) in enumerate(
-            zip(found["compute"], found["exposed"], found["idle"], found["sent"], memory, strict=True)
+            zip(
+                per_rank["compute"],
+                per_rank["exposed"],
+                per_rank["idle"],
+                per_rank["sent"],
+                memory,
+                strict=True,
+            )
         )
     ][:MOST_ROWS]
     table = _table(["rank", "compute", "exposed", "idle", "sent", "memory"], rows)

@@ -1,6 +1,6 @@
-"""Colours by name, light and dark: Okabe and Ito's for ranks, and a few for paper and ink.
+"""Colors by name, light and dark: the Okabe-Ito palette for ranks, and a few for paper and ink.
 
-Their black is grey here, which is seen on white and on black.
+Black is replaced by gray, which is visible on white and on black.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ DARK = LIGHT | {
 EIGHT = 8
 
 
-def rank_colour(rank: int, ranks: int, machines: int = 1) -> tuple[str, float]:
-    """A colour's name and its strength: one colour each up to eight ranks, then one a machine, shaded."""
+def rank_color(rank: int, ranks: int, machines: int = 1) -> tuple[str, float]:
+    """Return the color and opacity of a rank: one color per rank up to eight, then one per machine."""
     if ranks <= EIGHT:
         return f"c{rank}", 1.0
     devices = max(1, ranks // max(1, machines))
@@ -43,15 +43,15 @@ def rank_colour(rank: int, ranks: int, machines: int = 1) -> tuple[str, float]:
     return f"c{rank // devices % EIGHT}", round(1.0 - 0.6 * place / max(1, devices - 1), 3)
 
 
-def on_colour(name: str, strength: float) -> str:
-    """The colour of words on a rank's colour."""
+def on_color(name: str, strength: float) -> str:
+    """Return the text color on top of a rank color."""
     if strength < 0.7:
         return "ink"
     return {"c2": "white", "c4": "white", "c5": "white", "c7": "white"}.get(name, "black")
 
 
 def rgb(name: str, strength: float = 1.0) -> tuple[int, int, int]:
-    """On light paper, for pictures that have no style sheet."""
+    """Return a color of the light theme, for images without a style sheet."""
     red, green, blue = (int(LIGHT[name][i : i + 2], 16) for i in (1, 3, 5))
     return (
         round(255 + (red - 255) * strength),
@@ -61,7 +61,7 @@ def rgb(name: str, strength: float = 1.0) -> tuple[int, int, int]:
 
 
 def style_sheet(selector: str = ":root") -> str:
-    """The names as CSS variables that follow the reader's preference."""
+    """Return the colors as CSS variables that follow the preferred color scheme."""
 
     def block(table: dict[str, str]) -> str:
         return selector + "{" + "".join(f"--{name}:{value};" for name, value in table.items()) + "}"

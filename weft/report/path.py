@@ -11,7 +11,7 @@ SLACK = 1e-3
 
 
 def critical_path(timeline: Timeline) -> tuple[Span, ...]:
-    """From the span that ends last back to the start; a wait is replaced by the send it waited for.
+    """Walk back from the span that ends last; replace a wait by the send it waited for.
 
     Ties go to computing over sending, then to the lower rank: the path is the same on every machine.
     """
@@ -22,15 +22,15 @@ def critical_path(timeline: Timeline) -> tuple[Span, ...]:
     before = _Before(timeline.ranks, busy)
     current = max(busy, key=lambda s: (s.end, s.lane == "compute", -s.rank))
     path = [current]
-    # Starts only go down, and a span of no length is taken once: the walk ends.
-    while current.start > slack and (found := before.best(current, slack, set(path))):
-        current = found
+    # Starts only decrease, and a span of zero length is visited once: the walk ends.
+    while current.start > slack and (previous := before.best(current, slack, set(path))):
+        current = previous
         path.append(current)
     return tuple(reversed(path))
 
 
 class _Before:
-    """What could have held a rank up: its own spans, and the sends to it, by the time they end."""
+    """The spans that can delay a rank: its own, and sends to it, sorted by their ends."""
 
     def __init__(self, ranks: int, spans: list[Span]) -> None:
         self._ends: list[list[tuple[float, int, Span]]] = [[] for _ in range(ranks)]
@@ -43,7 +43,7 @@ class _Before:
         self._times = [[end for end, _, _ in ends] for ends in self._ends]
 
     def best(self, current: Span, slack: float, taken: set[Span]) -> Span | None:
-        """The span that ended last before `current` began."""
+        """Return the span that ended last before `current` began."""
         place = bisect_right(self._times[current.rank], current.start + slack)
         chosen: Span | None = None
         for end, _, span in reversed(self._ends[current.rank][:place]):

@@ -24,7 +24,7 @@ Thread = tuple[int, int]
 
 
 def chrome_trace(timeline: Timeline) -> dict[str, Any]:
-    """Spans, arrows and bytes in flight of all ranks; times in microseconds."""
+    """Return spans, arrows and bytes in flight of all ranks as trace events; times in microseconds."""
     lanes = [[s for s in timeline.of(rank) if s.lane == "compute"] for rank in range(timeline.ranks)]
     placed = [(span, (span.rank, 0)) for lane in lanes for span in lane]
     for rank in range(timeline.ranks):
@@ -40,7 +40,7 @@ def chrome_trace(timeline: Timeline) -> dict[str, Any]:
 
 
 def write_trace(timeline: Timeline, path: str | Path) -> Path:
-    """Write it as JSON, gzipped with .gz added above 5 MB; returns the file that was written."""
+    """Write the trace as JSON, gzipped (.gz) above 5 MB; return the path."""
     path = Path(path)
     data = json.dumps(chrome_trace(timeline), ensure_ascii=False).encode()
     if len(data) > GZIP_ABOVE:
@@ -51,7 +51,7 @@ def write_trace(timeline: Timeline, path: str | Path) -> Path:
 
 
 def _packed(rank: int, spans: list[Span]) -> Iterator[tuple[Span, Thread]]:
-    """Each span on the first comm thread that is free when it begins."""
+    """Assign each span to the first comm thread that is free when it begins."""
     free: list[float] = []
     for span in spans:
         lane = next((i for i, end in enumerate(free) if end <= span.start), len(free))
@@ -81,7 +81,7 @@ def _slice(span: Span, thread: Thread) -> Event:
 
 
 def _flows(sends: list[tuple[Span, Thread]], lanes: list[list[Span]]) -> Iterator[Event]:
-    """An arrow for each send; `lanes` are what the ranks compute and wait for, in order."""
+    """Return an arrow for each send; `lanes` are the compute and wait spans of the ranks, in order."""
     waits: dict[tuple[int, ...], list[Span]] = defaultdict(list)
     for span in (s for lane in lanes for s in lane if s.kind == "wait"):
         waits[span.call, span.op, span.peer, span.rank].append(span)
@@ -96,7 +96,7 @@ def _flows(sends: list[tuple[Span, Thread]], lanes: list[list[Span]]) -> Iterato
             at = min(max(then.start, send.start), then.end)
             yield _event("f", (then.rank, 0), _micro(at), bp="e", **about)
         else:
-            # Nothing is left to do for the receiver: the arrow ends where the message arrives.
+            # The receiver has no later span: the arrow ends where the message arrives.
             arrival = (send.peer, 1), _micro(send.end)
             yield _event("X", *arrival, name=f"arrival from {send.rank}", cat="arrival", dur=0.0)
             yield _event("f", *arrival, bp="e", **about)

@@ -1,4 +1,4 @@
-"""PNG: bytes from pixels with zlib alone, and whole figures where matplotlib is installed."""
+"""Encode PNGs with zlib, and render whole figures with matplotlib if it is installed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import numpy.typing as npt
 from weft.report.palette import LIGHT
 
 if TYPE_CHECKING:
-    from weft.report.draw import Figure, Line, Rect, Words
+    from weft.report.draw import Figure, Label, Polyline, Rect
 
 SCALE = 2
-"""Pixels of the PNG for each of the figure."""
+"""PNG pixels per figure pixel."""
 INCH = 100
 
 
@@ -34,12 +34,12 @@ def encode(pixels: npt.NDArray[np.uint8]) -> bytes:
 
 
 def render(figure: Figure, path: str) -> None:
-    """Draw a figure's shapes, in the light colours, with matplotlib."""
+    """Draw a figure's shapes, in the light colors, with matplotlib."""
     import matplotlib as mpl
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Sheet
 
-    from weft.report.draw import Dot, Line, Picture, Rect, Words
+    from weft.report.draw import Dot, Label, Pixels, Polyline, Rect
 
     with mpl.rc_context({"hatch.color": LIGHT["alarm"], "hatch.linewidth": 1.2}):
         sheet = Sheet(figsize=(figure.width / INCH, figure.height / INCH), facecolor=LIGHT["paper"])
@@ -49,15 +49,15 @@ def render(figure: Figure, path: str) -> None:
         for order, shape in enumerate(figure.shapes):
             if isinstance(shape, Rect):
                 _rect(axes, shape, order)
-            elif isinstance(shape, Line):
+            elif isinstance(shape, Polyline):
                 _line(axes, shape, order)
             elif isinstance(shape, Dot):
                 axes.plot(
-                    shape.x, shape.y, "o", ms=1.44 * shape.radius, color=LIGHT[shape.colour], zorder=order
+                    shape.x, shape.y, "o", ms=1.44 * shape.radius, color=LIGHT[shape.color], zorder=order
                 )
-            elif isinstance(shape, Words):
+            elif isinstance(shape, Label):
                 _words(axes, shape, order)
-            elif isinstance(shape, Picture):
+            elif isinstance(shape, Pixels):
                 box = (shape.x, shape.x + shape.width, shape.y + shape.height, shape.y)
                 axes.imshow(shape.pixels, extent=box, interpolation="nearest", zorder=order, aspect="auto")
                 axes.set(xlim=(0, figure.width), ylim=(figure.height, 0))
@@ -82,13 +82,13 @@ def _rect(axes: Any, shape: Rect, order: int) -> None:
     )
 
 
-def _line(axes: Any, shape: Line, order: int) -> None:
+def _line(axes: Any, shape: Polyline, order: int) -> None:
     across, down = zip(*shape.points, strict=True)
     style = (0, (5, 4)) if shape.dashed else "-"
     axes.plot(
         across,
         down,
-        color=LIGHT[shape.colour],
+        color=LIGHT[shape.color],
         lw=0.72 * shape.width,
         ls=style,
         alpha=None if shape.strength == 1 else shape.strength,
@@ -96,13 +96,13 @@ def _line(axes: Any, shape: Line, order: int) -> None:
     )
 
 
-def _words(axes: Any, shape: Words, order: int) -> None:
+def _words(axes: Any, shape: Label, order: int) -> None:
     axes.text(
         shape.x,
         shape.y,
         shape.text.replace("$", r"\$"),
         fontsize=0.72 * shape.size,
-        color=LIGHT[shape.colour],
+        color=LIGHT[shape.color],
         ha={"start": "left", "middle": "center", "end": "right"}[shape.anchor],
         va="baseline",
         weight="bold" if shape.bold else "normal",

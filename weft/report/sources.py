@@ -1,4 +1,4 @@
-"""Cases: from a traced run, or from a schedule that is simulated."""
+"""Make cases from traces and from simulated schedules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weft.core.timeline import Timeline
 from weft.core.topology import Topology
 from weft.plan.explanation import Explanation
 from weft.report.case import Case, by_call, is_backward
-from weft.report.sweep import Point, on_ranks, resized, sizes_up_to, sweep
+from weft.report.sweep import SweepPoint, on_ranks, resized, sizes_up_to, sweep
 
 
 def measured(
@@ -22,7 +22,7 @@ def measured(
     topology: Topology | None = None,
     explained: Explanation | None = None,
 ) -> Case:
-    """A traced run; with its schedule there are masks, loads and memory too."""
+    """Return the case of a traced run; a schedule adds masks, loads and memory."""
     for known, what in (
         (schedule and schedule.problem.ranks, "schedule"),
         (topology and topology.ranks, "topology"),
@@ -38,11 +38,11 @@ def measured(
 
 
 def one_call(timeline: Timeline) -> Timeline:
-    """Of several attentions one after another, the forward of median time, from its own zero."""
+    """Return the forward call of median duration of a trace, shifted to start at zero."""
     calls = by_call(timeline)
     if not calls:
         raise InputError(f"The timeline {timeline.name!r} has no spans.")
-    # A backward takes about twice as long: mixed with forwards, the median would be of neither.
+    # A backward takes about twice as long; a median over both would represent neither.
     forward = {call: spans for call, spans in calls.items() if not is_backward(spans)} or calls
     begins = {call: min(span.start for span in spans) for call, spans in forward.items()}
     took = {call: max(span.end for span in spans) - begins[call] for call, spans in forward.items()}
@@ -54,7 +54,7 @@ def one_call(timeline: Timeline) -> Timeline:
 
 
 def told_apart(cases: Sequence[Case]) -> list[Case]:
-    """Two of one name are called by where they come from, or else by their place."""
+    """Make the names of two cases differ: by their source, or else by position."""
     if len({case.name for case in cases}) == len(cases):
         return list(cases)
     words = [case.source for case in cases]
@@ -63,7 +63,7 @@ def told_apart(cases: Sequence[Case]) -> list[Case]:
 
 
 def simulated(schedule: Schedule, topology: Topology, others: Sequence[str] = ()) -> Case:
-    """A schedule on a cluster, how the same attention does on smaller ones and, by name, with other plans."""
+    """Return the case of a simulated schedule, with a scaling sweep and the named other plans."""
     from weft.simulate.events import simulate
 
     if topology.ranks != schedule.problem.ranks:
@@ -75,17 +75,21 @@ def simulated(schedule: Schedule, topology: Topology, others: Sequence[str] = ()
     scaling = _scaling(schedule, topology, timeline)
     named = tuple(name for name in others if name != schedule.name)
     problem, mask = schedule.attention
-    found = sweep(lambda _: problem, mask, [topology] if named else [], named)
+    points = sweep(lambda _: problem, mask, [topology] if named else [], named)
     plans = sorted(
-        (Point.of(schedule.name, topology, timeline), *(one.point for one in found)), key=lambda p: p.seconds
+        (SweepPoint.of(schedule.name, topology, timeline), *(one.point for one in points)),
+        key=lambda p: p.seconds,
     )
     return Case(schedule.name, timeline, schedule, topology, tuple(plans), scaling)
 
 
-def _scaling(schedule: Schedule, topology: Topology, timeline: Timeline) -> tuple[Point, ...]:
+def _scaling(schedule: Schedule, topology: Topology, timeline: Timeline) -> tuple[SweepPoint, ...]:
     if topology.links or topology.cores or not any(schedule.attends()):
-        return ()  # measured links belong to one size, shared cores do not grow, and nothing cannot be split
+        return ()  # measured links hold for one size, shared cores do not grow, an empty mask has no work
     smaller = [resized(topology, gpus) for gpus in sizes_up_to(topology)[:-1]]
     problem, mask = schedule.attention
     points = sweep(partial(on_ranks, problem), mask, smaller)
-    return (*(found.point for found in points), Point.of(schedule.name, topology, timeline))
+    return (
+        *(result.point for result in points),
+        SweepPoint.of(schedule.name, topology, timeline),
+    )

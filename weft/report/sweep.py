@@ -1,4 +1,4 @@
-"""A sweep: one attention by several plans on clusters of several sizes."""
+"""Sweep: simulate one attention with several plans on clusters of several sizes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from weft.plan.strategies import parse
 
 
 @dataclass(frozen=True)
-class Point:
+class SweepPoint:
     """One plan on one number of devices."""
 
     gpus: int
@@ -34,10 +34,10 @@ class Point:
     memory: int
 
     @staticmethod
-    def of(plan: str, cluster: Topology, timeline: Timeline) -> Point:
+    def of(plan: str, cluster: Topology, timeline: Timeline) -> SweepPoint:
         machine = np.arange(cluster.ranks) // cluster.devices
         inside = int(timeline.traffic[machine[:, None] == machine].sum())
-        return Point(
+        return SweepPoint(
             gpus=cluster.ranks,
             plan=plan,
             seconds=timeline.seconds,
@@ -52,17 +52,17 @@ class Point:
         return asdict(self)
 
 
-class Found(NamedTuple):
-    """A point and what it was taken from."""
+class SweepResult(NamedTuple):
+    """A point of a sweep, with its schedule, cluster and timeline."""
 
-    point: Point
+    point: SweepPoint
     schedule: Schedule
     cluster: Topology
     timeline: Timeline
 
 
 def resized(topology: Topology, gpus: int) -> Topology:
-    """The same machines, more or fewer of them; fewer devices than a machine has are one machine."""
+    """Return the topology with another number of machines; fewer devices than one has are one machine."""
     devices = min(gpus, topology.devices)
     if gpus < 1 or gpus % devices:
         whole = max(1, gpus // topology.devices) * topology.devices
@@ -79,7 +79,7 @@ def resized(topology: Topology, gpus: int) -> Topology:
 
 
 def on_ranks(problem: Problem, ranks: int) -> Problem:
-    """The same attention, its tokens spread evenly over another number of ranks; shared ones come first."""
+    """Return the problem with its tokens sharded evenly over another number of ranks."""
 
     def even(layout: Layout) -> Layout:
         shared = layout.shared.size if layout.ranks > 1 else 0
@@ -89,7 +89,7 @@ def on_ranks(problem: Problem, ranks: int) -> Problem:
 
 
 def sizes_up_to(topology: Topology) -> list[int]:
-    """Powers of two inside a machine, then machines doubling, up to all."""
+    """Return device counts: powers of two within a machine, then doubling machines."""
     inside = [2**i for i in range(topology.devices.bit_length()) if 2**i < topology.devices]
     machines = [2**i for i in range(topology.machines.bit_length()) if 2**i < topology.machines]
     return [*inside, *(topology.devices * m for m in machines), topology.ranks]
@@ -102,8 +102,8 @@ def sweep(
     names: Sequence[str] = ("auto",),
     *,
     on_plan: Callable[[str], object] = str,
-) -> Iterator[Found]:
-    """Each plan on each cluster, simulated; `auto` is the planner's choice, `all` every candidate."""
+) -> Iterator[SweepResult]:
+    """Simulate each plan on each cluster; `auto` is the choice of the planner, `all` every candidate."""
     from weft.simulate.events import simulate
 
     for cluster in clusters:
@@ -112,12 +112,12 @@ def sweep(
             on_plan(f"{name} on {cluster.name}")
             schedule = build(name, problem, mask, cluster)
             timeline = simulate(schedule, cluster)
-            yield Found(Point.of(schedule.name, cluster, timeline), schedule, cluster, timeline)
+            yield SweepResult(SweepPoint.of(schedule.name, cluster, timeline), schedule, cluster, timeline)
 
 
 def wanted(problem: Problem, mask: BlockMask, cluster: Topology, names: Sequence[str]) -> list[str]:
-    """The names, with `all` replaced by every candidate of this size."""
+    """Return the plan names, with `all` replaced by every candidate for this size."""
     for name in set(names) - {"auto", "all"}:
-        parse(name, cluster.ranks)  # a name that does not fit is better known before than after
+        parse(name, cluster.ranks)  # refuse a plan that does not fit before anything is simulated
     every = [str(strategy) for strategy in candidates(problem, mask, cluster)] if "all" in names else []
     return list(dict.fromkeys(one for name in names for one in (every if name == "all" else [name])))

@@ -1,4 +1,4 @@
-"""The small views as text: a timeline of at most 80 columns and bars of load; no colour is needed."""
+"""Text views without color: a timeline of at most 80 columns, and bars of load."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 def text_gantt(timeline: Timeline, width: int = WIDTH) -> list[str]:
-    """A row a rank: what it does for most of each column's time; the slowest is always among the rows."""
+    """Return one line per rank: its dominant activity in each column; the slowest rank is always shown."""
     ranks = shown_rows(timeline)
     label = len(f"rank {timeline.ranks - 1}") + 2
     columns = width - label - 5
@@ -34,7 +34,7 @@ def text_gantt(timeline: Timeline, width: int = WIDTH) -> list[str]:
 
 
 def shown_rows(timeline: Timeline) -> list[int]:
-    """All, or the slowest and some others."""
+    """Return all ranks, or the slowest and some others."""
     if timeline.ranks <= MOST_ROWS:
         return list(range(timeline.ranks))
     step = -(-timeline.ranks // (MOST_ROWS - 1))
@@ -42,7 +42,7 @@ def shown_rows(timeline: Timeline) -> list[int]:
 
 
 def _row(timeline: Timeline, rank: int, columns: int) -> str:
-    """Which of computing, waiting and nothing fills most of each column."""
+    """Return the dominant activity of each column: compute, wait or idle."""
     share = np.zeros((2, columns))
     for span in timeline.of(rank):
         if span.lane == "compute" and timeline.seconds:
@@ -54,7 +54,7 @@ def _row(timeline: Timeline, rank: int, columns: int) -> str:
 
 
 def _spread(shares: np.ndarray, start: float, end: float) -> None:
-    """Add to each column the part of it that lies between two points of the row."""
+    """Add the overlap of an interval with each column."""
     edges = np.arange(shares.size + 1)
     low, high = start * shares.size, end * shares.size
     shares += np.clip(np.minimum(edges[1:], high) - np.maximum(edges[:-1], low), 0, None)
@@ -65,7 +65,7 @@ def _busy(timeline: Timeline, rank: int) -> str:
 
 
 def load_lines(loads: Sequence[float], bound: float = 1.0) -> list[str]:
-    """A bar a rank, as a multiple of the mean, and the least that the longest could be."""
+    """Return one bar per rank as a multiple of the mean, and the lower bound of the longest."""
     mean = float(np.mean(loads)) or 1.0
     ratios = [load / mean for load in loads]
     shown = _chosen(ratios)
@@ -76,7 +76,7 @@ def load_lines(loads: Sequence[float], bound: float = 1.0) -> list[str]:
 
 
 def _chosen(ratios: Sequence[float]) -> list[int]:
-    """All, or the longest and the shortest ones."""
+    """Return all ranks, or the longest and the shortest."""
     if len(ratios) <= MOST_ROWS:
         return list(range(len(ratios)))
     by_load = sorted(range(len(ratios)), key=lambda rank: (-ratios[rank], rank))
@@ -84,17 +84,17 @@ def _chosen(ratios: Sequence[float]) -> list[int]:
 
 
 def _bar(length: float) -> str:
-    whole, part = divmod(round(8 * length), 8)
-    return "█" * whole + EIGHTHS[part].strip()
+    whole, eighths = divmod(round(8 * length), 8)
+    return "█" * whole + EIGHTHS[eighths].strip()
 
 
 def sparkline(values: np.ndarray) -> str:
-    """A row of small bars, from the least to the most of the means of as many parts; blank is no number."""
-    parts = [part[np.isfinite(part)] for part in np.array_split(values, min(SPARKS, len(values)))]
-    means = np.array([part.mean() if part.size else np.nan for part in parts])
+    """Return a sparkline of the values; NaN is blank."""
+    parts = [bucket[np.isfinite(bucket)] for bucket in np.array_split(values, min(SPARKS, len(values)))]
+    means = np.array([bucket.mean() if bucket.size else np.nan for bucket in parts])
     if not np.isfinite(means).any():
         return " " * len(means)
-    # By logarithms, as on the page: the first steps would flatten all others.
+    # Logarithmic, as on the page; on a linear scale the first steps would flatten the others.
     means = np.log(means) if np.nanmin(means) > 0 else means
     low, high = np.nanmin(means), np.nanmax(means)
     scaled = (means - low) / ((high - low) or 1.0) * (len(BARS) - 1)

@@ -1,4 +1,4 @@
-"""Who sends how much to whom, with the borders of machines."""
+"""Traffic matrix: bytes from each rank to each rank, with machine borders."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import numpy as np
 
 from weft.core import units
 from weft.report.case import Case
-from weft.report.draw import Figure, Line, Picture, Rect, Shape, Words
+from weft.report.draw import Figure, Label, Pixels, Polyline, Rect, Shape
 from weft.report.palette import rgb
 
 WIDTH, SIDE, LEFT, TOP = 480.0, 300.0, 92.0, 30.0
 CELLS = 32
-"""More ranks than this are drawn as pixels, without a tip for each."""
+"""Above this many ranks, cells are pixels without tooltips."""
 
 
 def traffic_matrix(case: Case) -> Figure:
-    """Rows send, columns receive; the stronger, the more bytes, on a scale of logarithms."""
+    """Draw bytes sent, row to column, on a logarithmic scale."""
     sent, ranks = case.traffic, case.ranks
     strength = _strength(sent)
     cell = SIDE / ranks
@@ -29,17 +29,17 @@ def traffic_matrix(case: Case) -> Figure:
         planes = np.zeros((ranks, ranks, 4), dtype=np.uint8)
         planes[:, :, :3] = rgb("c4")
         planes[:, :, 3] = (255 * strength).round()
-        shapes.append(Picture(LEFT, TOP, SIDE, SIDE, planes, "traffic"))
+        shapes.append(Pixels(LEFT, TOP, SIDE, SIDE, planes, "traffic"))
     devices = max(1, ranks // case.machines)
     for machine in range(case.machines + 1):
         at = machine * devices * cell
-        shapes.append(Line(((LEFT + at, TOP), (LEFT + at, TOP + SIDE)), "ink", 1.0, kind="machine"))
-        shapes.append(Line(((LEFT, TOP + at), (LEFT + SIDE, TOP + at)), "ink", 1.0, kind="machine"))
+        shapes.append(Polyline(((LEFT + at, TOP), (LEFT + at, TOP + SIDE)), "ink", 1.0, kind="machine"))
+        shapes.append(Polyline(((LEFT, TOP + at), (LEFT + SIDE, TOP + at)), "ink", 1.0, kind="machine"))
     for rank in range(0, ranks, -(-ranks // 8)):
-        shapes.append(Words(LEFT - 6, TOP + (rank + 0.5) * cell + 4, str(rank), 12.5, anchor="end"))
-        shapes.append(Words(LEFT + (rank + 0.5) * cell, TOP - 6, str(rank), 12.5, anchor="middle"))
-    shapes.append(Words(LEFT - 34, TOP + SIDE / 2 + 4, "from", 12.5, anchor="end"))
-    shapes.append(Words(LEFT + SIDE + 8, TOP - 6, "to", 12.5))
+        shapes.append(Label(LEFT - 6, TOP + (rank + 0.5) * cell + 4, str(rank), 12.5, anchor="end"))
+        shapes.append(Label(LEFT + (rank + 0.5) * cell, TOP - 6, str(rank), 12.5, anchor="middle"))
+    shapes.append(Label(LEFT - 34, TOP + SIDE / 2 + 4, "from", 12.5, anchor="end"))
+    shapes.append(Label(LEFT + SIDE + 8, TOP - 6, "to", 12.5))
     machine = np.arange(ranks) // devices
     between = int(sent[machine[:, None] != machine].sum())
     total = int(sent.sum())

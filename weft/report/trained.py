@@ -1,4 +1,4 @@
-"""What a training run has come to, in numbers and in words."""
+"""Summarize a training run: figures, verdict and a table of layers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from weft.report.training import Run, finite, mean, median, share
 
 
 def summary(run: Run) -> dict[str, Any]:
-    """The numbers of the first table; None is what the log does not say."""
+    """Return the figures of the summary table; None if the log lacks them."""
     end = slice(-run.window, None)
     loss, seconds = run.values["loss"], run.values["seconds"]
     held_out = run.validation[np.isfinite(run.validation[:, 1])]
     best = held_out[held_out[:, 1].argmin()] if len(held_out) else (math.nan, math.nan)
     now = run.now.values()
     broken = run.step[~np.isfinite(loss)]
-    found = {
+    figures = {
         "step": run.last,
         "total": run.total,
         "finished": run.finished,
@@ -39,11 +39,11 @@ def summary(run: Run) -> dict[str, Any]:
         "lowest_coverage": min((one.coverage for one in now if one.coverage == one.coverage), default=None),
         "not_finite_from": broken[0] if len(broken) else None,
     }
-    return {name: None if value != value else value for name, value in found.items()}
+    return {name: None if value != value else value for name, value in figures.items()}
 
 
 def rows(run: Run) -> list[tuple[str, str, str]]:
-    """(what, how much, what that means) for the first table."""
+    """Return rows (name, value, meaning) of the summary table."""
     known = summary(run)
     left = known["step_seconds"] and known["step_seconds"] * max(0, run.total - run.last)
     state = "finished" if run.finished else "the log ends here: under way, or broken off"
@@ -67,13 +67,13 @@ def rows(run: Run) -> list[tuple[str, str, str]]:
     ]
     return [
         (what, text.format(**known), meaning)
-        for what, text, given, meaning in candidates
-        if given is not None
+        for what, text, figure, meaning in candidates
+        if figure is not None
     ]
 
 
 def about(run: Run) -> str:
-    """What ran where, and what is odd about its log."""
+    """Return one line: data, attention, ranks, versions, and defects of the log."""
     recipe = run.facts.get("recipe") or {}
     known = {
         "{}": (recipe.get("data") or {}).get("set"),
@@ -88,7 +88,7 @@ def about(run: Run) -> str:
 
 
 def verdict(run: Run) -> str:
-    """What stands out, in a sentence."""
+    """Return the verdict in a sentence."""
     known = summary(run)
     if known["not_finite_from"] is not None:
         return f"The loss is not a number from step {known['not_finite_from']:,.0f} on."
@@ -106,8 +106,8 @@ def verdict(run: Run) -> str:
 
 
 def layer_rows(run: Run) -> tuple[list[str], list[list[str]]]:
-    """A table of the layers as they are now."""
-    found = [
+    """Return the table of layers at their latest readings."""
+    table = [
         [
             layer,
             "sparse" if one.sparse else "dense",
@@ -120,7 +120,7 @@ def layer_rows(run: Run) -> tuple[list[str], list[list[str]]]:
         ]
         for layer, one in run.now.items()
     ]
-    return ["layer", "mode", "sparsity", "its heads", "computed", "coverage", "recall", "predictor"], found
+    return ["layer", "mode", "sparsity", "its heads", "computed", "coverage", "recall", "predictor"], table
 
 
 def _share(value: float) -> str:

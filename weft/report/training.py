@@ -1,4 +1,4 @@
-"""A training run as its log tells it: read from `log.jsonl`, cut off or not, and summed up."""
+"""Read a training log (`log.jsonl`, possibly truncated) and aggregate it."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """What was known of one attention layer at a step; numbers that were not are NaN."""
+    """The logged sparsity record of one attention layer at one step; missing numbers are NaN."""
 
     step: int
     sparse: bool
     sparsity: FloatArray
-    """[heads]: the share of keys that hold little of the mass."""
+    """[heads]: share of keys that hold little of the attention mass."""
     density: FloatArray
-    """[heads]: the share that is computed."""
+    """[heads]: share of the tiles that is computed."""
     coverage: float
     recall: float
     keys: float
-    """The mass of as many predicted keys as are critical, as a share of the mass that is asked for."""
+    """Attention mass of the predicted critical keys over the required mass."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,14 +45,14 @@ class Run:
     facts: Mapping[str, Any]
     step: FloatArray
     values: Mapping[str, FloatArray]
-    """By name, a number for each of the steps: loss, seconds, and samples and tokens a second."""
+    """Series by name, one number per step: loss, seconds, samples and tokens per second."""
     validation: FloatArray
-    """[times, (step, loss)]."""
+    """[validations, 2]: the step and the held-out loss."""
     layers: Mapping[str, tuple[Reading, ...]]
     resumed: tuple[int, ...]
     finished: bool
     unreadable: int
-    """Lines that are no records: at most the last one, cut off, in a log that is as it should be."""
+    """Number of unreadable lines; in an intact log at most the last line, truncated."""
 
     @property
     def last(self) -> int:
@@ -65,61 +65,61 @@ class Run:
 
     @property
     def window(self) -> int:
-        """How many steps are averaged, in curves and in the last numbers."""
+        """Number of steps averaged in running means and in the final figures."""
         return max(1, min(50, len(self.step) // 20))
 
     @property
     def now(self) -> dict[str, Reading]:
-        """The latest of each layer."""
+        """Latest reading of each layer."""
         return {layer: readings[-1] for layer, readings in self.layers.items()}
 
     @cached_property
     def changes(self) -> list[tuple[int, int]]:
-        """(step, layers that are sparse from then on), where that changes."""
-        turns: dict[int, int] = {}
+        """Return (step, number of sparse layers) at each change."""
+        deltas: dict[int, int] = {}
         for readings in self.layers.values():
-            before = False
-            for one in readings:
-                turns[one.step] = turns.get(one.step, 0) + one.sparse - before
-                before = one.sparse
-        count, found = 0, []
-        for step in sorted(turns):
-            count += turns[step]
-            found += [(step, count)] * bool(turns[step])
-        return found
+            was_sparse = False
+            for reading in readings:
+                deltas[reading.step] = deltas.get(reading.step, 0) + reading.sparse - was_sparse
+                was_sparse = reading.sparse
+        count, changes = 0, []
+        for step in sorted(deltas):
+            count += deltas[step]
+            changes += [(step, count)] * bool(deltas[step])
+        return changes
 
     @property
     def dense_until(self) -> int:
-        """The last step in which all layers are known to be dense; what a layer turned to is read later."""
-        known: list[int] = []
+        """Return the last logged step at which all layers were dense; 0 if there is none."""
+        last_dense: list[int] = []
         for readings in self.layers.values():
-            modes = [one.sparse for one in readings]
+            modes = [reading.sparse for reading in readings]
             if True in modes:
-                known.append(readings[modes.index(True) - 1].step if modes.index(True) else 0)
-        return min(known, default=self.last)
+                last_dense.append(readings[modes.index(True) - 1].step if modes.index(True) else 0)
+        return min(last_dense, default=self.last)
 
     def over_time(self, name: str) -> tuple[FloatArray, FloatArray]:
-        """(steps, [layers, steps]): a number of each layer as it was known then."""
-        steps = np.array(sorted({one.step for some in self.layers.values() for one in some}), float)
-        rows = [_held(steps, some, name) for some in self.layers.values()]
+        """Return (steps, [layers, steps]): field `name` of each layer's latest reading at each step."""
+        steps = np.array(sorted({r.step for readings in self.layers.values() for r in readings}), float)
+        rows = [_held(steps, readings, name) for readings in self.layers.values()]
         return steps, np.array(rows).reshape(len(rows), len(steps))
 
 
 def read(path: Path) -> Run:
-    """A run's folder, or its log."""
+    """Read a run from its folder or from its log file."""
     log = path / LOG if path.is_dir() else path
     lines = read_bytes(log, limit=MAX_BYTES).splitlines()
     records = list(_records(lines))
-    by_step = {one["step"]: one for one in records if one["kind"] == "step"}
+    by_step = {record["step"]: record for record in records if record["kind"] == "step"}
     if not by_step:
-        raise InputError(f"{log} has no step yet.", hint="Look again when the run has made some.")
+        raise InputError(f"{log} has no step yet.", hint="Try again when the run has logged a step.")
     steps = [by_step[step] for step in sorted(by_step)]
-    runs = [one for one in records if one["kind"] == "run"]
-    values = {n: np.array([_number(one.get(n)) for one in steps]) for n in ("loss", *RATES, "seconds")}
+    runs = [record for record in records if record["kind"] == "run"]
+    values = {n: np.array([_number(step.get(n)) for step in steps]) for n in ("loss", *RATES, "seconds")}
     seconds = np.where(values["seconds"] > 0, values["seconds"], math.nan)
     with np.errstate(over="ignore"):
         rates = {name: values[name] / seconds for name in RATES}
-    held_out = {one["step"]: _number(one.get("loss")) for one in records if one["kind"] == "validation"}
+    held_out = {r["step"]: _number(r.get("loss")) for r in records if r["kind"] == "validation"}
     return Run(
         name=log.resolve().parent.name,
         facts=_facts(runs[-1]) if runs else {},
@@ -127,7 +127,7 @@ def read(path: Path) -> Run:
         values=values | rates,
         validation=np.array(sorted(held_out.items()), float).reshape(-1, 2),
         layers=_layers(records),
-        resumed=tuple(one["step"] for one in runs[1:] if one["step"]),  # else it began anew
+        resumed=tuple(run["step"] for run in runs[1:] if run["step"]),  # step 0: restarted, not resumed
         finished=records[-1]["kind"] == "end",
         unreadable=len(lines) - len(records),
     )
@@ -138,20 +138,20 @@ def finite(values: FloatArray) -> FloatArray:
 
 
 def mean(values: Sequence[float] | FloatArray) -> float:
-    """Of those that are finite; NaN if none is."""
+    """Return the mean of the finite values; NaN if there is none."""
     known = finite(np.asarray(values, float))
     return float(known.mean()) if known.size else math.nan
 
 
 def median(values: FloatArray) -> float:
-    """As `mean`; a step that compiles something does not count."""
+    """Return the median of the finite values; unlike `mean`, slow compiling steps hardly affect it."""
     known = finite(values)
     return float(np.median(known)) if known.size else math.nan
 
 
-def share(one: Reading) -> float:
-    """Of a layer's attention that is computed."""
-    return mean(one.density) if one.sparse else 1.0
+def share(reading: Reading) -> float:
+    """Return the share of a layer's tiles that is computed, averaged over heads; 1 if it is dense."""
+    return mean(reading.density) if reading.sparse else 1.0
 
 
 def _records(lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:
@@ -169,30 +169,30 @@ def _is_count(value: Any) -> bool:
 
 
 def _facts(run: dict[str, Any]) -> dict[str, Any]:
-    """What is known of a run, of which whatever is of another type is not."""
+    """Return the known fields of a run's header record, without those of an unexpected type."""
     kinds = {"recipe": dict, "ranks": int, "parameters": int, "torch": str, "total": int}
     facts = {name: run[name] for name, kind in kinds.items() if isinstance(run.get(name), kind)}
     if recipe := facts.get("recipe"):
-        facts["recipe"] = {name: part for name, part in recipe.items() if isinstance(part, dict)}
+        facts["recipe"] = {name: section for name, section in recipe.items() if isinstance(section, dict)}
     return facts
 
 
 def _layers(records: Sequence[dict[str, Any]]) -> dict[str, tuple[Reading, ...]]:
     layers: dict[Any, dict[int, Reading]] = {}
-    for one in records:
-        if one["kind"] == "sparsity":
-            layers.setdefault(_layer(one.get("layer")), {})[one["step"]] = Reading(
-                one["step"],
-                one.get("mode") == "sparse",
-                _numbers(one.get("sparsity")),
-                _numbers(one.get("density")),
-                _number(one.get("coverage")),
-                _number(one.get("recall")),
-                _number(one.get("keys")),
+    for record in records:
+        if record["kind"] == "sparsity":
+            layers.setdefault(_layer(record.get("layer")), {})[record["step"]] = Reading(
+                record["step"],
+                record.get("mode") == "sparse",
+                _numbers(record.get("sparsity")),
+                _numbers(record.get("density")),
+                _number(record.get("coverage")),
+                _number(record.get("recall")),
+                _number(record.get("keys")),
             )
     if all(isinstance(layer, int) for layer in layers):
         layers = dict(sorted(layers.items()))
-    return {str(layer): tuple(some[step] for step in sorted(some)) for layer, some in layers.items()}
+    return {str(layer): tuple(by_step[n] for n in sorted(by_step)) for layer, by_step in layers.items()}
 
 
 def _layer(value: Any) -> int | str:
@@ -200,14 +200,14 @@ def _layer(value: Any) -> int | str:
 
 
 def _held(steps: FloatArray, readings: Sequence[Reading], name: str) -> FloatArray:
-    """A layer's number at each step: that of the latest reading, NaN before the first."""
-    values = [share(one) if name == "share" else mean(np.atleast_1d(getattr(one, name))) for one in readings]
-    place = np.searchsorted([one.step for one in readings], steps, side="right")
-    return np.array([math.nan, *values])[place]
+    """Return field `name` of a layer's latest reading at each step; NaN before its first reading."""
+    values = [share(r) if name == "share" else mean(np.atleast_1d(getattr(r, name))) for r in readings]
+    index = np.searchsorted([reading.step for reading in readings], steps, side="right")
+    return np.array([math.nan, *values])[index]
 
 
 def _number(value: Any) -> float:
-    """JSON has no NaN: it is a word there. What is no number is NaN, too."""
+    """Return a logged value as a float; NaN for "nan" (JSON has no NaN) and for anything not a number."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):
@@ -215,4 +215,4 @@ def _number(value: Any) -> float:
 
 
 def _numbers(value: Any) -> FloatArray:
-    return np.array([_number(one) for one in value] if isinstance(value, list) else [_number(value)], float)
+    return np.array([_number(item) for item in value] if isinstance(value, list) else [_number(value)], float)

@@ -1,4 +1,4 @@
-"""Write a report: one folder with the page, the figures, the trace and all numbers."""
+"""Write a report: a folder with the page, figures, trace and report.json."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.report.curves import roofline, scaling_curve
 from weft.report.draw import Figure
 from weft.report.gantt import gantt
 from weft.report.learning import draw_runs
-from weft.report.mask import mask_figure, shown_heads
+from weft.report.mask_figure import mask_figure, shown_heads
 from weft.report.page import page, run_page
 from weft.report.perfetto import write_trace
 from weft.report.png import render
@@ -28,12 +28,12 @@ from weft.report.trained import summary
 from weft.report.training import Run
 
 MASK_BYTES = 400_000
-"""Noise does not compress; the page is to stay below 2 MB."""
+"""Maximum pixels of mask images, which do not compress, so that the page stays below 2 MB."""
 KINDS = ("mask", "loads", "traffic", "memory", "scaling", "roofline")
 
 
 def write_report(cases: Sequence[Case], folder: Path) -> Path:
-    """One case, or two to compare; returns the page. PNGs are written where matplotlib is installed."""
+    """Write one case, or a comparison of two; return the page. PNGs need matplotlib."""
     figures, missing = draw(cases)
     with _writable(folder):
         names = ["trace.json"] if len(cases) == 1 else ["trace-a.json", "trace-b.json"]
@@ -46,7 +46,7 @@ def write_report(cases: Sequence[Case], folder: Path) -> Path:
 
 
 def write_runs(runs: Sequence[Run], folder: Path) -> Path:
-    """One training run, or several to compare; returns the page."""
+    """Write one training run, or a comparison of several; return the page."""
     figures, missing = draw_runs(runs)
     with _writable(folder):
         known = {"runs": [{"name": run.name} | summary(run) for run in runs], "missing": missing}
@@ -78,7 +78,7 @@ def has_png() -> bool:
 
 
 def draw(cases: Sequence[Case]) -> tuple[list[Figure], list[str]]:
-    """The figures that can be drawn, and what each of the others would need."""
+    """Return the figures that can be drawn, and for each other one what it lacks."""
     own = [_own(case) for case in cases]
     if len(cases) == 1:
         return [gantt(cases), *own[0][0]], own[0][1]
@@ -89,7 +89,7 @@ def draw(cases: Sequence[Case]) -> tuple[list[Figure], list[str]]:
         for case, letter, figures in zip(cases, "ab", (first, second), strict=True)
         for figure in figures
     ]
-    # Side by side: the same figure of one case and of the other; then what only one of them has.
+    # Pairs of the same figure of both cases first, then figures that only one case has.
     pairs.sort(key=lambda figure: (not figure.side, KINDS.index(_kind(figure))))
     if lacks == also:
         return [gantt(cases), *pairs], lacks
@@ -126,13 +126,13 @@ def _own(case: Case) -> tuple[list[Figure], list[str]]:
 
 
 def _masks(case: Case, schedule: Schedule) -> list[Figure]:
-    """As many heads as the page has room for."""
-    found: list[Figure] = []
+    """Return the mask figures of as many heads as the page has room for."""
+    figures: list[Figure] = []
     for head in shown_heads(schedule):
-        found.append(mask_figure(case, schedule, head))
-        if sum(len(figure.svg(alone=False)) for figure in found) > MASK_BYTES:
+        figures.append(mask_figure(case, schedule, head))
+        if sum(len(figure.svg(alone=False)) for figure in figures) > MASK_BYTES:
             break
-    return found
+    return figures
 
 
 def _of(figure: Figure, case: Case, letter: str, *, paired: bool) -> Figure:

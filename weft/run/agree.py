@@ -43,44 +43,44 @@ def agree(comm: Comm, facts: dict[str, str], what: str = "attentions", note: str
     """
     facts = facts | {"transport": comm.transport}
     try:
-        everyone = gather_facts(comm, facts | {"note": note})
+        all_facts = gather_facts(comm, facts | {"note": note})
     except CommError as error:
         raise name_difference(comm, str(facts), NEW, error) from error
-    check_same(everyone, tuple(facts), what)
-    return [theirs.get("note", "") for theirs in everyone]
+    check_same(all_facts, tuple(facts), what)
+    return [theirs.get("note", "") for theirs in all_facts]
 
 
 def gather_facts(comm: Comm, facts: dict[str, str]) -> list[dict[str, str]]:
     """Return the facts of all ranks by rank; if a rank cannot take part, raise on every rank."""
-    everyone = [json.loads(text) for text in gather_text(comm, json.dumps(facts))]
-    for rank, theirs in enumerate(everyone):
+    all_facts = [json.loads(text) for text in gather_text(comm, json.dumps(facts))]
+    for rank, theirs in enumerate(all_facts):
         if "error" in theirs:
             raise AgreementError(f"Rank {rank} cannot take part: {theirs['error']}")
-    return everyone
+    return all_facts
 
 
-def check_same(everyone: list[dict[str, str]], names: tuple[str, ...], what: str) -> None:
+def check_same(all_facts: list[dict[str, str]], names: tuple[str, ...], what: str) -> None:
     """Raise if ranks differ in one of the named facts."""
-    if found := _described(everyone, names):
-        raise AgreementError(f"The ranks are about to run different {what}: {found}.", hint=SAME_CALL)
+    if text := _described(all_facts, names):
+        raise AgreementError(f"The ranks are about to run different {what}: {text}.", hint=SAME_CALL)
 
 
-def _described(everyone: list[dict[str, str]], names: Iterable[str]) -> str:
+def _described(all_facts: list[dict[str, str]], names: Iterable[str]) -> str:
     """Say who differs in what; empty if nobody does."""
-    found: list[str] = []
-    for name, (usual, odd) in differences(everyone, names).items():
+    texts: list[str] = []
+    for name, (usual, odd) in differences(all_facts, names).items():
         have = [f"rank {rank} has {name} {one}" for rank, one in odd.items()]
-        found.append(f"{', '.join(have[:4])}, the others {usual}")
-    return "; ".join(found)
+        texts.append(f"{', '.join(have[:4])}, the others {usual}")
+    return "; ".join(texts)
 
 
 def differences(
-    everyone: list[dict[str, str]], names: Iterable[str]
+    all_facts: list[dict[str, str]], names: Iterable[str]
 ) -> dict[str, tuple[str, dict[int, str]]]:
     """Return the facts in which ranks differ: what most ranks have, and by rank what the others have."""
     different: dict[str, tuple[str, dict[int, str]]] = {}
     for name in names:
-        values = [str(theirs.get(name)) for theirs in everyone]
+        values = [str(theirs.get(name)) for theirs in all_facts]
         usual = Counter(values).most_common(1)[0][0]
         odd = {rank: value for rank, value in enumerate(values) if value != usual}
         if odd:
@@ -97,9 +97,9 @@ def name_difference(comm: Comm, name: str, program: str, error: CommError) -> Co
     if not isinstance(base, GroupComm):
         return error
     own = _facts(name, program)
-    everyone = [theirs or own for theirs in _say(base, base.calls + (program == NEW), own)]
-    if found := _described(everyone, [name for name in own if name != "transport"]):
-        return CommError(f"The ranks run different calls: {found}. {error.message}", hint=SAME_CALL)
+    all_facts = [theirs or own for theirs in _say(base, base.calls + (program == NEW), own)]
+    if text := _described(all_facts, [name for name in own if name != "transport"]):
+        return CommError(f"The ranks run different calls: {text}. {error.message}", hint=SAME_CALL)
     return error
 
 
@@ -120,24 +120,24 @@ def _facts(name: str, program: str) -> dict[str, str]:
 
 def _say(comm: GroupComm, call: int, facts: dict[str, str]) -> list[dict[str, str] | None]:
     """Return what each rank says that it runs as its n-th call, as far as they say so in time."""
-    everyone: list[dict[str, str] | None] = [None] * comm.size
+    all_facts: list[dict[str, str] | None] = [None] * comm.size
     deadline = time.monotonic() + SIGN_SECONDS
     try:
         store = store_of(comm.group)
         keys = [f"weft runs {comm.group.group_name} {comm.timeout} {rank}" for rank in range(comm.size)]
         store.set(keys[comm.rank], json.dumps([call, facts]))
-        while None in everyone and time.monotonic() < deadline:
+        while None in all_facts and time.monotonic() < deadline:
             for rank, key in enumerate(keys):
-                if everyone[rank] is None and store.check([key]):
+                if all_facts[rank] is None and store.check([key]):
                     number, theirs = json.loads(store.get(key))
-                    everyone[rank] = theirs if number == call else None  # else it is of an earlier failure
+                    all_facts[rank] = theirs if number == call else None  # else it is of an earlier failure
             time.sleep(0.02)
     except Exception:  # the store may be lost with the rank that served it
-        return everyone
-    return everyone
+        return all_facts
+    return all_facts
 
 
-def refuse(comm: Comm, error: WeftError) -> None:
+def abort(comm: Comm, error: WeftError) -> None:
     """Tell the others, who may be waiting to agree, that this rank cannot; it raises its own error next."""
     with suppress(CommError, AgreementError):
         gather_text(comm, json.dumps({"error": str(error)}))
@@ -147,7 +147,7 @@ def gather_text(comm: Comm, text: str) -> list[str]:
     """Return the texts of all ranks, in the order of their ranks."""
     data = list(text.encode())
     lengths = [row[1] for row in _meet(comm, AGREE, len(data), 0)]
-    rows = comm.gather_numbers(data + [0] * (max(lengths) - len(data)))
+    rows = comm.all_gather_ints(data + [0] * (max(lengths) - len(data)))
     return [bytes(row[:n]).decode() for row, n in zip(rows, lengths, strict=True)]
 
 
@@ -166,7 +166,7 @@ def start_inputs(comm: Comm, *numbers: int) -> Callable[[], Rows]:
 
 def _meet(comm: Comm, purpose: int, *numbers: int) -> Rows:
     row = [purpose, *numbers]
-    return _checked(comm.gather_numbers(row + [0] * (4 - len(row))))
+    return _checked(comm.all_gather_ints(row + [0] * (4 - len(row))))
 
 
 def _checked(rows: Rows) -> Rows:

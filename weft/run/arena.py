@@ -1,10 +1,10 @@
-"""Arena: the memory in which programs have their workspaces, shared by all that run one after another.
+"""Arena: the memory of program workspaces, shared by all programs that run one after another.
 
-The layers of one model may each have a plan of their own, and only one of them runs at a time on a stream.
-Programs on different streams of a device may run at the same time, so each stream has a block of its own.
+The layers of a model may each have a plan, and only one of them runs at a time on a stream. Programs on
+different streams of a device may run at the same time, so each stream has a block of its own.
 
-A CUDA graph uses the addresses that its capture saw, whenever it is replayed. So the block of a program that
-is captured leaves the arena, and stays where it is until the process ends; later runs get another one.
+A CUDA graph uses the addresses of its capture whenever it is replayed. So the block of a captured program
+leaves the arena and is never freed; later runs get another one.
 """
 
 from __future__ import annotations
@@ -15,22 +15,20 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor
 
+from weft.run.comm import Borrower
+
 SHRINK_RATIO = 4
-"""A block this much larger than any program still needs is given back."""
+"""A block that is larger than needed by more than this factor is freed."""
 
 
-class Tenant(Protocol):
+class Tenant(Borrower, Protocol):
     """A program that is bound to a block."""
 
     num_bytes: int
 
-    def unbind(self) -> None:
-        """Drop every view of the block."""
-        ...
-
 
 _of_graphs: list[Tenant] = []
-"""Programs that were captured, with the memory and the tables that they view."""
+"""Captured programs, kept alive with the memory and tables that they use."""
 
 
 class Arena:
@@ -38,11 +36,11 @@ class Arena:
 
     def __init__(self) -> None:
         self.history = 0
-        """A number that stands for all calls that were noted, in their order."""
+        """A hash of all noted calls, in order."""
         self._blocks: dict[tuple[torch.device, int], Tensor] = {}
         self._tenants: dict[tuple[torch.device, int], WeakSet[Tenant]] = {}
         self.retired: WeakKeyDictionary[Tenant, Tensor] = WeakKeyDictionary()
-        """Tenants of blocks that were left to graphs. Only a capture may still run them."""
+        """Tenants of blocks that belong to graphs. Only a capture may still run them."""
 
     def note(self, tag: int) -> None:
         self.history = (self.history * 1_000_003 + tag) % (1 << 61)
@@ -55,7 +53,7 @@ class Arena:
         block = self._blocks.get(key)
         needed = max(each.num_bytes for each in tenants)
         if block is None or not needed <= block.numel() <= SHRINK_RATIO * max(needed, 1):
-            # Give the old one back before asking for more: no program may go on viewing it.
+            # Free the old block before allocating: no program may still view it.
             for each in tenants:
                 each.unbind()
             self._blocks.pop(key, None)
@@ -64,16 +62,16 @@ class Arena:
         return block
 
     def capture(self, tenant: Tenant) -> None:
-        """Leave a tenant and its block to CUDA graphs."""
+        """Give a tenant and its block to CUDA graphs."""
         key = next((key for key, tenants in self._tenants.items() if tenant in tenants), None)
         if key is not None:
             block = self._blocks.pop(key)
-            # The others stay bound, since the same graph may capture them next; it could not bind them.
+            # The others stay bound: the same graph may capture them next, and could not bind them.
             self.retired.update(dict.fromkeys(self._tenants.pop(key), block))
         _of_graphs.append(tenant)
 
     def clear(self) -> None:
-        """Give all memory back; what runs next asks for its own."""
+        """Free all memory; the next run allocates its own."""
         for tenants in self._tenants.values():
             for tenant in tenants:
                 tenant.unbind()

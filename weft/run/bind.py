@@ -1,39 +1,44 @@
 """Bind: give the slots of a program their tensors, and turn its steps into calls.
 
-What lies in the workspace is bound once; the caller's tensors, results and what a kernel returns are looked
-up in the frame of a run.
+Slots of the workspace are bound once; the caller's tensors, results and what a kernel returns are looked up
+in the frame of a run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from weft.core.problem import Switch
-from weft.core.schedule import Schedule
 from weft.program.slots import Slot
 from weft.program.steps import Cast, Copy, Fill, Gradient, Post, Program, Step, View, Wait, accesses
 from weft.program.workspace import assign, window
 from weft.run.calculate import Calculation
-from weft.run.comm import Comm, Lender, Transit
-from weft.run.copies import ATTENTION, Axes, Moves, Planes, Slots, in_turn, on_device, pick
-from weft.run.fused import copier_of
-from weft.run.kernels import Kernel
-from weft.run.kernels.tiles import TileSet
+from weft.run.copies import ATTENTION, Axes, Copier, Planes, SegmentMoves, Slots, in_turn, on_device, pick
+
+if TYPE_CHECKING:
+    from weft.core.schedule import Schedule
+    from weft.run.comm import Comm, Lender, PendingExchange
+    from weft.run.fused import FusedCopier
+    from weft.run.kernels import AttentionKernel
+    from weft.run.kernels.tiles import TileSet
 
 Flats = dict[Slot, Tensor]
 """Buffers of messages, as bytes."""
 
 
-class Frame:
-    """One run of a program: tensors by slot, exchanges under way, and who does the work."""
+class RunFrame:
+    """One run of a program: tensors by slot, exchanges under way, communicator and kernel."""
 
     __slots__ = ("comm", "device", "flats", "kernel", "lender", "scale", "slots", "tag", "tiles", "transits")
 
     def __init__(
-        self, comm: Comm, kernel: Kernel, scale: float, device: torch.device, tiles: TileSet
+        self, comm: Comm, kernel: AttentionKernel, scale: float, device: torch.device, tiles: TileSet
     ) -> None:
         self.comm, self.kernel, self.scale, self.device, self.tiles = comm, kernel, scale, device, tiles
         self.lender: Lender | None = None
@@ -41,10 +46,10 @@ class Frame:
         """What the mask of a call adds to the tag of a program that serves any."""
         self.slots: Slots = {}
         self.flats: Flats = {}
-        self.transits: dict[int, Transit] = {}
+        self.transits: dict[int, PendingExchange] = {}
 
 
-Call = Callable[[Frame], None]
+Call = Callable[[RunFrame], None]
 
 
 class Bound:
@@ -61,10 +66,10 @@ class Bound:
         self.flats: Flats = {}
         self._slots = _by_root(program)
         self._landed: dict[tuple[Slot, int], Slots] = {}
-        self._moves = Moves()
+        self._moves = SegmentMoves()
 
     def prepare(self) -> Bound:
-        """Find out what can be known of `bind` without memory, on any thread."""
+        """Do the part of `bind` that needs no memory, on any thread."""
         for step in self.program.steps:
             for segment in step.segments if isinstance(step, Copy) else ():
                 _ = self._moves.of(segment).parts
@@ -92,39 +97,38 @@ class Bound:
         self._moves.clear()
 
     def _last_uses(self) -> dict[int, list[Slot]]:
-        """What kernels returned, by the last step that reads it: held any longer, it would pile up."""
+        """Return the slots that kernels returned, by the last step that reads them: then they are freed."""
         last: dict[Slot, int] = {}
         for at, step in enumerate(self.program.steps):
-            last |= {slot: at for some in accesses(step) for slot in some if slot.memory == "kernel"}
-        kept = set(self.program.slots.values())
+            last |= {slot: at for slot in chain.from_iterable(accesses(step)) if slot.memory == "kernel"}
+        returned = set(self.program.slots.values())
         uses: dict[int, list[Slot]] = {}
         for slot, at in last.items():
-            if slot not in kept:
+            if slot not in returned:
                 uses.setdefault(at, []).append(slot)
         return uses
 
     def _carve(self, root: Slot, flat: Tensor, slots: Slots, flats: Flats) -> None:
-        """Views of all slots that lie in one stretch of memory."""
+        """Make the views of all slots that lie in one stretch of memory."""
         for slot, offset in self._slots[root]:
-            part = flat.narrow(0, offset, slot.num_bytes)
-            flats[slot] = part
+            view = flat.narrow(0, offset, slot.num_bytes)
+            flats[slot] = view
             if slot.shape:
-                slots[slot] = part.view(_dtype(slot)).view(slot.shape).unbind(0)
+                slots[slot] = view.view(_dtype(slot)).view(slot.shape).unbind(0)
 
-    def begin(self, frame: Frame, inputs: Slots) -> None:
+    def begin(self, frame: RunFrame, inputs: Slots) -> None:
         """Give a frame its slots: those that are fixed, the caller's, and results of its own."""
         slots = frame.slots = self.fixed.copy()
         slots.update(inputs)
         for root, dtype in self._fresh:
             planes, *shape = root.shape
+            new = partial(torch.empty, dtype=dtype, device=frame.device)
             if planes == 1:
-                slots[root] = (torch.empty(shape, dtype=dtype, device=frame.device),)
+                slots[root] = (new(shape),)
             elif root.memory == "saved":
-                slots[root] = torch.empty(root.shape, dtype=dtype, device=frame.device).unbind(0)
+                slots[root] = new(root.shape).unbind(0)
             else:
-                slots[root] = tuple(
-                    torch.empty(shape, dtype=dtype, device=frame.device) for _ in range(planes)
-                )
+                slots[root] = tuple(new(shape) for _ in range(planes))
             if root.memory == "saved":  # it may be a message that is received there
                 frame.flats[root] = _flat(slots[root])
         for slot, (number, offset) in self._borrowed:
@@ -132,19 +136,16 @@ class Bound:
             flat = _flat((slots[result][plane],)).narrow(0, offset, slot.num_bytes)
             self._carve(slot, flat, slots, frame.flats)
 
-    def run(self, frame: Frame) -> None:
+    def run(self, frame: RunFrame) -> None:
         for call in self.calls:
             call(frame)
 
-    def flat(self, frame: Frame, slot: Slot) -> Tensor:
-        """The bytes of a message, wherever it lies."""
-        flat = self.flats.get(slot)
-        if flat is None:
-            flat = frame.flats.get(slot)
+    def flat(self, frame: RunFrame, slot: Slot) -> Tensor:
+        """Return the bytes of a message."""
+        flat = self.flats.get(slot, frame.flats.get(slot))
         if flat is None:  # a stretch of a tensor of the caller
             assert slot.parent is not None, f"{slot} has no memory"
-            whole = _flat(frame.slots[slot.parent])
-            flat = whole.narrow(0, slot.offset, slot.num_bytes)
+            flat = _flat(frame.slots[slot.parent]).narrow(0, slot.offset, slot.num_bytes)
         return flat
 
     def _call(self, step: Step) -> Call:
@@ -178,15 +179,15 @@ class Bound:
         receives = [(peer, known.get(slot)) for peer, slot in step.receives]
         if all(flat is not None for _, flat in (*sends, *receives)):
 
-            def post(frame: Frame) -> None:
+            def post(frame: RunFrame) -> None:
                 frame.transits[op] = frame.comm.post(sends, receives, label, tag + frame.tag)  # type: ignore[arg-type]
 
-            def post_all(frame: Frame) -> None:
+            def post_all(frame: RunFrame) -> None:
                 frame.transits[op] = frame.comm.all_to_all(sends, receives, label)  # type: ignore[arg-type]
 
             return post_all if collective else post
 
-        def post_where_it_lies(frame: Frame) -> None:
+        def post_in_place(frame: RunFrame) -> None:
             find = self.flat
             going = [(peer, find(frame, slot)) for peer, slot in step.sends]
             coming = [(peer, nowhere[s] if s in nowhere else find(frame, s)) for peer, s in step.receives]
@@ -195,7 +196,7 @@ class Bound:
             else:
                 frame.transits[op] = frame.comm.post(going, coming, label, tag + frame.tag)
 
-        return post_where_it_lies
+        return post_in_place
 
     def _wait(self, step: Wait) -> Call:
         op, peer, slot = step.op, step.peer, step.slot
@@ -204,7 +205,7 @@ class Bound:
         if slot.memory != "peer" or self.program.target.lands:
             return lambda frame: frame.transits[op].wait_for(peer)  # type: ignore[return-value]
 
-        def land(frame: Frame) -> None:
+        def land(frame: RunFrame) -> None:
             there = frame.transits[op].wait_for(peer)
             assert there is not None, f"{slot} did not stay in the memory of rank {peer}"
             key = slot, there.data_ptr()
@@ -226,7 +227,7 @@ class Bound:
         if slot in self.fixed:  # keys and values lie side by side
             known = (self.flats[slot].view(_dtype(slot)),)
 
-        def fill(frame: Frame) -> None:
+        def fill(frame: RunFrame) -> None:
             for plane in known or frame.slots[slot]:
                 plane.fill_(value)
 
@@ -238,29 +239,37 @@ class Bound:
         index = on_device(source.positions(target.piece), self.device)
         if source in self.fixed:
             self.fixed[target] = tuple(pick(x, index, self.axes) for x in self.fixed[source])
-            return _nothing
+            return lambda _: None  # the view is there
 
-        def view(frame: Frame) -> None:
+        def view(frame: RunFrame) -> None:
             frame.slots[target] = tuple([pick(x, index, self.axes) for x in frame.slots[source]])
 
         return view
 
 
+def copier_of(axes: Axes, device: torch.device, fixed: Slots, moves: SegmentMoves) -> Copier | FusedCopier:
+    """Return fused copies where Triton runs on the device, else those of torch."""
+    if device.type == "cuda":
+        from weft.run import fused
+
+        if fused.serves(device):
+            return fused.FusedCopier(axes, device, fixed, moves)
+    return Copier(axes, device, fixed, moves)
+
+
 def _by_root(program: Program) -> dict[Slot, list[tuple[Slot, int]]]:
-    """Every slot of a program and its offset in the slot that it lies in, by that slot."""
-    found: dict[Slot, dict[Slot, int]] = {}
+    """Return every slot of a program with its offset in the root that it lies in, by that root."""
+    offsets: dict[Slot, dict[Slot, int]] = {}
     for step in program.steps:
-        touched = [slot for some in accesses(step) for slot in some]
-        for slot in touched:
-            each, offset = slot, 0
-            chain = [slot]
-            while each.parent is not None:
-                each = each.parent
-                chain.append(each)
-            for part in reversed(chain):
-                offset += part.offset
-                found.setdefault(each, {})[part] = offset
-    return {root: list(parts.items()) for root, parts in found.items()}
+        for slot in chain.from_iterable(accesses(step)):
+            nested = [slot]
+            while (parent := nested[-1].parent) is not None:
+                nested.append(parent)
+            offset = 0
+            for each in reversed(nested):
+                offset += each.offset
+                offsets.setdefault(nested[-1], {})[each] = offset
+    return {root: list(inside.items()) for root, inside in offsets.items()}
 
 
 def _dtype(slot: Slot) -> torch.dtype:
@@ -268,22 +277,16 @@ def _dtype(slot: Slot) -> torch.dtype:
 
 
 def _flat(planes: Planes) -> Tensor:
-    """Bytes of a slot whose planes lie one after another."""
+    """Return the bytes of a slot whose planes lie one after another."""
     if len(planes) == 1:
         return planes[0].view(-1).view(torch.uint8)
-    first = planes[0]
-    whole = first.as_strided((len(planes) * first.numel(),), (1,))
-    return whole.view(torch.uint8)
+    return planes[0].as_strided((len(planes) * planes[0].numel(),), (1,)).view(torch.uint8)
 
 
 def _freeing(call: Call, slots: list[Slot]) -> Call:
-    def run(frame: Frame) -> None:
+    def run(frame: RunFrame) -> None:
         call(frame)
         for slot in slots:
             del frame.slots[slot]
 
     return run
-
-
-def _nothing(frame: Frame) -> None:
-    """A view that was made when the program was bound."""

@@ -1,4 +1,4 @@
-"""Build a C library once, at first use, into a cache; a missing compiler is an error that says so."""
+"""Build a C library once, at first use, into a cache; raise if there is no compiler."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from weft.core.files import cache
 
 @dataclass(frozen=True)
 class Library:
-    """C sources and how each is compiled; `what` and `instead` are for who has no compiler."""
+    """C sources with compiler flags; errors say that `what` needs a compiler and `instead` does not."""
 
     name: str
     folder: Path
@@ -30,7 +30,7 @@ class Library:
     instead: str
 
     def path(self) -> Path:
-        """The shared library, built if it is not in the cache yet."""
+        """Return the shared library, built if it is not in the cache yet."""
         sources = b"".join(path.read_bytes() for path in sorted(self.folder.iterdir()))
         content = sources + repr((self.units, platform.machine())).encode()
         target = _cache_dir() / f"{self.name}-{hashlib.sha256(content).hexdigest()[:16]}.so"
@@ -40,20 +40,20 @@ class Library:
         return target
 
     def _build(self, target: Path) -> None:
-        found = compiler()
-        if found is None:
+        executable = compiler()
+        if executable is None:
             hint = f"Install gcc (Debian: apt install gcc), or use {self.instead}."
             raise MissingError(f"{self.what} needs a C compiler, and none is here.", hint=hint)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             objects = [f"{i}.o" for i in range(len(self.units))]
             calls = [
-                [found, *flags, "-fPIC", "-c", str(self.folder / source), "-o", output]
+                [executable, *flags, "-fPIC", "-c", str(self.folder / source), "-o", output]
                 for (source, flags), output in zip(self.units, objects, strict=True)
             ]
             self._run_all(calls, folder)
-            link = [found, "-shared", *objects, "-o", "whole.so", "-lm", "-lpthread", "-ldl"]
+            link = [executable, "-shared", *objects, "-o", "whole.so", "-lm", "-lpthread", "-ldl"]
             self._run_all([link], folder)
-            # Renamed when it is whole: a build that is cut off leaves nothing that could be loaded.
+            # Renamed when complete: an interrupted build leaves nothing that could be loaded.
             Path(folder, "whole.so").replace(target)
 
     def _run_all(self, calls: list[list[str]], folder: str) -> None:
@@ -69,13 +69,13 @@ class Library:
 
 
 def compiler() -> str | None:
-    """The C compiler that would be used."""
-    return next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
+    """Return the path of the C compiler."""
+    return next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
 
 
 @contextmanager
-def _alone_in(folder: Path) -> Iterator[None]:
-    """One process at a time: ranks that start together need one build, not one each."""
+def _alone_in(folder: Path) -> Generator[None, None, None]:
+    """Lock a folder: ranks that start together need one build, not one each."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -85,7 +85,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 
 def _cache_dir() -> Path:
-    """A folder of the user's own, since what lies in it is loaded and run."""
+    """Return a folder that only the user can write, since its libraries are loaded and run."""
     folder = cache()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

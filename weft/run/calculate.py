@@ -1,20 +1,28 @@
 """Calculate: run one partial attention, or its gradient, on the slots of a program."""
 
+# torch's own types are incomplete here.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from weft.core.indices import IntArray
-from weft.core.schedule import Attend, Schedule
-from weft.program.slots import Slot
+from weft.core.schedule import Attend
 from weft.program.steps import Attention, Gradient
 from weft.run.copies import Index, Planes, Slots, is_slice, on_device, pick, put
-from weft.run.kernels import Kernel, guarded
-from weft.run.kernels.tiles import TileSet
+from weft.run.kernels import Accumulator, guarded
+
+if TYPE_CHECKING:
+    from weft.core.indices import IntArray
+    from weft.core.schedule import Schedule
+    from weft.program.slots import Slot
+    from weft.run.kernels import AttentionKernel
+    from weft.run.kernels.tiles import TileSet
 
 
 class Calculation:
@@ -36,6 +44,7 @@ class Calculation:
         )
         # Sums lie in the order of the operand's tokens, wherever the operand itself lies.
         self.sum_at = on_device(step.out.positions(step.q_piece), device)
+        self.in_place = is_slice(self.sum_at)
         self.q, self.kv = _view(step.q, q_at, fixed), _view(step.kv, kv_at, fixed)
         self.out, self.lse = _view(step.out, self.sum_at, fixed), _view(step.lse, self.sum_at, fixed)
         if isinstance(step, Gradient):
@@ -49,24 +58,24 @@ class Calculation:
         self.kv_of = None if same else torch.from_numpy(kv_of).to(device)
         self.members = () if same else tuple(torch.from_numpy(x).to(device) for x in _members(kv_of))
 
-    def operands(self, slots: Slots, kernel: Kernel) -> tuple[Tensor, Tensor, Tensor]:
+    def operands(self, slots: Slots, kernel: AttentionKernel) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v; heads that share keys get copies of them unless the kernel finds them itself."""
         k, v = self.kv(slots)
         if self.kv_of is not None and not (self.aligned and kernel.grouped):
             k, v = k.index_select(1, self.kv_of), v.index_select(1, self.kv_of)
         return self.q(slots)[0], k, v
 
-    def attend(self, slots: Slots, kernel: Kernel, tiles: TileSet, scale: float) -> None:
+    def attend(self, slots: Slots, kernel: AttentionKernel, tiles: TileSet, scale: float) -> None:
         step = self.step
         assert isinstance(step, Attention)
         (out,), (lse,) = self.out(slots), self.lse(slots)
         operands, active = self.operands(slots, kernel), tiles.of(self.op)
-        kernel.attend(*operands, active, scale, (out, lse.squeeze(-1)), fresh=step.first)
-        if not is_slice(self.sum_at):
+        kernel.attend(*operands, active, scale, Accumulator(out, lse.squeeze(-1), step.first))
+        if not self.in_place:
             put(slots[step.out][0], self.sum_at, out, add=False)
             put(slots[step.lse][0], self.sum_at, lse, add=False)
 
-    def gradient(self, slots: Slots, kernel: Kernel, tiles: TileSet, scale: float) -> None:
+    def gradient(self, slots: Slots, kernel: AttentionKernel, tiles: TileSet, scale: float) -> None:
         step = self.step
         assert isinstance(step, Gradient)
         (grad,), (out,), (lse,) = self.grad(slots), self.out(slots), self.lse(slots)
@@ -101,6 +110,8 @@ def _members(kv_of: IntArray) -> list[IntArray]:
 
 def _view(slot: Slot, index: Index, fixed: Slots) -> Callable[[Slots], Planes]:
     """Part of a slot: a view made once where its memory is fixed, else made or gathered in each run."""
+    if is_slice(index) and index == (slice(0, slot.shape[2]), slice(0, slot.shape[3])):
+        return lambda slots: slots[slot]
     if slot in fixed and is_slice(index):
         views = tuple(pick(x, index) for x in fixed[slot])
         return lambda _: views

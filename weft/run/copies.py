@@ -5,6 +5,9 @@ of functions here, one for each launch: parts of a tensor that lie side by side,
 distances, are one strided copy.
 """
 
+# torch has no public name for the identity of a storage, and its own types are incomplete.
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -19,7 +22,7 @@ from torch import Tensor
 from weft.core.indices import Indices, IntArray, runs_in
 from weft.core.schedule import Piece
 from weft.program.slots import Positions, Slot
-from weft.program.steps import Segment
+from weft.program.steps import CopySegment
 
 Planes = tuple[Tensor, ...]
 Slots = dict[Slot, Planes]
@@ -29,7 +32,7 @@ Index = tuple[slice | Tensor, slice | Tensor]
 """Which heads and which rows, with index tensors on the device."""
 
 
-MAX_STRETCHES = 8
+MAX_SLICES = 8
 """Slices that one part is copied in; in more, its rows are gathered by index."""
 
 
@@ -72,8 +75,8 @@ def put(x: Tensor, index: Index, value: Tensor, axes: Axes = ATTENTION, *, add: 
     """Write or add into part of a slot; indices never repeat, so adding is safe."""
     heads, rows = index
     if is_slice(index):
-        part = pick(x, index, axes)
-        part.add_(value) if add else part.copy_(value)
+        view = pick(x, index, axes)
+        view.add_(value) if add else view.copy_(value)
     elif isinstance(heads, Tensor) and isinstance(rows, Tensor):
         value = value.to(x.dtype)
         x[:, heads[:, None], rows] = x[:, heads[:, None], rows] + value if add else value
@@ -88,23 +91,23 @@ def put(x: Tensor, index: Index, value: Tensor, axes: Axes = ATTENTION, *, add: 
 class _Part(NamedTuple):
     """A segment that is two slices of a tensor at one end, and a slot of a buffer at the other."""
 
-    segment: Segment
+    segment: CopySegment
     heads: slice
     rows: slice
     offset: int
     """Bytes from the beginning of the buffer."""
 
 
-class Move:
+class SegmentMove:
     """A segment, and where it lies in its two slots; found without memory, on any thread."""
 
-    def __init__(self, segment: Segment) -> None:
+    def __init__(self, segment: CopySegment) -> None:
         self.segment = segment
         source, target, piece = segment
         self.ends: tuple[Positions, Positions] = source.positions(piece), target.positions(piece)
 
     @cached_property
-    def parts(self) -> list[Move]:
+    def parts(self) -> list[SegmentMove]:
         """A few that are slices at both ends, which need no tensor in between; or itself."""
         source, target, piece = self.segment
         if all(isinstance(at, slice) for end in self.ends for at in end):
@@ -113,26 +116,28 @@ class Move:
             _stretches(indices, [end[which] for end in self.ends])
             for which, indices in enumerate((piece.heads, piece.tokens))
         )
-        if len(heads) * len(tokens) > MAX_STRETCHES:
+        if len(heads) * len(tokens) > MAX_SLICES:
             return [self]
-        return [Move(Segment(source, target, Piece(piece.tensor, h, t))) for h in heads for t in tokens]
+        return [
+            SegmentMove(CopySegment(source, target, Piece(piece.tensor, h, t))) for h in heads for t in tokens
+        ]
 
 
-class Moves(dict[int, Move]):
+class SegmentMoves(dict[int, SegmentMove]):
     """Those of a program's segments, by their ids, until it is bound."""
 
-    def of(self, segment: Segment) -> Move:
-        return self.get(id(segment)) or self.setdefault(id(segment), Move(segment))
+    def of(self, segment: CopySegment) -> SegmentMove:
+        return self.get(id(segment)) or self.setdefault(id(segment), SegmentMove(segment))
 
 
 class Copier:
     """Turns the segments of a Copy into launches."""
 
-    def __init__(self, axes: Axes, device: torch.device, fixed: Slots, moves: Moves) -> None:
+    def __init__(self, axes: Axes, device: torch.device, fixed: Slots, moves: SegmentMoves) -> None:
         """`fixed` are slots whose memory is the same in every run."""
         self.axes, self.device, self.fixed, self.moves = axes, device, fixed, moves
 
-    def launches(self, segments: Sequence[Segment], *, add: bool) -> list[Launch]:
+    def launches(self, segments: Sequence[CopySegment], *, add: bool) -> list[Launch]:
         if add:
             return [self._single(self.moves.of(segment), add=True) for segment in segments]
         launches: list[Launch] = []
@@ -140,10 +145,10 @@ class Copier:
         for tensor, buffer in ((0, 1), (1, 0)):
             for run in self._equal_steps(left, tensor, buffer):
                 launches.append(self._strided(run, tensor, buffer))
-                taken = {id(part.segment) for part in run}
+                taken = {id(move.segment) for move in run}
                 left = [segment for segment in left if id(segment) not in taken]
-        parts = [part for segment in left for part in self.moves.of(segment).parts]
-        return launches + [self._single(part, add=False) for part in parts]
+        moves = [move for segment in left for move in self.moves.of(segment).parts]
+        return launches + [self._single(move, add=False) for move in moves]
 
     def cast(self, source: Slot, target: Slot) -> Launch:
         """Convert a whole slot to the dtype of another."""
@@ -151,7 +156,7 @@ class Copier:
             (source, lambda slots: list(slots[source])), (target, lambda slots: list(slots[target]))
         )
 
-    def _single(self, move: Move, *, add: bool) -> Launch:
+    def _single(self, move: SegmentMove, *, add: bool) -> Launch:
         source, target, _ = move.segment
         at, to = (on_device(end, self.device) for end in move.ends)
         axes = self.axes
@@ -182,59 +187,59 @@ class Copier:
 
         return copy
 
-    def _equal_steps(self, segments: list[Segment], tensor: int, buffer: int) -> list[list[_Part]]:
+    def _equal_steps(self, segments: list[CopySegment], tensor: int, buffer: int) -> list[list[_Part]]:
         """Runs of segments that are side by side in one tensor and at equal distances in one buffer."""
         groups: dict[tuple[Slot, Slot, tuple[int, ...]], list[_Part]] = {}
         for segment in segments:
             ends = segment.source, segment.target
-            whole, part = ends[tensor], ends[buffer]
+            whole, buffered = ends[tensor], ends[buffer]
             heads, rows = self.moves.of(segment).ends[tensor]
-            exact = part.piece is not None and _same(part.piece, segment.piece)
-            if exact and part in self.fixed and isinstance(heads, slice) and isinstance(rows, slice):
-                key = whole, part.root, part.shape
-                groups.setdefault(key, []).append(_Part(segment, heads, rows, offset_of(part)))
+            exact = buffered.piece is not None and _same(buffered.piece, segment.piece)
+            if exact and buffered in self.fixed and isinstance(heads, slice) and isinstance(rows, slice):
+                key = whole, buffered.root, buffered.shape
+                groups.setdefault(key, []).append(_Part(segment, heads, rows, offset_of(buffered)))
         runs: list[list[_Part]] = []
-        for parts in groups.values():
+        for group in groups.values():
             run: list[_Part] = []
-            for part in sorted(parts, key=lambda part: (part.heads.start, part.rows.start)):
-                if not run or not _continues(run, part):
+            for buffered in sorted(group, key=lambda buffered: (buffered.heads.start, buffered.rows.start)):
+                if not run or not _continues(run, buffered):
                     run = []
                     runs.append(run)
-                run.append(part)
+                run.append(buffered)
         return [run for run in runs if len(run) > 1]
 
     def _strided(self, run: list[_Part], tensor: int, buffer: int) -> Launch:
         """One copy between a region of a tensor, cut into equal parts, and slots at equal distances."""
         first, last = run[0], run[-1]
         slots = first.segment.source, first.segment.target
-        whole, part = slots[tensor], slots[buffer]
+        whole, buffered = slots[tensor], slots[buffer]
         dim = self.axes[0 if first.heads != last.heads else 1]
         assert dim is not None
         region = slice(first.heads.start, last.heads.stop), slice(first.rows.start, last.rows.stop)
-        item = part.num_bytes // prod(part.shape)
+        item = buffered.num_bytes // prod(buffered.shape)
         step, count, axes = (run[1].offset - first.offset) // item, len(run), self.axes
 
         def cut(slots: Slots) -> list[Tensor]:
             return [pick(x, region, axes).unflatten(dim, (count, -1)) for x in slots[whole]]
 
         def spread(slots: Slots) -> list[Tensor]:
-            views = [(x, (count, *x.shape), (step, *x.stride())) for x in slots[part]]
+            views = [(x, (count, *x.shape), (step, *x.stride())) for x in slots[buffered]]
             return [x.as_strided(sizes, strides).movedim(0, dim) for x, sizes, strides in views]
 
-        ends = (whole, cut), (part, spread)
+        ends = (whole, cut), (buffered, spread)
         return self._copies(ends[tensor], ends[buffer])
 
 
-def _continues(run: list[_Part], part: _Part) -> bool:
+def _continues(run: list[_Part], following: _Part) -> bool:
     """Whether a part goes on where a run ends, in the tensor and in the buffer."""
     last = run[-1]
-    by_heads = last.rows == part.rows and last.heads.stop == part.heads.start
-    by_rows = last.heads == part.heads and last.rows.stop == part.rows.start
-    if not (by_heads or by_rows) or part.offset <= last.offset:
+    by_heads = last.rows == following.rows and last.heads.stop == following.heads.start
+    by_rows = last.heads == following.heads and last.rows.stop == following.rows.start
+    if not (by_heads or by_rows) or following.offset <= last.offset:
         return False
     if len(run) == 1:
         return True
-    same = part.offset - last.offset == last.offset - run[-2].offset
+    same = following.offset - last.offset == last.offset - run[-2].offset
     return same and by_heads == (run[-2].rows == last.rows and run[-2].heads != last.heads)
 
 
@@ -282,7 +287,7 @@ def _stretches(indices: Indices, ends: list[slice | IntArray]) -> list[Indices]:
     for at in ends:
         if isinstance(at, np.ndarray):
             broken |= np.diff(at) != 1
-    return [Indices(runs_in(part)) for part in np.split(indices.array, np.flatnonzero(broken) + 1)]
+    return [Indices(runs_in(stretch)) for stretch in np.split(indices.array, np.flatnonzero(broken) + 1)]
 
 
 def _same(a: Piece, b: Piece) -> bool:

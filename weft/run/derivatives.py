@@ -6,6 +6,9 @@ twice the head dim have the same P, and for the output gradient [Q̇, Q] the gra
 scale · P∘(Q̇ Kᵀ + Q K̇ᵀ - delta) [K, V], whose second half it is. So every schedule, mask and kernel serves.
 """
 
+# torch's own types are incomplete here.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -20,7 +23,7 @@ from torch import Tensor
 from weft.core.layout import Layout
 from weft.core.schedule import Schedule
 from weft.run.execute import Executor
-from weft.run.switch import everyone
+from weft.run.switch import all_gather
 from weft.run.transforms import gradient, refused, saved_tensors, unmapped
 
 
@@ -41,8 +44,8 @@ class Derived:
 
     def tangent(self, q: Tensor, k: Tensor, v: Tensor, *tangents: Tensor | None) -> Tensor:
         """All ranks run the same, whichever tangents are zero."""
-        given = zip((q, k, v), tangents, strict=True)
-        dq, dk, dv = (torch.zeros_like(x) if dx is None else dx for x, dx in given)
+        pairs = zip((q, k, v), tangents, strict=True)
+        dq, dk, dv = (torch.zeros_like(x) if dx is None else dx for x, dx in pairs)
         wide, shared = self.wide(), _shared(self.executor.schedule.attention[0].q, self.executor.comm.rank)
         inputs = torch.cat((q, torch.zeros_like(q)), -1), torch.cat((k, v), -1), torch.cat((k, dk), -1)
         grad = torch.cat((dq, q), -1)
@@ -50,10 +53,10 @@ class Derived:
             grad = grad.index_fill(2, shared.again.to(q.device), 0.0)
         out, saved = wide.forward(*inputs, self.scale, keep=True)
         wide_dq, _, _ = wide.backward(grad, inputs, out if wide.reads_output else None, saved, self.scale)
-        part = wide_dq[..., q.shape[-1] :]
+        first = wide_dq[..., q.shape[-1] :]
         if shared is not None:
-            part = shared.summed(part, self.mesh)
-        return part + self.executor.forward(q, k, dv, self.scale, keep=False)[0]
+            first = shared.summed(first, self.mesh)
+        return first + self.executor.forward(q, k, dv, self.scale, keep=False)[0]
 
 
 class _Attention(torch.autograd.Function):
@@ -121,11 +124,9 @@ class _Shared:
 
     def summed(self, x: Tensor, mesh: Any) -> Tensor:
         rows, places = self.rows.to(x.device), self.places.to(x.device)
-        mine = x.new_zeros(*x.shape[:2], self.count, x.shape[3]).index_copy(
-            2, places, x.index_select(2, rows)
-        )
+        own = x.new_zeros(*x.shape[:2], self.count, x.shape[3]).index_copy(2, places, x.index_select(2, rows))
         return x.index_copy(
-            2, rows, everyone(mine, mesh=mesh, stage="tangents").sum(0).index_select(2, places)
+            2, rows, all_gather(own, mesh=mesh, stage="tangents").sum(0).index_select(2, places)
         )
 
 
@@ -133,10 +134,10 @@ class _Shared:
 def _shared(layout: Layout, rank: int) -> _Shared | None:
     orders = [layout.order(each) for each in range(layout.ranks)]
     copies = np.bincount(np.concatenate(orders), minlength=layout.size)
-    tokens, mine = np.flatnonzero(copies > 1), orders[rank]
+    tokens, own = np.flatnonzero(copies > 1), orders[rank]
     if not tokens.size:
         return None
-    rows = np.flatnonzero(copies[mine] > 1)
-    again = np.flatnonzero(np.isin(mine, np.concatenate([mine[:0], *orders[:rank]])))
-    places = np.searchsorted(tokens, mine[rows])
+    rows = np.flatnonzero(copies[own] > 1)
+    again = np.flatnonzero(np.isin(own, np.concatenate([own[:0], *orders[:rank]])))
+    places = np.searchsorted(tokens, own[rows])
     return _Shared(len(tokens), *(torch.from_numpy(x) for x in (rows, places, again)))

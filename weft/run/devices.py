@@ -1,4 +1,4 @@
-"""Devices: which GPU is this rank's, and the check that no two ranks share one.
+"""Select the GPU of this rank, and check that no two ranks share one.
 
     pipe = pipe.to(weft.device())             # on every rank, before weft.parallelize
 
@@ -20,19 +20,19 @@ from weft.run.agree import gather_text
 from weft.run.comm import Comm
 
 LOCAL_RANK = ("LOCAL_RANK", "SLURM_LOCALID")
-"""What tells a rank's place on its host: torchrun and weft set the first, srun the second."""
+"""Variables with a rank's index on its host: torchrun and weft set the first, srun the second."""
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 _checked: WeakKeyDictionary[Comm, torch.device] = WeakKeyDictionary()
-"""The device of this rank that the ranks of a communicator have compared."""
+"""The device of this rank that was compared with the others, by communicator."""
 
 
 def device() -> torch.device:
     """Return the device of this rank and make it the current one; the CPU where torch has no GPU.
 
-    The GPU's index is the rank's place on its host (LOCAL_RANK, or Slurm's SLURM_LOCALID). It is 0 where each
+    The GPU's index is the rank's index on its host (LOCAL_RANK, or Slurm's SLURM_LOCALID). It is 0 if each
     rank sees one GPU only, as with `srun --gpus-per-task=1` or with a CUDA_VISIBLE_DEVICES for each rank.
-    A process that no launcher started keeps its current GPU.
+    Without a launcher, the current GPU is kept.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -43,15 +43,15 @@ def device() -> torch.device:
 
 
 def default_dtype() -> str:
-    """Return the dtype in which commands load a model: on GPUs bfloat16, on CPUs float32."""
+    """Return the dtype in which commands load a model: bfloat16 on GPUs, float32 on CPUs."""
     return "bfloat16" if torch.cuda.is_available() else "float32"
 
 
 def check_devices(comm: Comm, device: torch.device) -> None:
     """Compare the devices of all ranks once for each communicator, and make `device` the current one.
 
-    All ranks raise alike, and name the ranks: on GPUs and CPUs at once, on a GPU that is not the rank's, or
-    two on the same GPU, where NCCL would fail ("Duplicate GPU detected") or wait for ever.
+    All ranks raise if some are on GPUs and some on CPUs, if one is not on its own GPU, or if two share a GPU,
+    for which NCCL would fail ("Duplicate GPU detected") or hang.
     """
     if comm.size == 1 or _checked.get(comm) == device:
         return
@@ -72,13 +72,13 @@ def check_devices(comm: Comm, device: torch.device) -> None:
 
 
 def _own_index() -> int | None:
-    """The GPU of this rank among those that it sees; None if no launcher gave it a place on its host."""
+    """Return the GPU of this rank among the visible ones; None without a launcher."""
     name = next((name for name in LOCAL_RANK if os.environ.get(name)), None)
     if name is None:
         return None
     place, visible = int(os.environ[name]), torch.cuda.device_count()
     if visible == 1 and (name != "LOCAL_RANK" or any(os.environ.get(each) for each in VISIBLE)):
-        return 0  # its own one, or everybody's: that is seen when the ranks compare
+        return 0  # its own one, or shared, which the comparison of the ranks detects
     ranks = max(place + 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if ranks > visible:
         raise InputError(
@@ -90,9 +90,9 @@ def _own_index() -> int | None:
 
 
 def _facts(device: torch.device) -> dict[str, str]:
-    """Return what the other ranks need to know of this one's device."""
+    """Return the facts about this rank's device that the other ranks check."""
     facts = {"device": str(device), "host": socket.gethostname()}
-    if device.type != "cuda" or not torch.cuda.is_available():  # fake tensors are on GPUs that are not there
+    if device.type != "cuda" or not torch.cuda.is_available():  # fake tensors are on GPUs that do not exist
         return facts
     current = torch.cuda.current_device()
     try:
@@ -103,8 +103,9 @@ def _facts(device: torch.device) -> dict[str, str]:
         right = current if own is None else own
         hint = "Move models and tensors with .to(weft.device())."
         return facts | {"wrong": f"its tensors are on {device}, but its GPU is cuda:{right}. {hint}"}
-    # Ranks that see one GPU each all call it 0; its UUID tells them apart.
-    return facts | {"gpu": str(getattr(torch.cuda.get_device_properties(device.index), "uuid", device.index))}
+    # Ranks that see one GPU each all call it 0; UUIDs are unique.
+    properties = torch.cuda.get_device_properties(device.index)  # pyright: ignore
+    return facts | {"gpu": str(getattr(properties, "uuid", device.index))}  # pyright: ignore
 
 
 def _refuse_shared(ranks: list[dict[str, str]]) -> None:

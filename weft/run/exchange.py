@@ -1,13 +1,14 @@
 """Exchange JSON between the ranks of a process group.
 
 torch's object collectives (`broadcast_object_list`, `all_gather_object`) unpickle what arrives, and gloo's
-messages come from sockets without authentication: whoever can write to one would run code. JSON cannot.
+sockets have no authentication: any process that can write to one could run code. JSON cannot.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from weft.core.errors import CommError, InputError
 from weft.core.files import parse_json
+from weft.run.comm import LATE_HINT, reason_of
 from weft.run.groups import host_group
 
 MAX_BYTES = 64 << 20
@@ -24,34 +26,32 @@ MAX_BYTES = 64 << 20
 
 
 def broadcast_json(value: Any, *, src: int = 0, group: dist.ProcessGroup | None = None) -> Any:
-    """Return the `value` of group rank `src`, as JSON carries it (tuples arrive as lists), on every rank."""
+    """Return the `value` of group rank `src`, as JSON carries it (tuples become lists), on every rank."""
     if not dist.is_initialized():
         return value
     group = group or dist.group.WORLD
     assert group is not None
     data = _encode(value) if group.rank() == src else b""
-    length = _numbers([len(data)], group)
-    _run(lambda: dist.broadcast(length, group=group, group_src=src))
+    length = torch.tensor([len(data)], dtype=torch.int64, device=host_device(group))
+    with _comm_errors():
+        dist.broadcast(length, group=group, group_src=src)
     size = _checked(int(length.item()), src)
     buffer = _bytes(data.ljust(size, b"\0"), group)
-    _run(lambda: dist.broadcast(buffer, group=group, group_src=src))
+    with _comm_errors():
+        dist.broadcast(buffer, group=group, group_src=src)
     return _decode(buffer, size, src)
 
 
 def all_gather_json(value: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the values of all ranks, in the order of their ranks, as JSON carries them."""
+    """Return the values of all ranks, by rank, as JSON carries them."""
     if not dist.is_initialized():
         return [value]
     group = group or dist.group.WORLD
     assert group is not None
     data = _encode(value)
-    mine = _numbers([len(data)], group)
-    lengths = [torch.empty_like(mine) for _ in range(group.size())]
-    _run(lambda: dist.all_gather(lengths, mine, group=group))
+    lengths, _ = _all_gather(torch.tensor([len(data)], dtype=torch.int64, device=host_device(group)), group)
     sizes = [_checked(int(length.item()), rank) for rank, length in enumerate(lengths)]
-    padded = _bytes(data.ljust(max(sizes), b"\0"), group)
-    buffers = [torch.empty_like(padded) for _ in sizes]
-    _run(lambda: dist.all_gather(buffers, padded, group=group))
+    buffers, _ = _all_gather(_bytes(data.ljust(max(sizes), b"\0"), group), group)
     return [_decode(*each, rank) for rank, each in enumerate(zip(buffers, sizes, strict=True))]
 
 
@@ -60,16 +60,16 @@ def start_gather(
 ) -> Callable[[], list[list[int]]]:
     """Start to gather equally many integers of all ranks by their hosts; calling the result waits for them.
 
-    Nothing is queued on a device, so no device is waited for.
+    No operation is queued on a device, so no device is waited for.
     """
-    group = host_group(group)
-    mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-    rows = [torch.empty_like(mine) for _ in range(group.size())]
-    work: Any = _run(lambda: dist.all_gather(rows, mine, group=group, async_op=True))
+    own = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    rows, work = _all_gather(own, host_group(group), async_op=True)
+    assert work is not None
 
     def finish() -> list[list[int]]:
-        _run(lambda: work.wait(timedelta(seconds=min(timeout, 1e6))))
-        return [row.tolist() for row in rows]
+        with _comm_errors():
+            work.wait(timedelta(seconds=min(timeout, 1e6)))
+        return [row.tolist() for row in rows]  # pyright: ignore[reportUnknownMemberType]
 
     return finish
 
@@ -79,8 +79,13 @@ def host_device(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
 
 
-def _numbers(values: list[int], group: dist.ProcessGroup) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=host_device(group))
+def _all_gather(
+    own: Tensor, group: dist.ProcessGroup, *, async_op: bool = False
+) -> tuple[list[Tensor], dist.Work | None]:
+    rows = [torch.empty_like(own) for _ in range(group.size())]
+    with _comm_errors():
+        work = dist.all_gather(rows, own, group=group, async_op=async_op)  # pyright: ignore
+    return rows, work  # pyright: ignore[reportUnknownVariableType]
 
 
 def _bytes(data: bytes, group: dist.ProcessGroup) -> Tensor:
@@ -88,7 +93,7 @@ def _bytes(data: bytes, group: dist.ProcessGroup) -> Tensor:
 
 
 def _encode(value: Any) -> bytes:
-    """A value that is too large is told by its length: then all ranks raise, instead of one."""
+    """Encode a value. Its size is checked by the receivers, so that all ranks raise and not one alone."""
     return json.dumps(value, separators=(",", ":")).encode()
 
 
@@ -108,12 +113,11 @@ def _decode(buffer: Tensor, size: int, rank: int) -> Any:
         raise CommError(str(error), hint="Look at that rank's own error first.") from None
 
 
-def _run(collective: Any) -> Any:
+@contextmanager
+def _comm_errors() -> Generator[None, None, None]:
     try:
-        return collective()
+        yield
     except RuntimeError as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CommError(
-            f"Rank {dist.get_rank()} lost another rank: {reason}",
-            hint="That rank is lost, stuck or late; look at its own error first.",
+            f"Rank {dist.get_rank()} lost another rank: {reason_of(error)}", hint=LATE_HINT
         ) from error

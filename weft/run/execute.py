@@ -4,28 +4,31 @@ from __future__ import annotations
 
 from copy import copy
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from weft.core.codec import digest
 from weft.core.errors import CommError, InputError
-from weft.core.mask import BlockMask
-from weft.core.schedule import Schedule
 from weft.program.lower import lower
-from weft.program.slots import Slot
-from weft.program.steps import Program, Target
-from weft.run import streams, trace
-from weft.run.agree import check_call, name_difference
+from weft.program.steps import Target
+from weft.run import streams
 from weft.run.arena import Arena
-from weft.run.bind import Bound, Frame
-from weft.run.comm import Comm, Lender
-from weft.run.copies import Planes, Slots
-from weft.run.kernels import Kernel
+from weft.run.bind import Bound, RunFrame
 from weft.run.kernels.tiles import TileSet
-from weft.schedule.reverse import reverse
+from weft.run.measure import trace
 
-trace.follow_environment()
+if TYPE_CHECKING:
+    from weft.core.mask import BlockMask
+    from weft.core.schedule import Schedule
+    from weft.program.slots import Slot
+    from weft.program.steps import Program
+    from weft.run.comm import Comm, Lender
+    from weft.run.copies import Planes, Slots
+    from weft.run.kernels import AttentionKernel
+
+trace.trace_from_environment()
 
 CAPTURED = -1
 """In place of a stream: what graphs run, on whatever stream they are replayed."""
@@ -39,7 +42,7 @@ class Runner:
         """`name` is what all ranks agreed to run: messages of calls with different names never meet."""
         self.schedule, self.comm, self.arena, self.name = schedule, comm, arena, name
         # Forward messages have even tags, so that the two directions of one plan never meet.
-        self._tag = 2 * int(digest(name + schedule.digest)[:6], 16)
+        self._tag = 2 * int(digest(name + schedule.digest)[:6], 16) if comm.size > 1 else 0
         self._bound: dict[tuple[str, Lender | None, int], Bound] = {}
         self._programs: dict[tuple[str, frozenset[int], bool, bool], Program] = {}
         self._reserved: set[str] = set()
@@ -68,15 +71,20 @@ class Runner:
         del kind
         return frozenset()
 
-    def run_program(self, kind: str, frame: Frame, inputs: dict[str, Planes]) -> Bound:
+    def run_program(self, kind: str, frame: RunFrame, inputs: dict[str, Planes]) -> Bound:
         try:
             bound = self.begin(kind, frame, inputs)
-            trace.run(bound, frame)
+            watch = trace.active
+            bound.run(frame) if watch is None else watch.run(bound, frame)
+            if frame.lender is not None:
+                frame.lender.end()
         except CommError as error:
+            from weft.run.agree import name_difference
+
             raise name_difference(self.comm, self.name, kind, error) from error
         return bound
 
-    def begin(self, kind: str, frame: Frame, inputs: dict[str, Planes]) -> Bound:
+    def begin(self, kind: str, frame: RunFrame, inputs: dict[str, Planes]) -> Bound:
         """Bind a program, if it is not yet, and give a frame its slots."""
         lender = frame.lender = frame.comm.begin(frame.device)
         stream = streams.current(frame.device)
@@ -93,11 +101,13 @@ class Runner:
     def _compare(self, kind: str, tag: int, device: torch.device) -> None:
         """Compare a call that is known: messages of collectives and of NCCL have no tags to tell it by."""
         if device.type == "cpu" and self.comm.collective(device):
+            from weft.run.agree import check_call
+
             check_call(self.comm, tag, self.name, kind)
         elif device.type == "cuda":
             self.arena.note(tag)
 
-    def _binding(self, kind: str, lender: Lender | None, stream: int, frame: Frame) -> Bound:
+    def _binding(self, kind: str, lender: Lender | None, stream: int, frame: RunFrame) -> Bound:
         key = kind, lender, stream
         bound = self._bound.get(key)
         if bound is None or (self.arena.retired and bound in self.arena.retired):
@@ -145,7 +155,7 @@ class Executor(Runner):
         self,
         schedule: Schedule,
         comm: Comm,
-        kernel: Kernel,
+        kernel: AttentionKernel,
         *,
         keep: str = "auto",
         name: str = "",
@@ -164,6 +174,7 @@ class Executor(Runner):
     def for_mask(self, mask: BlockMask) -> Executor:
         """This executor for one of the masks that its schedule serves; programs and memory are shared."""
         other = copy(self)
+        other.number = -1
         other.tiles = TileSet(mask, self.tiles.places)
         other.name = self.name.replace(self.schedule.attention[1].digest, mask.digest)
         other._mask_tag = 2 * int(digest(mask.digest)[:6], 16)
@@ -174,8 +185,7 @@ class Executor(Runner):
 
         It may be made on another thread: no memory is allocated, and nothing runs on a device.
         """
-        kept = {"keep": self._keep, "name": self.name, "arena": self.arena}
-        other = Executor(schedule, self.comm, self.kernel, **kept)
+        other = Executor(schedule, self.comm, self.kernel, keep=self._keep, name=self.name, arena=self.arena)
         for (kind, lender, stream), bound in list(self._bound.items()):  # a copy: the model's thread adds
             if stream != CAPTURED:
                 to = bound.program.target
@@ -187,6 +197,8 @@ class Executor(Runner):
     @property
     def backward_schedule(self) -> Schedule:
         if not self._reversed:
+            from weft.schedule.reverse import reverse
+
             self._reversed.append(reverse(self.schedule, keep=self._keep))
         return self._reversed[0]
 
@@ -212,8 +224,8 @@ class Executor(Runner):
             return out, []
         return out, [_joined(slots[slot]) for _, slot in sorted(program.saved.items())]
 
-    def _frame(self, scale: float, device: torch.device) -> Frame:
-        frame = Frame(self.comm, self.kernel, scale, device, self.tiles)
+    def _frame(self, scale: float, device: torch.device) -> RunFrame:
+        frame = RunFrame(self.comm, self.kernel, scale, device, self.tiles)
         frame.tag = self._mask_tag
         return frame
 
@@ -248,12 +260,12 @@ class Executor(Runner):
         """(dq, dk, dv) of this rank's shards; `out` may be None unless `reads_output`."""
         frame = self._frame(scale, grad.device)
         q, k, v = inputs
-        given: dict[str, Planes] = {"home q": (q,), "home kv": (k, v), "home do": (grad,)}
+        tensors: dict[str, Planes] = {"home q": (q,), "home kv": (k, v), "home do": (grad,)}
         if out is not None:
-            given["home o"] = (out,)
+            tensors["home o"] = (out,)
         for (name, slot), x in zip(self._saved, saved, strict=True):
-            given[name] = x.unbind(0) if slot.shape[0] > 1 else (x,)
-        bound = self.run_program(BACKWARD, frame, given)
+            tensors[name] = x.unbind(0) if slot.shape[0] > 1 else (x,)
+        bound = self.run_program(BACKWARD, frame, tensors)
         results: Slots = frame.slots
         (dq,), (dk, dv) = (results[bound.program.slots[name]] for name in ("home dq", "home dkv"))
         return dq, dk, dv

@@ -1,7 +1,7 @@
-"""Fused copies: each Copy of a program is one kernel launch on a GPU.
+"""Fused copies: execute each Copy of a program by one kernel launch on a GPU.
 
-The table of its boxes is copied to the device at the first run of its kind; after that a launch is given only
-the addresses of tensors that change from call to call.
+The table of its boxes is copied to the device at the first run; later launches get only the addresses of
+tensors that change from call to call.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from weft.core.errors import InputError
 from weft.core.schedule import Piece
-from weft.program.places import overlap
+from weft.program.pieces import overlap
 from weft.program.slots import Positions, Slot
-from weft.program.steps import Segment
-from weft.run.boxes import WIDEST, End, Part, plan, runs_of
-from weft.run.copies import ATTENTION, Axes, Copier, Launch, Moves, Slots, offset_of
+from weft.program.steps import CopySegment
+from weft.run.boxes import WIDEST, End, StridedCopy, box_table, runs_of
+from weft.run.copies import ATTENTION, Copier, Launch, SegmentMoves, Slots, offset_of
 from weft.run.streams import is_capturing
 
 NUM_WARPS = 4
 MAX_TABLES = 16
-"""Of one Copy, for tensors of different strides, dtypes or alignments."""
+"""Tables of one Copy, for tensors of different strides, dtypes or alignments."""
 _FLAT = ("workspace", "window", "peer")
-"""Memory in which all slots of one root lie in one stretch."""
+"""Kinds of memory in which all slots of one root are contiguous."""
 
 _log = logging.getLogger(__name__)
 
 
-class Table(NamedTuple):
-    """A kernel and the arguments of its launch that stay the same."""
+class PreparedLaunch(NamedTuple):
+    """A kernel and the constant arguments of its launches."""
 
     kernel: Any
     boxes: Tensor
@@ -46,25 +46,21 @@ class Table(NamedTuple):
     constants: dict[str, Any]
 
 
-class Place(NamedTuple):
-    """Where one tensor of a slot lies: in fixed memory, or at a distance from a tensor of the frame."""
+class SlotAddress(NamedTuple):
+    """The address of one tensor of a slot: in fixed memory, or relative to a tensor of the frame."""
 
     slot: Slot
     plane: int
     base: int
-    """Number of the base, from 1 on; 0 in fixed memory."""
+    """Index of the base, from 1 on; 0 in fixed memory."""
     distance: int | None
-    """Bytes from that base; None where the base is the tensor itself."""
+    """Bytes from the base; None if the base is the tensor itself."""
 
 
-class FusedCopier:
-    """Turns the segments of a Copy into one launch, as `copies.Copier` turns them into several."""
+class FusedCopier(Copier):
+    """Convert the segments of a Copy to one launch; `copies.Copier` converts them to several."""
 
-    def __init__(self, axes: Axes, device: torch.device, fixed: Slots, moves: Moves | None = None) -> None:
-        self.axes, self.device, self.fixed = axes, device, fixed
-        self.moves = Moves() if moves is None else moves
-
-    def launches(self, segments: Sequence[Segment], *, add: bool) -> list[Launch]:
+    def launches(self, segments: Sequence[CopySegment], *, add: bool) -> list[Launch]:
         groups = [list(segments)]
         if add and _overlap(segments):  # sums have an order
             groups = [[segment] for segment in segments]
@@ -74,13 +70,13 @@ class FusedCopier:
         ]
 
     def cast(self, source: Slot, target: Slot) -> Launch:
-        whole = slice(0, source.shape[1 + self.axes.rows])
+        rows = slice(0, source.shape[1 + self.axes.rows])
         heads = slice(0, source.shape[1 + self.axes.heads]) if self.axes.heads is not None else slice(0, 0)
-        return FusedCopy(self, [(source, target, (heads, whole), (heads, whole))], add=False)
+        return FusedCopy(self, [(source, target, (heads, rows), (heads, rows))], add=False)
 
 
 class FusedCopy:
-    """One launch that copies, or adds, all parts of a Copy."""
+    """A launch that copies, or adds, all segments of a Copy."""
 
     def __init__(
         self, copier: FusedCopier, parts: list[tuple[Slot, Slot, Positions, Positions]], *, add: bool
@@ -88,22 +84,22 @@ class FusedCopy:
         self.copier, self.add = copier, add
         self._bases: dict[tuple[Slot, int], int] = {}
         self._roots: dict[Slot, Slot] = {}
-        """A slot of each root of which all slots lie in one stretch."""
+        """A slot of each contiguous root."""
         self._parts = [
             (self._place(source, plane), self._place(target, plane), at, to)
             for source, target, at, to in parts
             for plane in range(source.shape[0])
         ]
-        self._tables: dict[tuple[object, ...], Table] = {}
+        self._tables: dict[tuple[object, ...], PreparedLaunch] = {}
 
-    def _place(self, slot: Slot, plane: int) -> Place:
+    def _place(self, slot: Slot, plane: int) -> SlotAddress:
         if slot in self.copier.fixed:
-            return Place(slot, plane, 0, None)
+            return SlotAddress(slot, plane, 0, None)
         if slot.memory not in _FLAT:
-            return Place(slot, plane, self._base(slot, plane), None)
+            return SlotAddress(slot, plane, self._base(slot, plane), None)
         first = self._roots.setdefault(slot.root, slot)
         distance = offset_of(slot) - offset_of(first) + plane * (slot.num_bytes // slot.shape[0])
-        return Place(slot, plane, self._base(first, 0), distance)
+        return SlotAddress(slot, plane, self._base(first, 0), distance)
 
     def _base(self, slot: Slot, plane: int) -> int:
         return self._bases.setdefault((slot, plane), len(self._bases) + 1)
@@ -117,35 +113,38 @@ class FusedCopy:
             table = self._new_table(key, bases, addresses)
         launch(table, addresses)
 
-    def _new_table(self, key: tuple[object, ...], bases: list[Tensor], addresses: tuple[int, ...]) -> Table:
+    def _new_table(
+        self, key: tuple[object, ...], bases: list[Tensor], addresses: tuple[int, ...]
+    ) -> PreparedLaunch:
         if is_capturing(self.copier.device):
             raise InputError(
-                "A captured call has tensors of strides, dtypes or alignments that it never ran with.",
-                hint="Run it once with tensors like these before the capture.",
+                "A captured call has tensors of new strides, dtypes or alignments.",
+                hint="Run it once with such tensors before the capture.",
             )
         if len(self._tables) >= MAX_TABLES:
             self._tables.clear()
         self._tables[key] = self._table(bases, addresses)
         return self._tables[key]
 
-    def _table(self, bases: list[Tensor], addresses: tuple[int, ...]) -> Table:
+    def _table(self, bases: list[Tensor], addresses: tuple[int, ...]) -> PreparedLaunch:
         kinds: dict[tuple[torch.dtype, torch.dtype], int] = {}
-        parts: list[Part] = []
+        parts: list[StridedCopy] = []
         for source, target, at, to in self._parts:
             shape, dtype, read = self._end(source, bases, addresses)
             _, into, write = self._end(target, bases, addresses)
             axes = self.copier.axes
             runs = {dim: runs_of(a, b) for dim, a, b in zip(axes, at, to, strict=True) if dim is not None}
-            parts.append(Part(kinds.setdefault((dtype, into), len(kinds)), read, write, shape, runs))
-        made = plan(parts, add=self.add)
+            parts.append(StridedCopy(kinds.setdefault((dtype, into), len(kinds)), read, write, shape, runs))
+        table = box_table(parts, add=self.add)
         pairs = tuple([_triton_pair(*pair, add=self.add) for pair in kinds])
-        constants = {"PAIRS": pairs, "VEC": made.vector, "ROWS": made.rows, "COLS": made.columns}
-        boxes, tiles = (torch.from_numpy(x).to(self.copier.device) for x in (made.table, made.tiles))
+        constants = {"PAIRS": pairs, "VEC": table.vector, "ROWS": table.rows, "COLS": table.columns}
+        tensors = (torch.from_numpy(x) for x in (table.table, table.tiles))  # pyright: ignore[reportUnknownMemberType]
+        boxes, tiles = (x.to(self.copier.device) for x in tensors)
         kernel = import_module("weft.run.kernels.triton_copy").copy_boxes
-        return Table(kernel, boxes, tiles, constants | {"ADD": self.add, "num_warps": NUM_WARPS})
+        return PreparedLaunch(kernel, boxes, tiles, constants | {"ADD": self.add, "num_warps": NUM_WARPS})
 
     def _end(
-        self, place: Place, bases: list[Tensor], addresses: tuple[int, ...]
+        self, place: SlotAddress, bases: list[Tensor], addresses: tuple[int, ...]
     ) -> tuple[tuple[int, ...], torch.dtype, End]:
         slot, plane, base, distance = place
         if distance is not None:
@@ -160,12 +159,7 @@ class FusedCopy:
         return tuple(x.shape), x.dtype, End(base, at, x.stride(), item, alignment)
 
 
-def copier_of(axes: Axes, device: torch.device, fixed: Slots, moves: Moves) -> Copier | FusedCopier:
-    """Fused copies where Triton runs on the device, else those of torch."""
-    return (FusedCopier if device.type == "cuda" and _works(device) else Copier)(axes, device, fixed, moves)
-
-
-def launch(table: Table, addresses: tuple[int, ...]) -> None:
+def launch(table: PreparedLaunch, addresses: tuple[int, ...]) -> None:
     kernel, boxes, tiles, constants = table
     if isinstance(boxes, FakeTensor) or not tiles.numel():
         return
@@ -174,10 +168,11 @@ def launch(table: Table, addresses: tuple[int, ...]) -> None:
 
 
 _SAMPLE = 1, 2, 3, 24
-"""Shape of what is copied to see whether the kernel works."""
+"""Shape of the test copy."""
 
 
-def _works(device: torch.device) -> bool:
+def serves(device: torch.device) -> bool:
+    """Whether Triton is installed, and its copy kernel works on the device."""
     return find_spec("triton") is not None and (_is_fake(device) or _is_right(device))
 
 
@@ -192,18 +187,18 @@ def _is_right(device: torch.device) -> bool:
     x = torch.arange(prod(_SAMPLE), dtype=torch.float32, device=device).view(_SAMPLE)
     y = torch.zeros_like(x, dtype=torch.bfloat16)
     try:
-        FusedCopier(ATTENTION, device, {}).cast(source, target)({source: (x,), target: (y,)})
+        FusedCopier(ATTENTION, device, {}, SegmentMoves()).cast(source, target)({source: (x,), target: (y,)})
         right = torch.equal(y.float(), x)
         reason = "its result is wrong"
     except Exception as error:
         right, reason = False, str(error)
     if not right:
-        _log.warning("Copies are not fused on %s, which costs launches: %s", device, reason)
+        _log.warning("Copies are not fused on %s, which takes more launches: %s", device, reason)
     return right
 
 
-def _overlap(segments: Sequence[Segment]) -> bool:
-    """Whether any two segments write to the same part of a slot."""
+def _overlap(segments: Sequence[CopySegment]) -> bool:
+    """Whether any two segments write to the same elements of a slot."""
     by_target: dict[Slot, list[Piece]] = {}
     for segment in segments:
         by_target.setdefault(segment.target, []).append(segment.piece)
@@ -219,7 +214,7 @@ def _alignment(address: int) -> int:
 
 
 def _triton_pair(source: torch.dtype, target: torch.dtype, *, add: bool) -> tuple[Any, Any]:
-    """What the kernel reads and writes: bits where nothing is computed."""
+    """Return the dtypes that the kernel reads and writes: plain bits if nothing is computed."""
     tl = import_module("triton.language")
     if source == target and not add:
         bits = getattr(tl, f"int{8 * source.itemsize}")

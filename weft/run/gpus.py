@@ -1,26 +1,22 @@
-"""GPUs of this machine: what a planner takes for a topology where none was given or calibrated.
+"""Derive a topology from the GPUs of this machine, for planning without a calibrated topology.
 
-It is the row of `simulate.gpus` that the name of a rank's device and its links lead to. Each rank asks its
-own device and no other rank, so ranks with different GPUs need a topology that they share (WEFT_TOPOLOGY).
-Nothing here has run on a GPU.
+The name of a rank's device and its links select a row of `simulate.gpus`. Each rank looks at its own device
+only, so ranks with different GPUs need a shared topology (WEFT_TOPOLOGY). Nothing here has run on a GPU.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import re
-from dataclasses import replace
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
 
-from weft.core.topology import Link, Topology
-from weft.run import world
-from weft.run.kernels.choice import decide
-from weft.run.kernels.machine import arch_of, machine_of
-from weft.run.kernels.rules import Work
+from weft.core.topology import Topology
+from weft.run.kernels.choice import arch_of, decide, platform_of
+from weft.run.kernels.rules import KernelSpec
 from weft.simulate.clusters import cluster
 from weft.simulate.gpus import DEVICES, PCIE_5, default_backends, known_backends
 
@@ -48,55 +44,26 @@ NEAREST = {
     "sm_80": "a100", "sm_86": "a40", "sm_89": "l40s", "sm_90": "h100", "sm_100": "b200",
     "sm_120": "rtxpro6000", "gfx942": "mi300x", "gfx950": "mi355x",
 }  # fmt: skip
-"""For names that are not in the table: a device of the same architecture."""
+"""A device of the same architecture, for names that are not in the table."""
 OLDEST = "a40"
 WITHOUT_NVLINK = re.compile(r"PCIe|\bNVL\b", re.IGNORECASE)
-"""Cards whose bridges, if any, join pairs of them and not all."""
-TYPICAL = [Work(sparse, backward=False, head_dim=128, block_q=64, block_k=64) for sparse in (False, True)]
-"""What the planner's kernels are chosen for; what a call gets may differ with its head dim and blocks."""
-
-
-# Until `weft calibrate` says better: shared memory inside a machine, 10 Gbit/s between machines.
-SOMEWHERE = Topology(
-    name="not calibrated",
-    intra=Link(latency=3e-5, bandwidth=1e10),
-    inter=Link(latency=1e-4, bandwidth=1.25e9),
-    nic_bandwidth=1.25e9,
-)
-
-
-def topology_for(
-    given: Topology | None, ranks: int, device: torch.device | None = None, backend: str = "auto"
-) -> Topology:
-    """Return what the caller says, else what was calibrated here, else the table's entry for this GPU.
-
-    It must be the same on all ranks, or they will not agree. `device` is that of the tensors, where known.
-    """
-    if given is not None:
-        return given
-    if path := os.environ.get("WEFT_TOPOLOGY"):
-        found = Topology.from_toml(path)
-        if found.machines > 1 or found.devices == ranks:
-            return found
-        return replace(found, devices=ranks, links=())  # some of the ranks, and nobody says which
-    # A group of some of the ranks may lie anywhere: only of all of them is it known.
-    whole = ranks == world.place()[1] and ranks % world.machines() == 0
-    several = world.machines() if whole else 1
-    if torch.cuda.is_available() and (device is None or device.type == "cuda"):
-        return topology_here(several, ranks // several, device, backend)
-    return replace(SOMEWHERE, machines=several, devices=ranks // several)
+"""Cards whose bridges, if any, join only pairs of them."""
+TYPICAL = [
+    KernelSpec(sparse, backward=False, head_dim=128, block_q=64, block_k=64) for sparse in (False, True)
+]
+"""Specs for which the planner's kernels are chosen; those of a call depend on its head dim and blocks."""
 
 
 def topology_here(
     machines: int, devices: int, device: torch.device | None = None, backend: str = "auto"
 ) -> Topology:
-    """Return the cluster of so many GPUs such as `device`, or the current one, with its kernels."""
-    index = torch.cuda.current_device() if device is None or device.index is None else device.index
+    """Return the cluster of so many GPUs of the kind of `device` (by default the current one)."""
+    index = torch.cuda.current_device() if device is None or device.index is None else device.index  # pyright: ignore[reportUnnecessaryComparison]
     name = device_name(index)
-    machine = machine_of(torch.device("cuda", index))
-    chosen = [decide(work, machine).backend for work in TYPICAL]
-    if chosen[0] == "flash" and machine.activated:
-        chosen[0] = "fa4"  # the user has told torch to call FA3 or FA4 by that name
+    platform = platform_of(torch.device("cuda", index))
+    chosen = [decide(spec, platform).backend for spec in TYPICAL]
+    if chosen[0] == "flash" and platform.activated:
+        chosen[0] = "fa4"  # torch calls the activated FA3 or FA4 by that name
     if backend in known_backends(name):
         chosen = [backend]
     usual = tuple(chosen) == default_backends(DEVICES[name.removesuffix("pcie")].arch)
@@ -106,31 +73,31 @@ def topology_here(
 
 @cache
 def device_name(index: int) -> str:
-    """Return the name that `simulate.gpus` has for a GPU: h100, a100pcie."""
-    told = torch.cuda.get_device_name(index)
-    name = next((name for pattern, name in NAMES if re.search(pattern, told)), "")
+    """Return the name of a GPU in `simulate.gpus`: h100, a100pcie."""
+    torch_name = torch.cuda.get_device_name(index)
+    name = next((name for pattern, name in NAMES if re.search(pattern, torch_name)), "")
     if not name:
         arch = arch_of(torch.device("cuda", index))
         name = NEAREST.get(arch, OLDEST)
         _log.warning(
             "%s (%s) is not in weft's table of GPUs: plans assume the speeds of %s. `weft calibrate` "
-            "measures this machine's.", told, arch, name
+            "measures this machine's.", torch_name, arch, name
         )  # fmt: skip
-    return name if has_fast_links(told, name, index) else f"{name}pcie"
+    return name if has_fast_links(torch_name, name, index) else f"{name}pcie"
 
 
-def has_fast_links(told: str, name: str, index: int) -> bool:
-    """Whether a device reaches its peers by the links of the table (NVLink, xGMI), or by PCIe only."""
+def has_fast_links(torch_name: str, name: str, index: int) -> bool:
+    """Whether a device reaches its peers by the links of the table (NVLink, xGMI), not by PCIe only."""
     if DEVICES[name].scale_up <= PCIE_5:
-        return True  # PCIe is what the table says
-    if WITHOUT_NVLINK.search(told) or _nvlinks(index) == 0:
+        return True  # the table has PCIe
+    if WITHOUT_NVLINK.search(torch_name) or _nvlinks(index) == 0:
         return False
     others = [other for other in range(torch.cuda.device_count()) if other != index]
     return not others or torch.cuda.can_device_access_peer(index, others[0])
 
 
 def _nvlinks(index: int) -> int | None:
-    """Count the active NVLinks of a GPU; None where the driver's library is not there to ask."""
+    """Return the number of active NVLinks of a GPU; None without the driver's library."""
     try:
         import pynvml  # pyright: ignore[reportMissingImports]
     except ImportError:
@@ -138,10 +105,9 @@ def _nvlinks(index: int) -> int | None:
     nvml: Any = pynvml
     try:
         nvml.nvmlInit()
-        own = torch.cuda.get_device_properties(index)
-        handle = nvml.nvmlDeviceGetHandleByPciBusId(
-            f"{own.pci_domain_id:08x}:{own.pci_bus_id:02x}:{own.pci_device_id:02x}.0".encode()
-        )
+        pci = attrgetter("pci_domain_id", "pci_bus_id", "pci_device_id")
+        address = "{:08x}:{:02x}:{:02x}.0".format(*pci(torch.cuda.get_device_properties(index)))  # pyright: ignore
+        handle = nvml.nvmlDeviceGetHandleByPciBusId(address.encode())
         return sum(_is_active(nvml, handle, link) for link in range(nvml.NVML_NVLINK_MAX_LINKS))
     except (nvml.NVMLError, AttributeError):
         return None

@@ -1,9 +1,13 @@
 """The attention as one opaque torch operation, with its gradient: `torch.compile` sees a single node."""
 
+# torch's own types are incomplete here.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 from itertools import count
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -11,29 +15,17 @@ from torch import Tensor
 from weft.run.execute import Executor
 from weft.run.transforms import gradient, is_transformed, maps_refused, no_second_derivative, saved_tensors
 
-# A torch operation takes numbers and tensors only, so executors are passed by number.
-_executors: dict[int, Executor] = {}
+_executors: WeakValueDictionary[int, Executor] = WeakValueDictionary()
+"""By number: a torch operation takes numbers and tensors only. Worlds and backwards to come hold them."""
 _numbers = count()
 
 
-def register(executor: Executor) -> int:
-    executor.number = next(_numbers)
-    _executors[executor.number] = executor
+def number_of(executor: Executor) -> int:
+    """Return the number by which an operation finds an executor."""
+    if executor.number < 0:
+        executor.number = next(_numbers)
+        _executors[executor.number] = executor
     return executor.number
-
-
-def is_plain(*tensors: Tensor) -> bool:
-    """Whether a call may run at once, since nobody looks at its operations: no mode, no tensor subclass."""
-    return torch._C._len_torch_dispatch_stack() == 0 and all(type(x) in _PLAIN for x in tensors)
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)
-
-
-def forget(executor: Executor) -> None:
-    """Let an executor go, with those of its masks; a backward that is still to come keeps its own."""
-    for each in (executor, *executor.masked.values()):
-        _executors.pop(each.number, None)
 
 
 # Inductor's CUDA graphs own all memory that lives between their runs, and weft's workspace does: with this
@@ -76,10 +68,10 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    q, k, v, ctx.executor, ctx.scale, _ = inputs
-    ctx.kept = _executors[ctx.executor]
+    q, k, v, number, ctx.scale, _ = inputs
+    ctx.executor = _executors[number]
     # Where outputs are not computed at home, the backward reads those; then the result may be freed.
-    saved = output if ctx.kept.reads_output else output[1:]
+    saved = output if ctx.executor.reads_output else output[1:]
     ctx.save_for_backward(q, k, v, *saved)
 
 
@@ -87,14 +79,10 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     q, k, v, *saved = saved_tensors(ctx)
     grad = grads[0] if grads[0] is not None else torch.zeros_like(q)
     if is_transformed():
-        out = () if ctx.kept.reads_output else (None,)
-        return *gradient(ctx.kept, ctx.scale, grad, q, k, v, *out, *saved), None, None, None
-    gone = ctx.executor not in _executors
-    _executors[ctx.executor] = ctx.kept
+        out = () if ctx.executor.reads_output else (None,)
+        return *gradient(ctx.executor, ctx.scale, grad, q, k, v, *out, *saved), None, None, None
     with maps_refused("The gradient of weft.attention"):
-        dq, dk, dv = backward_op(grad, q, k, v, saved, ctx.executor, ctx.scale)
-    if gone:
-        del _executors[ctx.executor]
+        dq, dk, dv = backward_op(grad, q, k, v, saved, ctx.executor.number, ctx.scale)
     return dq, dk, dv, None, None, None
 
 

@@ -5,6 +5,9 @@ attention depends on besides (plans, layouts, masks, steps) is looked up when it
 modules that are alike, and all sequence lengths.
 """
 
+# torch has no public names for its dispatcher, and its own types are incomplete.
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false
+
 from __future__ import annotations
 
 from collections.abc import Sequence

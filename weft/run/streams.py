@@ -1,26 +1,26 @@
-"""Streams and events of a device: the only place that asks torch.cuda for them.
+"""Streams and events of a device: the only module that uses those of torch.cuda.
 
-Where there are no streams (CPUs, meta and fake tensors) work is done in the order of its calls: the stream is
-number 0, nothing is ever captured, and an event has passed when it is recorded.
+On devices without streams (CPUs, meta and fake tensors) work is done in the order of the calls: the stream is
+number 0, nothing is captured, and an event has passed when it is recorded.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Protocol, cast
 
 import torch
 
 THREAD_LOCAL = 1
-"""cudaStreamCaptureModeThreadLocal: a thread heeds its own captures only."""
+"""cudaStreamCaptureModeThreadLocal: captures of other threads do not restrict this one."""
 CYCLES_PER_SECOND = 2e9
 """Of a fast GPU; slower ones have 1e9."""
 
 
 class Event(Protocol):
-    """A point of a stream."""
+    """A point in the work of a stream."""
 
     def query(self) -> bool:
         """Whether the stream has passed it; never waits."""
@@ -63,7 +63,7 @@ def delay(device: torch.device, seconds: float) -> None:
     """Keep the current stream busy for about as long, up to twice that, while the host queues work."""
     if has_streams(device):
         with torch.cuda.device(device):
-            torch.cuda._sleep(int(seconds * CYCLES_PER_SECOND))
+            torch.cuda._sleep(int(seconds * CYCLES_PER_SECOND))  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
 
 
 def side(device: torch.device, purpose: str) -> torch.cuda.Stream | None:
@@ -71,13 +71,13 @@ def side(device: torch.device, purpose: str) -> torch.cuda.Stream | None:
     if not has_streams(device):
         return None
     key = device, purpose
-    if key not in _sides:  # torch has few streams and hands them out again: one for all who share a purpose
+    if key not in _sides:  # torch reuses few streams: share one for each purpose
         _sides[key] = torch.cuda.Stream(device, priority=-1)
     return _sides[key]
 
 
 @contextmanager
-def on(stream: torch.cuda.Stream | None) -> Iterator[None]:
+def on(stream: torch.cuda.Stream | None) -> Generator[None, None, None]:
     """Queue work on another stream."""
     with torch.cuda.stream(stream) if stream is not None else nullcontext():
         yield
@@ -95,13 +95,13 @@ def copy(into: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def ignore_captures() -> None:
-    """Let this thread query events while another one captures; by default that would end the capture."""
+    """Let this thread query events while another one captures; by default that fails the capture."""
     if torch.version.hip:
         library, function = "libamdhip64.so", "hipThreadExchangeStreamCaptureMode"
     else:
         major = (torch.version.cuda or "").split(".")[0]
         library, function = f"libcudart.so.{major}", "cudaThreadExchangeStreamCaptureMode"
-    # The library is the one that torch has loaded. Without it there is no stream to capture.
+    # The library that torch has loaded. Without it there is no stream to capture.
     with suppress(OSError, AttributeError):
         getattr(ctypes.CDLL(library), function)(ctypes.byref(ctypes.c_int(THREAD_LOCAL)))
 

@@ -1,17 +1,17 @@
-"""`weft.switch` and its kin: a tensor that is sharded by one named dim becomes sharded by another.
+"""Switch, split, gather and reduce tensors that are sharded by a named dim.
 
     GRID = {"batch": None, "time": 17, "space": 1024, "channel": None}   # all dims in order, whole sizes
-    x = weft.split(x, "time", dims=GRID)             whole → this rank's part of time          no bytes
+    x = weft.split(x, "time", dims=GRID)             whole → this rank's shard of time         no bytes
     x = weft.switch(x, "time", "space", dims=GRID)   time → space                  M/N · (N-1)/N a rank
     x = weft.gather(x, "space", dims=GRID)           space → whole                 M/N · (N-1)   a rank
 
 Shards are as even as can be; some are empty where a dim is shorter than there are ranks.
 
-Gradients: the world's loss is the sum of the ranks' losses, and each backward is the exact adjoint: that
-of a switch is the switch back; of a gather, everybody's gradient of my shard is sent to me and added;
-of a split, my part's gradient among zeros. So a whole tensor's gradient, like a replicated parameter's,
-is partial on each rank, and the sum over the ranks is the gradient. If every rank computes the same
-loss from a gathered output, that loss counts N times: take the mean over the ranks instead, as DDP does.
+Gradients: the world's loss is the sum of the ranks' losses, and each backward is the exact adjoint. That of a
+switch is the switch back; of a gather, a reduce-scatter; of a split, the shard's gradient among zeros. So the
+gradient of a whole tensor, as of a replicated parameter, is partial on each rank, and the sum over the ranks
+is the gradient. If every rank computes the same loss from a gathered output, that loss counts N times: take
+the mean over the ranks instead, as DDP does.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from weft.core.errors import InputError
 from weft.core.layout import Layout
 from weft.core.problem import ITEM_BYTES, Switch
 from weft.core.schedule import Schedule
-from weft.run import trace
-from weft.run.agree import agree, refuse
-from weft.run.redistribute import Flight, Redistribution
+from weft.run.agree import abort, agree
+from weft.run.measure import trace
+from weft.run.switch_runner import Flight, SwitchRunner
 from weft.run.transforms import is_transformed, refuse_export, refused, unmapped
 from weft.run.world import World, world_of
 from weft.schedule.switch import switch as switch_schedule
 
 Dims = Mapping[str, int | None]
-"""Every dim of a tensor in order, with the size of the whole; None where it does not matter."""
+"""All dims of a tensor in order, with global sizes; None for sizes that are not checked."""
 
-REDISTRIBUTIONS = 1024  # of each world: shapes that are served in turn must not pile up
-_redistributions: WeakKeyDictionary[World, dict[Any, Redistribution]] = WeakKeyDictionary()
+MAX_RUNNERS = 1024
+"""Cached by each world; the oldest are evicted."""
+_runners: WeakKeyDictionary[World, dict[Any, SwitchRunner]] = WeakKeyDictionary()
 
 
 def switch(
@@ -51,45 +52,44 @@ def switch(
     stage: str = "",
     async_op: bool = False,
 ) -> Any:
-    """This rank's part of `target` of a tensor of which it has its part of `source`.
+    """Redistribute x from shards of `source` to shards of `target`.
 
     mesh       a process group, a DeviceMesh or one axis of it; all ranks by default. On a mesh of two
                axes x may be sharded by two dims; the one that stays is None in `dims`.
-    stage      what errors call the place in the model.
-    async_op   return at once; the tensor is what `wait()` of the result returns, until when x must not
-               be written.
+    stage      a name of the place in the model, for errors.
+    async_op   return a `Pending` at once; its `wait()` returns the tensor, and x must not be written before.
     """
     request = _Request(x, dims, mesh, stage or f"switch {source} → {target}")
     redistribution = request.redistribution(source, target)
     if not async_op:
-        return _Move.apply(x, redistribution, None)
-    # What is traced or transformed is run as a whole, when it is waited for.
+        return _move(x, redistribution)
+    # Under a trace or a transform all of it runs in `wait`.
     waits = trace.active is not None or is_transformed()
     return Pending(x, redistribution, None if waits else redistribution.start(x.detach()))
 
 
 def gather(x: Tensor, source: str, *, dims: Dims, mesh: Any = None, stage: str = "") -> Tensor:
-    """The whole tensor, on every rank, of which each has its part of `source`."""
+    """Return the whole tensor, on every rank, of which each has its shard of `source`."""
     request = _Request(x, dims, mesh, stage or f"gather {source}")
-    return _Gather.apply(x, request.redistribution(source, None), None)  # pyright: ignore[reportReturnType]
+    return _move(x, request.redistribution(source, None), function=_Gather)
 
 
-def everyone(x: Tensor, *, mesh: Any = None, stage: str = "") -> Tensor:
-    """[ranks, …]: the equally large tensors of all ranks, on each of them."""
+def all_gather(x: Tensor, *, mesh: Any = None, stage: str = "") -> Tensor:
+    """Return the equally large tensors of all ranks, [ranks, …], on each of them."""
     ranks = world_of(mesh, 60.0).comm.size
     dims = {"rank": ranks} | {f"dim {at}": size for at, size in enumerate(x.shape)}
     return gather(x[None].contiguous(), "rank", dims=dims, mesh=mesh, stage=stage)
 
 
 def reduce(x: Tensor, target: str, *, dims: Dims, mesh: Any = None, stage: str = "") -> Tensor:
-    """This rank's part of `target` of the sum of all ranks' whole tensors: what a gather is backward."""
+    """Return this rank's shard of `target` of the sum of all ranks' tensors: the adjoint of a gather."""
     shard = split(x, target, dims=dims, mesh=mesh, stage=stage)
     redistribution = _Request(shard, dims, mesh, stage or f"reduce {target}").redistribution(target, None)
-    return _Move.apply(x, redistribution.adjoint, None)  # pyright: ignore[reportReturnType]
+    return _move(x, redistribution.adjoint)
 
 
 def split(x: Tensor, target: str, *, dims: Dims, mesh: Any = None, stage: str = "") -> Tensor:
-    """This rank's part of `target` of a tensor that every rank has whole; nothing is sent."""
+    """Return this rank's shard of `target` of a tensor that every rank has whole; nothing is sent."""
     request = _Request(x, dims, mesh, stage or f"split {target}")
     at = request.position(target)
     request.check_shape(None)
@@ -97,33 +97,33 @@ def split(x: Tensor, target: str, *, dims: Dims, mesh: Any = None, stage: str = 
     return x.narrow(at, start, stop - start).contiguous()
 
 
-def keep(x: Tensor, source: str, *, dims: Dims, mesh: Any = None, stage: str = "") -> Tensor:
-    """x as it is, if it can be this rank's part of `source`; else it raises."""
-    request = _Request(x, dims, mesh, stage or f"keep {source}")
+def assert_sharded(x: Tensor, source: str, *, dims: Dims, mesh: Any = None, stage: str = "") -> Tensor:
+    """Return x; raise if its shape is not that of this rank's shard of `source`."""
+    request = _Request(x, dims, mesh, stage or f"assert_sharded {source}")
     request.position(source)
     request.check_shape(source)
     return x
 
 
 class Pending:
-    """A switch under way."""
+    """A switch under way; `wait` returns its result."""
 
-    def __init__(self, x: Tensor, redistribution: Redistribution, flight: Flight | None) -> None:
-        self._x, self._mover, self._flight = x, redistribution, flight
+    def __init__(self, x: Tensor, redistribution: SwitchRunner, flight: Flight | None) -> None:
+        self._x, self._runner, self._flight = x, redistribution, flight
         self._result: Tensor | None = None
 
     def wait(self) -> Tensor:
         if self._result is None:
-            self._result = _Move.apply(self._x, self._mover, self._flight)  # pyright: ignore
+            self._result = _move(self._x, self._runner, self._flight)
             del self._x, self._flight
-        return self._result  # pyright: ignore[reportReturnType]
+        return self._result
 
 
 class _Move(torch.autograd.Function):
-    """A redistribution, whose gradient is its adjoint, whose gradient is the redistribution."""
+    """A redistribution, whose gradient is its adjoint, and the reverse."""
 
     @staticmethod
-    def forward(x: Tensor, redistribution: Redistribution, flight: Flight | None) -> Tensor:
+    def forward(x: Tensor, redistribution: SwitchRunner, flight: Flight | None) -> Tensor:
         return redistribution.run(x) if flight is None else redistribution.finish(flight)
 
     @staticmethod
@@ -132,21 +132,21 @@ class _Move(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore
-        return _Move.apply(grad, ctx.redistribution.adjoint, None), None, None
+        return _move(grad, ctx.redistribution.adjoint), None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Any:  # pyright: ignore
-        return _Move.apply(tangent, ctx.redistribution, None)
+        return _move(tangent, ctx.redistribution)
 
     vmap = unmapped("A switch of the sharded dim")
 
 
 class _Gather(_Move):
-    """A gather: each rank's gradient is a part of a mean, so that what is made of one has no derivative."""
+    """A gather; its gradient has none, since the gradient of each rank is a share of a mean."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore
-        return _Reduce.apply(grad, ctx.redistribution.adjoint, None), None, None
+        return _move(grad, ctx.redistribution.adjoint, function=_Reduce), None, None
 
 
 class _Reduce(_Move):
@@ -155,8 +155,14 @@ class _Reduce(_Move):
     )
 
 
+def _move(
+    x: Tensor, runner: SwitchRunner, flight: Flight | None = None, *, function: type[_Move] = _Move
+) -> Tensor:
+    return function.apply(x, runner, flight)  # pyright: ignore
+
+
 class _Request:
-    """One call, checked: names that exist and a shape that the ranks' shards must have."""
+    """One call: its runner, and checks of the dims and of the shape of x."""
 
     def __init__(self, x: Tensor, dims: Dims, mesh: Any, stage: str) -> None:
         self.x, self.dims, self.stage = x, dict(dims), stage
@@ -186,20 +192,20 @@ class _Request:
         return Layout.even(size, self.ranks, dim=name)
 
     def check_shape(self, sharded: str | None) -> None:
-        """Whether x may be a rank's part of a tensor of these dims."""
-        for name, size, found in zip(self.names, self.dims.values(), self.x.shape, strict=True):
+        """Raise if x cannot be this rank's shard of a tensor of these dims."""
+        for name, size, actual in zip(self.names, self.dims.values(), self.x.shape, strict=True):
             wanted = self.layout(name, size).rows(self.rank) if name == sharded else size
-            if wanted is not None and found != wanted:
-                how = f"{wanted}, its part of {size}" if name == sharded else f"the whole {wanted}"
+            if wanted is not None and actual != wanted:
+                expected = f"{wanted}, its part of {size}" if name == sharded else f"the whole {wanted}"
                 raise self.error(
-                    f"on rank {self.rank} of {self.ranks} x has {found} of {name}, not {how}.",
+                    f"on rank {self.rank} of {self.ranks} x has {actual} of {name}, not {expected}.",
                     hint=f"x must be sharded by {sharded} alone." if sharded else "x must be whole.",
                 )
 
-    def redistribution(self, source: str, target: str | None) -> Redistribution:
-        """What does it, made at the first call of its kind and agreed on by all ranks."""
+    def redistribution(self, source: str, target: str | None) -> SwitchRunner:
+        """Return the cached runner, or make one that all ranks agree on."""
         refuse_export(self.stage)
-        known = _redistributions.setdefault(self.world, {})
+        known = _runners.setdefault(self.world, {})
         x = self.x
         key = (source, target, tuple(self.dims.items()), x.shape, x.dtype, x.device)
         if key in known:
@@ -207,7 +213,7 @@ class _Request:
         try:
             schedule = self._schedule(source, target)
         except InputError as error:
-            refuse(self.world.comm, error)
+            abort(self.world.comm, error)
             raise
         facts = {
             "dims": " × ".join(
@@ -219,15 +225,17 @@ class _Request:
         }
         agree(self.world.comm, facts, what=f"switches at {self.stage}")
         self.world.comm.warm_up(x.device)
-        while len(known) >= REDISTRIBUTIONS:
+        while len(known) >= MAX_RUNNERS:
             known.pop(next(iter(known)))
-        known[key] = Redistribution(schedule, self.world.comm, self.world.arena, name=str(facts))
+        known[key] = SwitchRunner(schedule, self.world.comm, self.world.arena, name=str(facts))
         return known[key]
 
     def _schedule(self, source: str, target: str | None) -> Schedule:
         at = self.position(source), None if target is None else self.position(target)
         if source == target:
-            raise self.error(f"x is sharded by {source} already.", hint="weft.keep checks that it is.")
+            raise self.error(
+                f"x is sharded by {source} already.", hint="weft.assert_sharded checks that it is."
+            )
         dtype = str(self.x.dtype).removeprefix("torch.")
         if dtype not in ITEM_BYTES:
             raise self.error(f"x is {self.x.dtype}.", hint=f"Use one of {', '.join(ITEM_BYTES)}.")

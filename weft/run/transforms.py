@@ -1,9 +1,12 @@
 """Transforms that kernels cannot see (forward-mode AD, `torch.func`, export): detect and refuse them."""
 
+# torch has no public names for its dispatcher, and its own types are incomplete.
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnnecessaryComparison=false
+
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +32,14 @@ FIRST_ONLY = (
 )
 
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def is_plain(*tensors: Tensor) -> bool:
+    """Whether torch may skip its dispatcher for a call: no mode is active, and no tensor is of a subclass."""
+    return torch._C._len_torch_dispatch_stack() == 0 and all(type(x) in _PLAIN for x in tensors)
+
+
 def is_transformed() -> bool:
     """Whether forward-mode AD or a transform of `torch.func` is active: kernels see neither of them."""
     return forward_ad._current_level >= 0 or peek_interpreter_stack() is not None
@@ -46,7 +57,7 @@ def check_transforms(name: str) -> None:
 
 
 @contextmanager
-def maps_refused(name: str) -> Iterator[None]:
+def maps_refused(name: str) -> Generator[None]:
     """Say what torch's error means for `is_grads_batched`, whose maps have no stack to look at."""
     try:
         yield
@@ -91,14 +102,14 @@ check_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @contextmanager
-def untransformed(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def untransformed(*tensors: Tensor) -> Generator[tuple[Tensor, ...]]:
     """Run outside of `torch.func`, on the values of tensors: for what reads them and has no derivative."""
     if peek_interpreter_stack() is None:
         yield tensors
         return
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-    values = []
+    values: list[Tensor] = []
     for x in tensors:
         while is_functorch_wrapped_tensor(x):
             x = get_unwrapped(x)

@@ -1,12 +1,12 @@
 """Cells: the coarsest grid on which every piece of a schedule is a set of whole cells.
 
-Cutting tokens at every boundary that any block, shard or piece has turns sets of tokens into small
-boolean arrays, on which `verify` can count.
+Tokens are cut at every boundary of a block, shard or piece, so that sets of tokens are small boolean arrays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from weft.core.layout import Layout
 from weft.core.schedule import Piece, Schedule
 
 
-class Cells:
+class TokenCells:
     """Token cells of the query (or of the dim that is switched) and of the key/value sequence."""
 
     def __init__(self, schedule: Schedule) -> None:
@@ -23,8 +23,7 @@ class Cells:
         pieces = [transfer.piece for _, transfer in schedule.transfers()]
         for _, attend in schedule.attends():
             pieces += [attend.q, attend.kv]
-        for kept in schedule.kept:
-            pieces += kept
+        pieces += chain.from_iterable(schedule.kept)
         blocks = (0, 0) if mask is None else (mask.block_q, mask.block_k)
         self._edges: dict[bool, IntArray] = {}
         for is_kv, tensor, block in ((False, "q", blocks[0]), (True, "kv", blocks[1])):
@@ -33,29 +32,29 @@ class Cells:
         self._memo: dict[tuple[bool, Indices], IntArray] = {}
 
     def blocks(self, size: int, *, is_kv: bool) -> IntArray:
-        """The block of `size` tokens in which each cell lies."""
+        """Return the block of `size` tokens of each cell."""
         return self._edges[is_kv][:-1] // size
 
     def count(self, *, is_kv: bool) -> int:
         return len(self._edges[is_kv]) - 1
 
     def of(self, tokens: Indices, *, is_kv: bool) -> IntArray:
-        """The cells of some tokens; they are whole because every run's ends are edges."""
+        """Return the cells of some tokens; the ends of every run are edges of cells."""
         key = (is_kv, tokens)
         if key not in self._memo:
             edges = self._edges[is_kv]
             runs = [(np.searchsorted(edges, a), np.searchsorted(edges, b)) for a, b in tokens.runs]
-            parts = [np.arange(start, stop, dtype=np.int64) for start, stop in runs]
-            self._memo[key] = np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+            cells = [np.arange(start, stop, dtype=np.int64) for start, stop in runs]
+            self._memo[key] = np.concatenate(cells) if cells else np.empty(0, dtype=np.int64)
         return self._memo[key]
 
     def index(self, piece: Piece) -> tuple[IntArray, ...]:
-        """Open-mesh index of a piece into an array [heads, cells]."""
+        """Return the open-mesh index of a piece into an array [heads, cells]."""
         cells = self.of(piece.tokens, is_kv=piece.tensor.endswith("kv"))
         return np.ix_(piece.heads.array, cells)
 
     def first_token(self, piece: Piece, cell: int) -> int:
-        """The first token of a piece's n-th cell."""
+        """Return the first token of a piece's n-th cell."""
         is_kv = piece.tensor.endswith("kv")
         return int(self._edges[is_kv][self.of(piece.tokens, is_kv=is_kv)[cell]])
 

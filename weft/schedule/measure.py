@@ -1,4 +1,4 @@
-"""Measure: what a schedule costs, from the data alone: bytes on every link, work on every rank."""
+"""Measure: the cost of a schedule, from the data alone: bytes on every link, work on every rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.core.schedule import Attend, Schedule
 
 
 @dataclass(frozen=True)
-class Report:
+class ScheduleCost:
     """Bytes and messages by (source, target), and active token pairs by rank."""
 
     ranks: int
@@ -36,36 +36,31 @@ class Report:
         return max(self.work) * self.ranks / sum(self.work) if any(self.work) else 1.0
 
     def matrix(self) -> IntArray:
-        """Bytes from row to column."""
-        found = np.zeros((self.ranks, self.ranks), dtype=np.int64)
+        """Return the bytes that each rank (row) sends to each other (column)."""
+        matrix = np.zeros((self.ranks, self.ranks), dtype=np.int64)
         for (src, dst), size in self.link_bytes.items():
-            found[src, dst] = size
-        return found
+            matrix[src, dst] = size
+        return matrix
 
 
-def measure(schedule: Schedule, works: dict[int, int] | None = None) -> Report:
-    """`works` are those of `attend_works`, if they are known already."""
+def measure(schedule: Schedule, works: dict[int, int] | None = None) -> ScheduleCost:
+    """Add up bytes, messages and work; `works` are those of `attend_works`, if they are known already."""
+    problem, works = schedule.problem, attend_works(schedule) if works is None else works
     link_bytes: Counter[tuple[int, int]] = Counter()
-    pairs: set[tuple[int, int, int]] = set()
-    for index, transfer in schedule.transfers():
-        link_bytes[transfer.src, transfer.dst] += transfer.piece.num_bytes(schedule.problem)
-        pairs.add((index, transfer.src, transfer.dst))
-    messages = Counter((src, dst) for _, src, dst in pairs)
-    work = rank_work(schedule, works)
-    return Report(schedule.problem.ranks, dict(link_bytes), dict(messages), work)
-
-
-def rank_work(schedule: Schedule, works: dict[int, int] | None = None) -> tuple[int, ...]:
-    """Active (head, query token, key token) triples that each rank computes."""
-    found = [0] * schedule.problem.ranks
-    works = attend_works(schedule) if works is None else works
-    for index, op in schedule.attends():
-        found[op.rank] += works[index]
-    return tuple(found)
+    messages: Counter[tuple[int, int]] = Counter()
+    work = [0] * problem.ranks
+    for index, op in enumerate(schedule.ops):
+        if isinstance(op, Attend):
+            work[op.rank] += works[index]
+            continue
+        for transfer in op.transfers:
+            link_bytes[transfer.src, transfer.dst] += transfer.piece.num_bytes(problem)
+        messages.update({(transfer.src, transfer.dst) for transfer in op.transfers})
+    return ScheduleCost(problem.ranks, dict(link_bytes), dict(messages), tuple(work))
 
 
 def attend_works(schedule: Schedule) -> dict[int, int]:
-    """By operation, the active (head, query token, key token) triples of each Attend."""
+    """Return the active (head, query token, key token) triples of each Attend, by operation."""
     if schedule.mask is None:
         return {}
     mask = schedule.mask
@@ -74,21 +69,21 @@ def attend_works(schedule: Schedule) -> dict[int, int]:
     by_heads: dict[Indices, list[tuple[int, Attend]]] = {}
     for index, op in schedule.attends():
         by_heads.setdefault(op.q.heads, []).append((index, op))
-    found: dict[int, int] = {}
+    works: dict[int, int] = {}
     for heads, attends in by_heads.items():
         counts = mask.counts(heads)
         before: dict[Indices, list[int]] = {}
         for index, op in attends:
-            # A query piece meets many key pieces; its tiles are counted once.
+            # A query piece attends to many key pieces; its tiles are counted once.
             if op.q.tokens not in before:
                 before[op.q.tokens] = _triples_before(mask, counts, op.q.tokens)
             counted = before[op.q.tokens]
-            found[index] = sum(counted[b] - counted[a] for a, b in op.kv.tokens.blocks(mask.block_k).runs)
-    return found
+            works[index] = sum(counted[b] - counted[a] for a, b in op.kv.tokens.blocks(mask.block_k).runs)
+    return works
 
 
 def _triples_before(mask: BlockMask, counts: npt.NDArray[np.integer], tokens: Indices) -> list[int]:
-    """For each kv block, the active triples of some queries with all blocks before it."""
+    """Return the active triples of some queries with all kv blocks before each one."""
     rows = tokens.blocks(mask.block_q).array
     queries = counts[rows].sum(axis=0, dtype=np.int64) * mask.block_q
     if rows[-1] == mask.q_blocks - 1:

@@ -1,4 +1,4 @@
-"""The walk that all proofs share: who holds what, and, of an attention, which tiles are done."""
+"""Proof: the walk that all proofs share: what each rank holds and, of an attention, which tiles are done."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from weft.core.errors import ScheduleError
 from weft.core.indices import IntArray
 from weft.core.mask import BoolArray
 from weft.core.schedule import TENSORS, Attend, Op, Piece, Schedule, Transfer
-from weft.schedule.cells import Cells
+from weft.schedule.cells import TokenCells
 
 MAX_CELLS = 1 << 34
-"""Bytes of an array; a small file can have many heads, ranks and tokens at the same time."""
+"""Bytes of an array: a small file can have many heads, ranks and tokens."""
 
 
-class Proof(ABC):
+class ScheduleProof(ABC):
     """One pass over the operations of a schedule; the first broken rule raises."""
 
     def __init__(self, schedule: Schedule, *tensors: str) -> None:
-        """`tensors` are those of which each rank holds a shard at first."""
+        """`tensors` are those of which each rank holds a shard at the start."""
         self.schedule = schedule
         self.problem = schedule.problem
         self.at: tuple[int, object] = (-1, None)
         self.check_pieces()
-        self.cells = Cells(schedule)
+        self.cells = TokenCells(schedule)
         self.held = {tensor: self.nothing(tensor) for tensor in tensors}
         for tensor, held in self.held.items():
             held |= self.at_home(tensor)
 
     def nothing(self, tensor: str) -> BoolArray:
-        """[ranks, heads, cells] of a tensor, all False."""
+        """Return [ranks, heads, cells] of a tensor, all False."""
         cells = self.cells.count(is_kv=tensor == "kv")
         shape = self.check_size(self.problem.ranks, self.problem.heads_of(tensor), cells)
         return np.zeros(shape, dtype=bool)
@@ -44,17 +44,17 @@ class Proof(ABC):
         return shape
 
     def at_home(self, tensor: str) -> BoolArray:
-        """[ranks, heads, cells] of what each rank holds before anything moves."""
+        """Return [ranks, heads, cells]: what each rank holds before anything moves."""
         home = self.nothing(tensor)
         for rank in range(self.problem.ranks):
             cells = self.cells.holding(self.problem.home(tensor), rank, is_kv=tensor == "kv")
             home[rank][:, cells] = True
         return home
 
-    def fail(self, why: str, hint: str = "") -> NoReturn:
+    def fail(self, reason: str, hint: str = "") -> NoReturn:
         index, op = self.at
-        where = f"op {index}, {op}: " if index >= 0 else ""
-        raise ScheduleError(f"{self.schedule.name}: {where}{why}", hint=hint)
+        location = f"op {index}, {op}: " if index >= 0 else ""
+        raise ScheduleError(f"{self.schedule.name}: {location}{reason}", hint=hint)
 
     def step(self, index: int, op: Op) -> None:
         if isinstance(op, Attend):
@@ -62,12 +62,10 @@ class Proof(ABC):
             self.attend(op)
             return
         # Transfers of one exchange start together, so none of them may read what another one brings.
-        landed: list[Transfer] = []
         for transfer in op.transfers:
             self.at = (index, transfer)
             self.leave(transfer)
-            landed.append(transfer)
-        for transfer in landed:
+        for transfer in op.transfers:
             self.at = (index, transfer)
             self.arrive(transfer)
 
@@ -113,33 +111,33 @@ class Proof(ABC):
             )
 
     def copy_in(self, transfer: Transfer, held: BoolArray, at_home: BoolArray | None = None) -> None:
-        """A piece arrives once; what the rank has `at_home` may come along with the rest of it."""
-        where = self.cells.index(transfer.piece)
-        again = held[transfer.dst][where]
+        """Check that a piece arrives once; it may include what the rank has `at_home`."""
+        cells = self.cells.index(transfer.piece)
+        again = held[transfer.dst][cells]
         if at_home is not None:
-            again = again & ~at_home[transfer.dst][where]
+            again = again & ~at_home[transfer.dst][cells]
         if again.any():
             self.fail(f"rank {transfer.dst} already has some of it.")
-        held[transfer.dst][where] = True
+        held[transfer.dst][cells] = True
 
     @abstractmethod
     def attend(self, op: Attend) -> None:
-        """May this run now?"""
+        """Check that an Attend may run now."""
 
     @abstractmethod
     def leave(self, transfer: Transfer) -> None:
-        """May this piece leave its source now?"""
+        """Check that a piece may leave its source now."""
 
     @abstractmethod
     def arrive(self, transfer: Transfer) -> None:
-        """May this piece arrive at its target now?"""
+        """Check that a piece may arrive at its target now."""
 
     @abstractmethod
     def end(self) -> None:
-        """Is everything done and delivered?"""
+        """Check that everything is done and delivered."""
 
 
-class AttentionProof(Proof):
+class AttentionProof(ScheduleProof):
     """What both directions of an attention share: which tiles are done, and on which rank."""
 
     def __init__(self, schedule: Schedule) -> None:
@@ -161,12 +159,12 @@ class AttentionProof(Proof):
         self.owner = np.full(shape[:2], -1, dtype=np.int64)
 
     def active(self, heads: IntArray, q_cells: IntArray, kv_cells: IntArray) -> BoolArray:
-        """Where the mask is active, [heads, q cells, kv cells]."""
+        """Return where the mask is active: [heads, q cells, kv cells]."""
         patterns = np.asarray(self.mask.pattern_of)[heads]
         return self.mask.patterns[np.ix_(patterns, self.q_block[q_cells], self.kv_block[kv_cells])]
 
     def attend(self, op: Attend) -> None:
-        """Both pieces are there, blocks are whole, no tile is computed twice, each row stays on one rank."""
+        """Check that both pieces have arrived in whole blocks, tiles are new, and rows stay on one rank."""
         if not op.kv.heads.covers(self.attention.kv_heads_of(op.q.heads)):
             self.fail(
                 f"query heads {op.q.heads} need key/value heads {self.attention.kv_heads_of(op.q.heads)}."
@@ -178,20 +176,20 @@ class AttentionProof(Proof):
         q_cells = self.cells.of(op.q.tokens, is_kv=False)
         kv_cells = self.cells.of(op.kv.tokens, is_kv=True)
         active = self.active(heads, q_cells, kv_cells)
-        where = np.ix_(heads, q_cells, kv_cells)
-        if (again := active & ~self.todo[where]).any():
+        tiles = np.ix_(heads, q_cells, kv_cells)
+        if (again := active & ~self.todo[tiles]).any():
             head, row, col = (int(axis[0]) for axis in np.nonzero(again))
             tile = (int(heads[head]), self.q_block[q_cells[row]], self.kv_block[kv_cells[col]])
             self.fail("tile (head {}, q block {}, kv block {}) is computed a second time.".format(*tile))
-        self.todo[where] &= ~active
+        self.todo[tiles] &= ~active
         rows = np.ix_(heads, q_cells)
         self.tiles_left[rows] -= active.sum(axis=2)
-        mine = np.asarray(active.any(axis=2))
-        other = mine & (self.owner[rows] >= 0) & (self.owner[rows] != op.rank)
+        touched = np.asarray(active.any(axis=2))
+        other = touched & (self.owner[rows] >= 0) & (self.owner[rows] != op.rank)
         if other.any():
             self.fail(f"some of its rows are also computed on rank {self.owner[rows][other][0]}.")
-        self.owner[rows] = np.where(mine, op.rank, self.owner[rows])
-        self.attended(op, mine, np.asarray(active.any(axis=1)))
+        self.owner[rows] = np.where(touched, op.rank, self.owner[rows])
+        self.attended(op, touched, np.asarray(active.any(axis=1)))
 
     def check_blocks(self, piece: Piece) -> None:
         mask = self.mask
@@ -209,4 +207,4 @@ class AttentionProof(Proof):
 
     @abstractmethod
     def attended(self, op: Attend, rows: BoolArray, cols: BoolArray) -> None:
-        """An Attend was found sound; it touches `rows` [heads, q cells] and `cols` [heads, kv cells]."""
+        """Take a checked Attend, which touches `rows` [heads, q cells] and `cols` [heads, kv cells]."""

@@ -1,9 +1,9 @@
-"""Reverse: the backward pass of a schedule, derived from the forward one.
+"""Reverse: derive the backward schedule from the forward one.
 
-Output gradients travel the way outputs came. Attentions run again in forward order, over keys and
-values that were kept or are sent again as before; each rank's partial dK/dV goes straight home as
-soon as its last tile is done, and dQ goes back where Q came from. Gradients of a tensor that was switched
-go back the way it came, and are added where copies meet.
+Output gradients take the reverse route of outputs. Attentions run again in forward order, over keys and
+values that were saved or are sent again; each rank's partial dK/dV goes straight home as soon as its last
+tile is done, and dQ goes to where Q came from. Gradients of a switched tensor take its reverse route and are
+summed where copies arrive at one rank.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from weft.schedule.usp import without_empty
 
 
 def reverse(schedule: Schedule, *, keep: str = "auto") -> Schedule:
-    """`keep` says which keys and values stay in memory between the passes: all, none, or auto.
+    """Return the backward schedule; `keep` says which received keys and values are saved: all, none, auto.
 
-    Auto keeps them where that no more than doubles what a rank holds at home, as in Ulysses.
+    Auto saves them where that at most doubles what a rank holds at home, as in Ulysses.
     """
     if schedule.backward:
-        raise InputError(f"{schedule.name} is already a backward schedule.", hint="Reverse the forward one.")
+        raise InputError(f"{schedule.name} is already a backward schedule.", hint="Pass the forward one.")
     if keep not in ("all", "none", "auto"):
-        raise InputError(f"keep={keep!r} is unknown.", hint="Use all, none or auto.")
+        raise InputError(f"keep must be 'all', 'none' or 'auto', got {keep!r}.")
     if isinstance(schedule.problem, Switch):
         back = (
             Exchange(tuple(Transfer(t.piece, t.dst, t.src) for t in op.transfers), f"{op.label} backward")
@@ -47,7 +47,7 @@ def reverse(schedule: Schedule, *, keep: str = "auto") -> Schedule:
 
 
 def _again(schedule: Schedule, keep: str) -> tuple[list[Op], list[Transfer]]:
-    """Attentions in forward order, with keys sent again and gradients sent home; and what is left to send."""
+    """Return attentions in forward order, with keys sent again and gradients home, and the moves left."""
     again: list[Op] = []
     moves: list[Transfer] = []
     ranks, full = schedule.problem.ranks, _kv_at_home(schedule)
@@ -72,7 +72,7 @@ def _again(schedule: Schedule, keep: str) -> tuple[list[Op], list[Transfer]]:
 
 
 def _finished_keys(schedule: Schedule) -> dict[int, list[Piece]]:
-    """After which Attend no more is added to which key/value pieces of its rank; pieces do not overlap."""
+    """Return which disjoint key/value pieces of its rank each Attend is the last one to add to."""
     groups: dict[int, list[tuple[list[Piece], int]]] = {}
     for index, op in schedule.attends():
         own = groups.setdefault(op.rank, [])
@@ -94,7 +94,7 @@ def _output_gradients(schedule: Schedule) -> tuple[Transfer, ...]:
 
 
 def _home(schedule: Schedule, rank: int, piece: Piece) -> list[Transfer]:
-    """Send a partial gradient to the copies that were read; what the rank holds itself stays."""
+    """Send a partial gradient to the copies that were read; the rank's own tokens stay."""
     sources = schedule.problem.home(piece.tensor).sources(rank, piece.tokens)
     return [
         Transfer(Piece(piece.tensor, piece.heads, tokens), rank, home)
@@ -104,7 +104,7 @@ def _home(schedule: Schedule, rank: int, piece: Piece) -> list[Transfer]:
 
 
 def _kept(schedule: Schedule, keep: str) -> tuple[tuple[Piece, ...], ...]:
-    """Received queries and computed outputs always stay; received keys and values if asked to."""
+    """Return what the forward saves: received queries and computed outputs, and maybe keys and values."""
     kept: list[dict[Piece, None]] = [{} for _ in range(schedule.problem.ranks)]
     for _, transfer in schedule.transfers():
         tensor = transfer.piece.tensor
@@ -125,6 +125,6 @@ def _kv_fits(schedule: Schedule) -> bool:
 
 
 def _kv_at_home(schedule: Schedule) -> int:
-    """Tokens × heads of keys and values that a rank holds."""
+    """Return the tokens × heads of keys and values that a rank holds."""
     problem, _ = schedule.attention
     return -(-problem.kv.size // problem.ranks) * problem.kv_heads

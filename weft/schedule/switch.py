@@ -1,4 +1,4 @@
-"""Switch: a tensor that is sharded by one dim becomes sharded by another, in one exchange.
+"""Switch: redistribute a tensor from one sharded dim to another, in one exchange.
 
 time │ 0 0 0 0        rank i has its part of the old dim, rank j gets its part of the new one:
      │ 1 1 1 1        what travels from i to j is the rectangle (part i) × (part j)
@@ -14,7 +14,7 @@ from weft.core.schedule import Exchange, Piece, Schedule, Transfer
 
 
 def switch(problem: Switch) -> Schedule:
-    """Each rank gets what it is to hold from whoever holds it now.
+    """Send each rank its new shard from the ranks that hold it.
 
     >>> from weft.core.layout import Layout
     >>> time, space = Layout.even(3, 2, dim="time"), Layout.even(5, 2, dim="space")
@@ -29,7 +29,7 @@ def switch(problem: Switch) -> Schedule:
         for src, tokens in before.sources(dst, Indices.span(0, before.size))
         if src != dst
     ]
-    # In each round every rank sends to another one, so that nobody is sent to by all at once.
+    # In each round every rank sends to another one, so that no rank receives from all at once.
     moves.sort(key=lambda move: ((move.dst - move.src) % ranks, move.src))
     ops = (Exchange(tuple(moves), str(problem)),) if moves else ()
     return Schedule("switch", problem, None, Mesh.of(sequence=ranks), ops)

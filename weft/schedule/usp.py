@@ -1,4 +1,4 @@
-"""USP: heads are exchanged along `ulysses`, keys and values travel along `ring`.
+"""USP: exchange heads along `ulysses`, pass keys and values along `ring`.
 
     home ──scatter──▶ rank (ring r, ulysses u) holds heads u of rows r, and columns r
                       hop 0: attend own columns      while columns r go on to r+1
@@ -18,7 +18,7 @@ import numpy as np
 from weft.core.indices import EMPTY, Indices
 from weft.core.mask import BlockMask, BoolArray
 from weft.core.mesh import Mesh
-from weft.core.partition import Partition, Work
+from weft.core.partition import Partition, WorkItem
 from weft.core.problem import Problem
 from weft.core.schedule import Attend, Exchange, Op, Piece, Schedule, Transfer
 
@@ -29,15 +29,17 @@ MAX_RESENT = 1 / 4
 def usp(
     problem: Problem, mask: BlockMask, mesh: Mesh, partition: Partition, *, name: str = "usp"
 ) -> Schedule:
-    """Ulysses × ring on any mesh and any partition; each alone is the special case of one axis.
+    """Build Ulysses × ring on any mesh and any partition; each alone is the special case of one axis.
 
-    Whether a ring is contiguous or zigzag is a matter of the partition.
+    The partition decides whether a ring is contiguous or zigzag.
     """
     partition = without_idle(mask, partition)
     chunks = _chunks(problem, mesh, partition)
     wants = [_wants(problem, mask, works) for works in partition.work]
     reach = _reach(mask, mesh, chunks, wants)
-    ops: list[Op] = [Exchange((*query_moves(problem, partition), *_scatter_kv(problem, chunks)), "scatter")]
+    ops: list[Op] = [
+        Exchange((*query_transfers(problem, partition), *_scatter_kv(problem, chunks)), "scatter")
+    ]
     for hop in range(mesh.size("ring")):
         shift: list[Transfer] = []
         attends: list[Attend] = []
@@ -55,10 +57,10 @@ def usp(
                     attends += [
                         Attend(rank, want.q, _keys(chunks[origin], want.kv_heads, tokens))
                         for want in wants[rank]
-                        if meets(want.columns, blocks)
+                        if any_active(want.columns, blocks)
                     ]
         ops += [Exchange(tuple(shift), f"hop {hop + 1}"), *attends]
-    ops.append(Exchange(output_moves(problem, partition), "return"))
+    ops.append(Exchange(all_output_transfers(problem, partition), "return"))
     return Schedule(name, problem, mask, mesh, without_empty(ops))
 
 
@@ -68,15 +70,15 @@ def without_empty(ops: Iterable[Op]) -> tuple[Op, ...]:
 
 
 def without_idle(mask: BlockMask, partition: Partition) -> Partition:
-    """Leave out work in which no tile is active: nothing need move for it."""
+    """Leave out work without active tiles, so that nothing moves for it."""
     busy = tuple(
         tuple(work for work in works if needed_columns(mask, (work,)).any()) for works in partition.work
     )
     return Partition(busy, partition.cols, partition.shared)
 
 
-def query_moves(problem: Problem, partition: Partition) -> tuple[Transfer, ...]:
-    """Queries go from home to whoever computes them."""
+def query_transfers(problem: Problem, partition: Partition) -> tuple[Transfer, ...]:
+    """Send queries from home to the ranks that compute them."""
     return tuple(
         Transfer(Piece("q", work.heads, tokens), source, rank)
         for rank, works in enumerate(partition.work)
@@ -86,25 +88,25 @@ def query_moves(problem: Problem, partition: Partition) -> tuple[Transfer, ...]:
     )
 
 
-def output_moves(problem: Problem, partition: Partition) -> tuple[Transfer, ...]:
-    """Outputs go from whoever computed them to every rank that holds the query's token."""
+def all_output_transfers(problem: Problem, partition: Partition) -> tuple[Transfer, ...]:
+    """Send outputs from the ranks that compute them to every rank that holds the query's token."""
     return tuple(
         move
         for rank, works in enumerate(partition.work)
         for work in works
-        for move in sent_home(problem, rank, work.heads, work.rows)
+        for move in output_transfers(problem, rank, work.heads, work.rows)
     )
 
 
-def sent_home(problem: Problem, rank: int, heads: Indices, rows: Indices) -> Iterator[Transfer]:
-    """The outputs of some rows that a rank has computed."""
+def output_transfers(problem: Problem, rank: int, heads: Indices, rows: Indices) -> Iterator[Transfer]:
+    """Send the outputs of some rows that a rank has computed to every other rank that holds a row."""
     for home in problem.q.holders(rows):
         if home != rank and (tokens := rows & problem.q.held(home)):
             yield Transfer(Piece("o", heads, tokens), rank, home)
 
 
-def needed_columns(mask: BlockMask, works: tuple[Work, ...]) -> BoolArray:
-    """Which kv blocks a rank's work touches."""
+def needed_columns(mask: BlockMask, works: tuple[WorkItem, ...]) -> BoolArray:
+    """Return which kv blocks a rank's work touches."""
     needed = np.zeros(mask.kv_blocks, dtype=bool)
     for work in works:
         needed |= mask.needed(work.heads, work.rows)
@@ -112,12 +114,11 @@ def needed_columns(mask: BlockMask, works: tuple[Work, ...]) -> BoolArray:
 
 
 def _chunks(problem: Problem, mesh: Mesh, partition: Partition) -> dict[int, Piece]:
-    """What each rank brings into its ring: its columns, for all heads that the ring works on."""
+    """Return what each rank contributes to its ring: its columns, for all heads of the ring."""
     chunks: dict[int, Piece] = {}
     for ring in mesh.groups("ring"):
-        heads = EMPTY
-        for rank in ring:
-            heads = heads | problem.kv_heads_of(partition.heads_of(rank))
+        used = [run for rank in ring for run in partition.heads_of(rank).runs]
+        heads = problem.kv_heads_of(Indices.from_runs(used))
         chunks |= {rank: Piece("kv", heads, partition.cols[rank]) for rank in ring}
     return chunks
 
@@ -133,10 +134,10 @@ def _scatter_kv(problem: Problem, chunks: dict[int, Piece]) -> list[Transfer]:
 
 
 def _pass_on(problem: Problem, chunk: Piece, rank: int, following: int) -> list[Transfer]:
-    """What the next rank of the ring does not hold at home already.
+    """Send a chunk to the next rank of the ring, without what that rank holds at home.
 
-    Mostly the whole chunk, the same piece again: it is used and passed on as it lies, where a part would have
-    to be packed and put together. So a few tokens that the next rank has, of a shared block, go along.
+    Mostly that is the same piece again, which is used and passed on as it lies; a smaller piece would have to
+    be packed and put together. So a few tokens of a shared block that the next rank holds are sent too.
     """
     held = problem.kv.held(following)
     common = chunk.tokens & held if chunk.tokens.meets(held) else EMPTY
@@ -146,20 +147,20 @@ def _pass_on(problem: Problem, chunk: Piece, rank: int, following: int) -> list[
 
 
 def _keys(chunk: Piece, heads: Indices, tokens: Indices) -> Piece:
-    """Mostly the whole chunk: the same piece again, here too."""
+    """Return the piece of a chunk: mostly all of it, and then the same object."""
     same = tokens is chunk.tokens and heads == chunk.heads
     return chunk if same else Piece("kv", heads, tokens)
 
 
 class _Want(NamedTuple):
-    """One work of a rank, and which kv blocks it touches."""
+    """One work item of a rank, and which kv blocks it touches."""
 
     q: Piece
     kv_heads: Indices
     columns: BoolArray
 
 
-def _wants(problem: Problem, mask: BlockMask, works: tuple[Work, ...]) -> list[_Want]:
+def _wants(problem: Problem, mask: BlockMask, works: tuple[WorkItem, ...]) -> list[_Want]:
     return [
         _Want(
             Piece("q", work.heads, work.rows), problem.kv_heads_of(work.heads), needed_columns(mask, (work,))
@@ -169,20 +170,20 @@ def _wants(problem: Problem, mask: BlockMask, works: tuple[Work, ...]) -> list[_
 
 
 def _reach(mask: BlockMask, mesh: Mesh, chunks: dict[int, Piece], wants: list[list[_Want]]) -> dict[int, int]:
-    """The last hop at which anybody needs what each rank brings: it travels no further."""
-    found: dict[int, int] = {}
+    """Return the last hop at which the chunk of each rank is needed; it is passed no further."""
+    reach: dict[int, int] = {}
     for ring in mesh.groups("ring"):
         for position, origin in enumerate(ring):
             blocks = chunks[origin].tokens.blocks(mask.block_k) if chunks[origin] else EMPTY
             needed = (
                 hop
                 for hop in range(len(ring) - 1, 0, -1)
-                if any(meets(w.columns, blocks) for w in wants[ring[(position + hop) % len(ring)]])
+                if any(any_active(w.columns, blocks) for w in wants[ring[(position + hop) % len(ring)]])
             )
-            found[origin] = next(needed, 0)
-    return found
+            reach[origin] = next(needed, 0)
+    return reach
 
 
-def meets(columns: BoolArray, blocks: Indices) -> bool:
-    """Whether any of some blocks is among the columns that are needed."""
+def any_active(columns: BoolArray, blocks: Indices) -> bool:
+    """Whether any of some kv blocks is True in `columns`."""
     return any(columns[start:stop].any() for start, stop in blocks.runs)

@@ -1,9 +1,9 @@
-"""Agent: starts the ranks of one machine, and starts all of them again when one is lost.
+"""Agent: start the ranks of one machine, and start all of them again when one is lost.
 
     python -m weft.serve.agent < its `AgentConfig` as a line of JSON
 
-It ends, with its ranks, when its standard input ends: that is, with the server, however that went. It opens
-no port; ranks are forked from a process that has torch in it already, by a unix socket in a 0700 folder.
+It ends, with its ranks, when its standard input ends: that is, with the server, however the server ends. It
+opens no port; ranks are forked from a process that has torch loaded, by a unix socket in a 0700 folder.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -21,25 +22,37 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from multiprocessing import connection
 from multiprocessing.context import ForkServerProcess
-from typing import Any
+from typing import TypedDict
 
 from weft.core.errors import CommError
-from weft.run import network
-from weft.run.channel import Closed
-from weft.run.launch import usable_cores
-from weft.run.scratch import use_for_multiprocessing
-from weft.run.secure import connect
-from weft.serve.errors import words
+from weft.run.net import interfaces
+from weft.run.net.channel import Closed
+from weft.run.net.scratch import use_for_multiprocessing
+from weft.run.net.secure import connect
+from weft.run.spawn.launch import usable_cores
+from weft.serve.api_error import one_line
+from weft.serve.messages import RankFailed, encode
 
 GRACE_SECONDS = 2.0
 RESTART_SECONDS = 0.5
-"""Between two starts: ranks that cannot even start must not keep the machine busy."""
-PRELOAD = ["torch", "torch.distributed", "weft.serve.rank"]
+"""Least time between two starts: ranks that cannot even start must not keep the machine busy."""
+PRELOAD = ["torch", "torch.distributed", "weft.serve.worker"]
+
+
+class RankOptions(TypedDict, total=False):
+    """Options of the model on each rank; "" or None is the default."""
+
+    name: str
+    dtype: str
+    plan: str
+    cfg: str
+    sparse: str | None
+    backend: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentConfig:
-    """What the server tells an agent; the token is in no command line and no environment."""
+    """What an agent reads from standard input: the token is in no command line and no environment."""
 
     address: tuple[str, int] | str
     """Of the server: (host, port), or the path of a unix socket."""
@@ -47,11 +60,10 @@ class AgentConfig:
     model: str
     ranks: int
     """On this machine."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Of `weft.serve.rank.main`."""
+    options: RankOptions = field(default_factory=RankOptions)
     nodes: int = 1
     node: int = 0
-    interface: str = network.LOOPBACK
+    interface: str = interfaces.LOOPBACK
 
 
 def start(config: AgentConfig) -> subprocess.Popen[bytes]:
@@ -89,13 +101,13 @@ def main() -> None:
     config = AgentConfig(**{**plain, "address": address if isinstance(address, str) else tuple(address)})
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     usual = {"OMP_NUM_THREADS": str(max(1, usable_cores() // config.ranks))}
-    usual |= network.environment(config.interface)
+    usual |= interfaces.environment(config.interface)
     os.environ |= {name: value for name, value in usual.items() if not os.environ.get(name)}
     try:
         use_for_multiprocessing()
         multiprocessing.set_forkserver_preload(PRELOAD)
         _supervise(config)
-    except Closed as error:  # the server is gone; whoever started this agent looks for it
+    except Closed as error:  # the server is gone; the process that started this agent notices
         sys.exit(f"weft: {error}")
     except Exception as error:
         _report(config, None, error)
@@ -112,7 +124,7 @@ def _supervise(config: AgentConfig) -> None:
         try:
             for rank in ranks:
                 rank.start()
-            # Not sys.stdin: whoever holds its lock when Python ends makes that end a crash.
+            # Not sys.stdin: a thread that holds its lock when Python ends makes that end a crash.
             ready = connection.wait([0, *link, *(rank.sentinel for rank in ranks)])
             is_over = 0 in ready and not os.read(0, 4096)
         finally:
@@ -124,7 +136,7 @@ def _supervise(config: AgentConfig) -> None:
             return
 
 
-def _link(config: AgentConfig) -> list[Any]:
+def _link(config: AgentConfig) -> list[socket.socket]:
     """Connect to the server of another machine, which closes the connection to have the ranks here replaced.
 
     The server cannot kill a rank that hangs here.
@@ -153,7 +165,7 @@ def _rank(config: AgentConfig, local: int) -> None:
         "LOCAL_WORLD_SIZE": str(config.ranks), "GROUP_RANK": str(config.node),
     }  # fmt: skip
     try:
-        from weft.serve.rank import main
+        from weft.serve.worker import main
     except BaseException as error:
         traceback.print_exc()
         _report(config, number, error)
@@ -162,15 +174,15 @@ def _rank(config: AgentConfig, local: int) -> None:
 
 
 def _report(config: AgentConfig, rank: int | None, error: BaseException) -> None:
-    """Tell the server why a rank, or any that this agent starts, will not say hello."""
+    """Report to the server why a rank, or (None) any rank of this agent, cannot start."""
     with suppress(CommError):
         channel = connect(config.address, config.token, "rank")
-        channel.send({"told": "failed", "rank": rank, "message": words(error)})
+        channel.send(*encode(RankFailed(rank=rank, message=one_line(error))))
         channel.close()
 
 
 if __name__ == "__main__":
-    # By its name: ranks find `_rank` in a module that is not __main__.
+    # Imported by its name, because ranks look up `_rank` in a module that is not __main__.
     from weft.serve.agent import main as begin
 
     begin()

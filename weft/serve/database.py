@@ -1,4 +1,4 @@
-"""Database: one SQLite file that one process owns, its transactions, and what they do on a full disk.
+"""Database: one SQLite file that one process owns, and its transactions, also on a full disk.
 
 database = Database(folder / "jobs.db", setup)
 database.write(lambda: database.execute("DELETE …"), durable=True)
@@ -10,7 +10,7 @@ import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,45 +20,47 @@ from weft.core.files import writing
 from weft.serve.reserve import DiskFull, Reserve, is_full
 
 LOG_PAGES = 100
-"""Of 4 KiB, after which the write-ahead log is copied to the database, so that it stays small."""
-OWN = ("jobs", "limits.json")
+"""Pages of 4 KiB after which the write-ahead log is copied to the database, so that it stays small."""
+SERVER_FILES = ("jobs", "limits.json")
 """What a server keeps in its folder beside the database."""
+Column = str | bytes | float | None
+Values = Mapping[str, Column] | Sequence[Column]
 T = TypeVar("T")
 _log = logging.getLogger("weft.serve")
 
 
 class Database:
-    """One connection behind one lock: a step is quick, and nobody waits for more than one sync of the disk.
+    """One connection behind one lock: a transaction takes no longer than one sync of the disk.
 
-    setup   called with this in the first transaction: makes the tables, or checks them.
+    setup   called with this in the first transaction, to make the tables or to check them.
     """
 
-    def __init__(self, path: Path, setup: Callable[[Database], object]) -> None:
+    def __init__(self, path: Path, setup: Callable[[Database], None]) -> None:
         with writing(path.parent, hint="Serve from another folder."):
             _make_private(path)
         self.path = path
-        self.lock = threading.RLock()  # what is done in a transaction may look around
+        self.lock = threading.RLock()  # a transaction may run queries of its own
         self._durable: bool | None = None
         try:
             self._connection = sqlite3.connect(
                 path, timeout=0.5, isolation_level=None, check_same_thread=False
             )
             self.execute = self._connection.execute
-            with ExitStack() as otherwise:
-                otherwise.callback(self._connection.close)
-                self._configure()  # from here on no other process has it
+            with ExitStack() as on_error:
+                on_error.callback(self._connection.close)
+                self._configure()  # from here on no other process can open it
                 self.reserve = Reserve(path.with_name(f"{path.name}-reserve"))
                 self.write(lambda: setup(self), durable=True)
-                otherwise.pop_all()
+                on_error.pop_all()
         except sqlite3.Error as error:
             taken = "locked" in str(error)
             raise InputError(
-                f"{path} " + ("belongs to another process." if taken else f"is of no use: {error}."),
+                f"{path} " + ("belongs to another process." if taken else f"cannot be read: {error}."),
                 hint=("End the other server, or serve" if taken else "Serve") + " from another folder.",
             ) from error
 
     def _configure(self) -> None:
-        # Exclusive: two servers on one folder would make every job twice. The system ends the lock with us.
+        # Exclusive: two servers on one folder would make every job twice. The lock ends with this process.
         self.execute("PRAGMA locking_mode = EXCLUSIVE")
         self.execute("PRAGMA journal_mode = WAL")
         self.execute("PRAGMA foreign_keys = ON")
@@ -69,7 +71,7 @@ class Database:
         with self.lock:
             self._connection.close()
 
-    def rows(self, query: str, values: Any = ()) -> list[Any]:
+    def rows(self, query: str, values: Values = ()) -> list[Any]:
         # All rows are taken: a statement with RETURNING is only finished, and seen by COMMIT, at its end.
         with self.lock:
             return self.execute(query, values).fetchall()
@@ -91,7 +93,7 @@ class Database:
                 raise DiskFull("The database has no room.", hint="Make room on the disk.") from error
 
     def _transaction(self, change: Callable[[], T], *, durable: bool) -> T:
-        """On the disk at its end, or at the next durable one's if it may be told again."""
+        """Run a transaction. It is on the disk at its end, or unless `durable` after the next durable one."""
         with self._connection:
             if durable != self._durable:
                 self.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
@@ -104,7 +106,7 @@ def _make_private(path: Path) -> None:
     """Let only this user read the database, and its folder if that is the database's own."""
     folder = path.parent
     is_own = not folder.exists() or all(
-        each.name in OWN or each.name.startswith(path.name) for each in folder.iterdir()
+        each.name in SERVER_FILES or each.name.startswith(path.name) for each in folder.iterdir()
     )
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()

@@ -1,66 +1,59 @@
-"""Facts: what a loaded model can make and what it is made of, as JSON for the server.
-
-model, class           its name here, and the class of its pipeline
-kinds                  video, image
-frames, height, width  what it makes by default; steps, guidance (None: it has none) and fps too
-multiple, first        sizes that it can make: frames are `first` more than a multiple of the first number
-patch                  frames × rows × columns of pixels that are one token
-heads, head_dim, depth, width_model, text_tokens, params, dtype      of its transformer
-bytes                  of all weights that a rank holds
-takes                  arguments of its pipeline
-needs_image            whether it begins with one
-memory                 bytes that the rank may have, 0 if it does not know; added by the rank
-vocabulary             the words that it was trained on, if they are few
-closed_vocabulary      whether it refuses a prompt with others
-alike                  what jobs of one batch must have in common, beside their shape
-batches                whether jobs may share a batch; not where each must have the bits that it has alone
-"""
+"""Find out the `ModelFacts` of a pipeline that is loaded."""
 
 from __future__ import annotations
 
 import inspect
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from weft.models.adapter import unwrapped
-from weft.models.request import FPS
-from weft.models.video import VideoPipeline
-from weft.models.vocabulary import UNKNOWN
-from weft.models.words import WORDS
+from weft.generate.request import FPS
+from weft.hooks.module_tree import unwrapped
+from weft.serve.jobs import JsonObject
+from weft.serve.loaded_model import Pipeline
+from weft.serve.model_facts import ModelFacts
+from weft.video.captions import WORDS
+from weft.video.pipeline import VideoPipeline
+from weft.video.vocabulary import UNKNOWN
 
-SPATIAL = (
+SPATIAL_FACTORS = (
     "vae_scale_factor_spatial",
     "vae_spatial_compression_ratio",
     "vae_spatial_scale_factor",
     "vae_scale_factor",
 )
-TEMPORAL = ("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor")
-"""What pipelines call the pixels of a latent."""
-TEXT = 77
-"""Tokens of a prompt, where a pipeline does not say."""
+TEMPORAL_FACTORS = (
+    "vae_scale_factor_temporal",
+    "vae_temporal_compression_ratio",
+    "vae_temporal_scale_factor",
+)
+"""Names that pipelines have for the pixels of a latent, in space and in time."""
+DEFAULT_TEXT_TOKENS = 77
+"""Of a prompt, if the pipeline has no `max_sequence_length`."""
 
 
-def facts_of(pipe: Any, name: str) -> dict[str, Any]:
-    """Of a pipeline that is loaded."""
-    parts = {part: unwrapped(x) for part, x in pipe.components.items() if isinstance(x, nn.Module)}
-    model: Any = parts["transformer"]
+Default = TypeVar("Default")
+
+
+def facts_of(pipe: Pipeline, name: str) -> ModelFacts:
+    modules = {each: unwrapped(x) for each, x in pipe.components.items() if isinstance(x, nn.Module)}
+    model = modules["transformer"]
     takes = inspect.signature(type(pipe).__call__).parameters
     defaults = {name: None if at.default is at.empty else at.default for name, at in takes.items()}
-    about = {
+    facts = _own(pipe) if isinstance(pipe, VideoPipeline) else _of_diffusers(pipe, model, defaults)
+    return ModelFacts(**facts | {
         "model": name, "class": type(pipe).__name__, "fps": float(defaults.get("frame_rate") or FPS),
         "steps": defaults.get("num_inference_steps") or 30,
         "takes": [each for each in takes if each != "self"],
         "params": sum(x.numel() for x in model.parameters()),
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
-        "bytes": sum(x.numel() * x.element_size() for part in parts.values() for x in part.parameters()),
-    }  # fmt: skip
-    return about | (_own(pipe) if isinstance(pipe, VideoPipeline) else _of_diffusers(pipe, model, defaults))
+        "bytes": sum(x.numel() * x.element_size() for each in modules.values() for x in each.parameters()),
+    })  # fmt: skip
 
 
-def _own(pipe: VideoPipeline) -> dict[str, Any]:
+def _own(pipe: VideoPipeline) -> JsonObject:
     config = pipe.transformer.config
     frames, height, width = config.video
     own = pipe.vocabulary
@@ -70,14 +63,14 @@ def _own(pipe: VideoPipeline) -> dict[str, Any]:
         "kinds": ["video", "image"] if config.pixels else [],
         "frames": frames, "height": height, "width": width,
         "multiple": list(config.patch), "first": 0, "patch": list(config.patch), "guidance": 2.0,
-        "heads": config.heads, "head_dim": config.head, "depth": config.depth, "width_model": config.width,
-        "text_tokens": config.length, "alike": ["more"], "needs_image": False,
+        "heads": config.heads, "head_dim": config.head_dim, "depth": config.depth,
+        "width_model": config.width, "text_tokens": config.length, "alike": ["more"], "needs_image": False,
         # On CPUs equal bits are promised, and a matrix product of more rows rounds otherwise.
         "batches": torch.cuda.is_available(),
     }  # fmt: skip
 
 
-def _of_diffusers(pipe: Any, model: Any, defaults: dict[str, Any]) -> dict[str, Any]:
+def _of_diffusers(pipe: Pipeline, model: nn.Module, defaults: dict[str, Any]) -> JsonObject:
     patch = _patch(pipe, model)
     video = next((name for name in ("num_frames", "video_length") if name in defaults), None)
     frames = (defaults[video] or _config(model, "sample_frames", 16)) if video else 1
@@ -87,49 +80,50 @@ def _of_diffusers(pipe: Any, model: Any, defaults: dict[str, Any]) -> dict[str, 
     kinds = (["video"] if video else []) + (["image"] if not video or first else [])
     depth = _config(model, "num_layers", 0) + _config(model, "num_single_layers", 0)
     heads, dim = _config(model, "num_attention_heads", 1), _config(model, "attention_head_dim", 64)
-    guides = [name for name in ("true_cfg_scale", "guidance_scale") if name in defaults]
-    distilled = _config(model, "guidance_embeds", None)
+    scales = [name for name in ("true_cfg_scale", "guidance_scale") if name in defaults]
+    distilled = _config(model, "guidance_embeds", default=False)
+    text_tokens = defaults.get("max_sequence_length") or DEFAULT_TEXT_TOKENS
     return {
         "kinds": ["video"] if (needs := _needs_image(pipe)) else kinds, "needs_image": needs,
         "frames": frames,
         "height": defaults.get("height") or _side(pipe, model, "height"),
         "width": defaults.get("width") or _side(pipe, model, "width"),
         "multiple": patch, "first": first, "patch": patch,
-        "guidance": float(defaults[guides[-1 if distilled else 0]]) if guides else None,
+        "guidance": float(defaults[scales[-1 if distilled else 0]]) if scales else None,
         "heads": heads, "head_dim": dim, "width_model": heads * dim,
         "depth": depth or max((len(x) for x in model.modules() if isinstance(x, nn.ModuleList)), default=1),
-        "text_tokens": defaults.get("max_sequence_length") or TEXT, "alike": ["guidance", "more", "image"],
+        "text_tokens": text_tokens, "alike": ["guidance", "more", "image"],
     }  # fmt: skip
 
 
-def _needs_image(pipe: Any) -> bool:
+def _needs_image(pipe: Pipeline) -> bool:
     image = inspect.signature(type(pipe).__call__).parameters.get("image")
     return image is not None and image.default is image.empty
 
 
-def _patch(pipe: Any, model: Any) -> list[int]:
-    """Pixels of a token: those of a latent, times the latents of a patch."""
-    side = next((int(getattr(pipe, name)) for name in SPATIAL if hasattr(pipe, name)), 8)
-    time = next((int(getattr(pipe, name)) for name in TEMPORAL if hasattr(pipe, name)), 1)
-    said = _config(model, "patch_size", 1)
-    patch = (
-        list(said) if isinstance(said, list | tuple) else [_config(model, "patch_size_t", None) or 1, said]
-    )
+def _patch(pipe: Pipeline, model: nn.Module) -> list[int]:
+    """Return the pixels of a token: those of a latent, times the latents of a patch."""
+    size = _config(model, "patch_size", 1)
+    is_list = isinstance(size, list | tuple)
+    patch = list(size) if is_list else [_config(model, "patch_size_t", 0) or 1, size]
     latents = _config(getattr(pipe, "vae", None), "latent_channels", 0) or _config(pipe.vae, "z_dim", 0)
     if prod(patch) == 1 and latents and _config(model, "in_channels", 0) == 4 * latents:
         patch = [1, 2]  # packed by the pipeline
-    rows, columns = (patch[1], patch[2]) if len(patch) > 2 else (patch[-1], patch[-1])
-    return [time * patch[0], side * rows, side * columns]
+    side, rows = _factor(pipe, SPATIAL_FACTORS, 8), patch[1] if len(patch) > 2 else patch[-1]
+    return [_factor(pipe, TEMPORAL_FACTORS, 1) * patch[0], side * rows, side * patch[-1]]
 
 
-def _side(pipe: Any, model: Any, name: str) -> int:
-    """A height or width that a call leaves open."""
+def _factor(pipe: Pipeline, names: tuple[str, ...], default: int) -> int:
+    return next((int(getattr(pipe, name)) for name in names if hasattr(pipe, name)), default)
+
+
+def _side(pipe: Pipeline, model: nn.Module, name: str) -> int:
+    """Return the height or width that a call without it makes."""
     own = getattr(pipe, f"default_{name}", None)
-    latents = _config(model, f"sample_{name}", None) or getattr(pipe, "default_sample_size", None)
-    side = next((int(getattr(pipe, name)) for name in SPATIAL if hasattr(pipe, name)), 8)
-    return int(own or side * (latents or 64))
+    latents = _config(model, f"sample_{name}", 0) or getattr(pipe, "default_sample_size", 0)
+    return int(own or _factor(pipe, SPATIAL_FACTORS, 8) * (latents or 64))
 
 
-def _config(part: Any, name: str, default: Any) -> Any:
-    found = getattr(getattr(part, "config", None), name, None)
-    return default if found is None else found
+def _config(owner: nn.Module | None, name: str, default: Default) -> Default:
+    value = getattr(getattr(owner, "config", None), name, None)
+    return default if value is None else value

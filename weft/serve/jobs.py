@@ -1,12 +1,10 @@
-"""The values of serving: what was asked, what it costs alike, how far a job is; and JSON both ways."""
+"""Jobs: the parameters of a request, the job made of it, and the ids of jobs."""
 
 from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from functools import cache
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from weft.core.errors import InputError
@@ -15,11 +13,12 @@ Kind = Literal["video", "image"]
 Status = Literal["queued", "in_progress", "completed", "failed"]
 Format = Literal["mp4", "gif", "png", "webp", "jpeg"]
 
+JsonObject = dict[str, Any]
+
 KINDS: tuple[Kind, ...] = get_args(Kind)
 STATUSES: tuple[Status, ...] = get_args(Status)
 FORMATS: tuple[Format, ...] = get_args(Format)
-TYPES: dict[Format, str] = {each: f"{'video' if each == 'mp4' else 'image'}/{each}" for each in FORMATS}
-"""What HTTP calls them."""
+MEDIA_TYPES: dict[Format, str] = {each: f"{'video' if each == 'mp4' else 'image'}/{each}" for each in FORMATS}
 
 # Crockford's 32 digits, in the order of their bytes: the text of an id sorts as its number does.
 _DIGITS = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
@@ -28,8 +27,8 @@ _RANDOM_BITS = 80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """All that the cost of a job depends on; jobs of equal shape can be one batch."""
+class JobShape:
+    """All that the cost of a job depends on. Jobs of equal shape can share a batch."""
 
     frames: int
     height: int
@@ -39,8 +38,8 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What somebody asked for, with every default filled in: enough to make it again, to the bit."""
+class GenerationParams:
+    """Validated parameters of a request with all defaults resolved: they determine the result bitwise."""
 
     kind: Kind
     model: str
@@ -55,36 +54,28 @@ class Asked:
     fps: float = 16.0
     image: str | None = None  # the name of a file in the job's folder, never a path
     format: Format
-    more: dict[str, Any] = field(default_factory=dict)
+    more: JsonObject = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _one_of("kind", self.kind, KINDS)
-        _one_of("format", self.format, FORMATS)
+        _check_choice("kind", self.kind, KINDS)
+        _check_choice("format", self.format, FORMATS)
         for name in ("frames", "height", "width", "steps"):
             if getattr(self, name) < 1:
-                raise InputError(f"{name}={getattr(self, name)} is too few.", hint=f"{name} is 1 or more.")
+                raise InputError(f"{name} must be >= 1, got {getattr(self, name)}.")
         if self.kind == "image" and self.frames != 1:
-            raise InputError(f"An image has one frame, not {self.frames}.", hint="Ask for a video.")
+            raise InputError(f"An image has one frame, got {self.frames}.", hint="Request a video.")
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> JobShape:
         # A scale of 1 is the prediction itself: only one pass is made then.
         guided = self.guidance is not None and self.guidance != 1
-        return Shape(
+        return JobShape(
             frames=self.frames, height=self.height, width=self.width, steps=self.steps, guided=guided
         )
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, plain: Mapping[str, Any]) -> Asked:
-        """Reads the fields it knows: a message may carry others beside them."""
-        return cls(**_known(cls, plain))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
+class JobFailure:
     """Why a job has no result: a code for programs, a sentence for people."""
 
     code: str
@@ -93,19 +84,19 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One video or image on its way, as the store last knew it. Times are unix seconds."""
+    """One video or image, as last stored. Times are unix seconds."""
 
     id: str
-    asked: Asked
+    params: GenerationParams
     status: Status = "queued"
     step: int = 0
     created: float
-    started: float | None = None  # the first time that ranks took it
-    completed: float | None = None  # when it ended, either way
+    started: float | None = None  # when ranks first took it
+    completed: float | None = None  # when it ended, completed or failed
     expires: float | None = None
     priority: int = 0
     deadline: float
-    failure: Failure | None = None
+    failure: JobFailure | None = None
     attempts: int = 0  # losses since the last new step
     timings: dict[str, float] = field(default_factory=dict)
     output: str | None = None  # the name of a file in the job's folder
@@ -113,33 +104,23 @@ class Job:
 
     @property
     def progress(self) -> int:
-        """Percent of the steps, 100 only when the result is there."""
-        return 100 if self.status == "completed" else min(99, 100 * self.step // self.asked.steps)
+        """Percent of the steps; 100 only when the result is there."""
+        return 100 if self.status == "completed" else min(99, 100 * self.step // self.params.steps)
 
     @property
     def active(self) -> bool:
         return self.status in ("queued", "in_progress")
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, plain: Mapping[str, Any]) -> Job:
-        known = _known(cls, plain)
-        failure = known.get("failure")
-        known |= {"asked": Asked.from_json(known["asked"]), "failure": failure and Failure(**failure)}
-        return cls(**known)
-
 
 def new_id(kind: Kind, milliseconds: int) -> str:
-    """`video_` or `image_` and a ULID: 48 bits of time, by which ids sort, and 80 nobody can guess."""
-    _one_of("kind", kind, KINDS)
+    """Return `video_` or `image_` and a ULID: 48 bits of time, by which ids sort, and 80 random bits."""
+    _check_choice("kind", kind, KINDS)
     number = milliseconds << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS)
     return f"{kind}_" + "".join(_DIGITS[number >> shift & 31] for shift in range(125, -1, -5))
 
 
-def born(id: str) -> int:
-    """The millisecond in an id."""
+def created_ms(id: str) -> int:
+    """Return the millisecond in an id."""
     number = 0
     for digit in checked_id(id)[-26:]:
         number = number << 5 | _DIGITS.index(digit)
@@ -151,21 +132,12 @@ def is_id(text: str) -> bool:
 
 
 def checked_id(text: str) -> str:
-    """`text` if it is an id; what is none never becomes a path or a query."""
+    """Return `text` if it is an id, so that nothing else becomes a path or a query."""
     if is_id(text):
         return text
     raise InputError(f"{text[:80]!r} is not the id of a job.", hint=f"Ids look like {new_id('video', 0)}.")
 
 
-def _one_of(name: str, given: object, known: tuple[str, ...]) -> None:
-    if given not in known:
-        raise InputError(f"{name}={given!r} is unknown.", hint=f"It is one of {', '.join(known)}.")
-
-
-def _known(cls: type[Any], plain: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: plain[name] for name in _names(cls) if name in plain}
-
-
-@cache
-def _names(cls: type[Any]) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(cls))
+def _check_choice(name: str, choice: str, choices: tuple[str, ...]) -> None:
+    if choice not in choices:
+        raise InputError(f"{name} must be one of {', '.join(choices)}, got {choice!r}.")

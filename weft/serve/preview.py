@@ -1,29 +1,29 @@
-"""Previews: a PNG of what is under way, small and quickly made."""
+"""Previews: a small PNG of an unfinished result, quickly made."""
 
 from __future__ import annotations
 
 from io import BytesIO
 from math import prod
-from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from weft.models.media import VISIBLE, enlarged
-from weft.models.resume import Moment
-from weft.serve.jobs import Asked
+from weft.generate.media import MIN_VISIBLE_SIDE, enlarged
+from weft.generate.resume import StepInfo
+from weft.serve.jobs import GenerationParams
+from weft.serve.model_facts import ModelFacts
 
 
-def own(now: Moment, job: int, jobs: int) -> bytes:
-    """weft's own model predicts the clean video in each step: its middle frame, sharper with every step."""
-    video = now.answer[len(now.answer) - jobs + job]  # the branch with the prompt is the last
+def video_png(now: StepInfo, job: int, jobs: int) -> bytes:
+    """Return the middle frame of the clean video that weft's own model predicts in each step."""
+    video = now.prediction[len(now.prediction) - jobs + job]  # the branch with the prompt is the last
     frame = video[len(video) // 2].add(1).div(2).clamp(0, 1)
     return _png(frame.permute(1, 2, 0))
 
 
-def crude(now: Moment, job: int, asked: Asked, facts: dict[str, Any]) -> bytes:
-    """Three channels of latents, normalised: shapes in false colours; nothing if latents are odd."""
-    grid = _grid(asked, facts)
+def latents_png(now: StepInfo, job: int, params: GenerationParams, facts: ModelFacts) -> bytes:
+    """Return three normalized channels of latents, as false colors; b"" if latents have another form."""
+    grid = _grid(params, facts)
     latents = now.latents[job].float()
     if latents.dim() == 2 and len(latents) == prod(grid):  # packed: a row for each token
         latents = latents.reshape(*grid, -1).permute(3, 0, 1, 2)
@@ -38,10 +38,10 @@ def crude(now: Moment, job: int, asked: Asked, facts: dict[str, Any]) -> bytes:
     return _png(((shown - low) / (high - low).clamp(min=1e-6)).permute(1, 2, 0))
 
 
-def _grid(asked: Asked, facts: dict[str, Any]) -> tuple[int, int, int]:
-    """Tokens in time, height and width."""
+def _grid(params: GenerationParams, facts: ModelFacts) -> tuple[int, int, int]:
+    """Return the tokens in time, height and width."""
     t, h, w = facts["patch"]
-    return -(-asked.frames // t), asked.height // h, asked.width // w
+    return -(-params.frames // t), params.height // h, params.width // w
 
 
 def _png(pixels: Tensor) -> bytes:
@@ -49,6 +49,8 @@ def _png(pixels: Tensor) -> bytes:
 
     shown = np.round(np.nan_to_num(pixels.cpu().numpy()) * 255).astype(np.uint8)
     file = BytesIO()
-    # A plain image of a few pixels: it is the page that waits for it, not the disk.
-    Image.fromarray(enlarged(shown[None], VISIBLE // 2)[0]).save(file, format="PNG", compress_level=1)
+    # A plain image of a few pixels: speed counts more than size.
+    Image.fromarray(enlarged(shown[None], MIN_VISIBLE_SIDE // 2)[0]).save(
+        file, format="PNG", compress_level=1
+    )
     return file.getvalue()

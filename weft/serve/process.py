@@ -1,4 +1,4 @@
-"""Process: the one at the other end of a unix socket, held so that no other is ever killed in its place."""
+"""Process: a handle of the process at the other end of a unix socket, so that no other is killed instead."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ import socket
 import struct
 import weakref
 from contextlib import suppress
-from typing import Any
 
 CREDENTIALS = struct.Struct("3i")
-"""Process, user and group, as the kernel tells them."""
+"""Ids of process, user and group, from the kernel."""
 
 
 class Process:
-    """A process of this machine, known by the kernel's word and not by its own.
+    """A process of this machine, identified by the kernel.
 
-    A number alone may be another machine's, or used again by the time of a signal; a descriptor never is.
+    An id alone may be another machine's, or reused by the time of a signal; a descriptor never is.
     """
 
     def __init__(self, pid: int) -> None:
@@ -25,15 +24,15 @@ class Process:
         weakref.finalize(self, os.close, self._descriptor)
 
     @classmethod
-    def of(cls, connection: Any, session: int | None) -> Process | None:
-        """Return the peer of a unix socket, if it is in `session`; None for whatever else connects."""
+    def of(cls, connection: socket.socket, session: int | None) -> Process | None:
+        """Return the peer of a unix socket if it is in `session`, else None."""
         if connection.family != socket.AF_UNIX or session is None or not hasattr(os, "pidfd_open"):
             return None
         pid = CREDENTIALS.unpack(
             connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
         )[0]
         with suppress(OSError):
-            process = cls(pid)  # first: from now on its number is not used again unnoticed
+            process = cls(pid)  # before the check: from now on its id is not reused
             return process if os.getsid(pid) == session else None
         return None
 

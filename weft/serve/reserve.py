@@ -1,9 +1,9 @@
 """Reserve: disk space that only the database may use, so that a full disk can be emptied again.
 
     reserve = Reserve(folder / "jobs.db-reserve")
-    reserve.release()      # a write failed for want of space: retry it in the space of the file
+    reserve.release()      # a write failed for lack of space: retry it in the space of the file
     reserve.fits(size)     # whether a file may be written
-    reserve.check()        # often: notice a full disk before a write fails
+    reserve.check()        # call it often, to notice a full disk before a write fails
     reserve.restore()      # take the space again, once there is enough
 
 SQLite needs space to delete a row. The disk counts as full from the write that failed, or from less than
@@ -26,16 +26,16 @@ from weft.core.files import writing
 RESERVE_BYTES = 512 * 2**10
 """At least the pages of a whole write-ahead log (`store.LOG_PAGES`): a checkpoint of it always fits."""
 MIN_FREE_BYTES = 64 * 2**10
-"""Below which no job is taken, although its row would still fit: its result would not."""
+"""With less no job is taken, although its row would still fit: its result would not."""
 _log = logging.getLogger("weft.serve")
 
 
-class DiskFull(InputError):  # noqa: N818 - nothing is broken: there is no room now
+class DiskFull(InputError):  # noqa: N818 - not a failure of the disk
     """The disk, or the quota, has no room for a write."""
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether the system refused a write for want of space."""
+    """Return whether the system refused a write for lack of space."""
     if isinstance(error, sqlite3.OperationalError):
         return "full" in str(error)
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -59,11 +59,11 @@ class Reserve:
         return not self._held or self._is_low
 
     def fits(self, size: int) -> bool:
-        """Whether a file of `size` bytes leaves the space of the reserve to the database."""
+        """Return whether a file of `size` bytes leaves the space of the reserve to the database."""
         return self._held or self._free() >= size + self._size
 
     def release(self) -> None:
-        """Give the space to the database. Logs once, however many writes fail until `restore`."""
+        """Give the space to the database. Log once, however many writes fail until `restore`."""
         with self._lock:
             if self._held:
                 self._path.unlink(missing_ok=True)
@@ -72,7 +72,7 @@ class Reserve:
                 self._held = False
 
     def check(self) -> bool:
-        """Return whether the disk is full, as it is from now on if hardly anything is free."""
+        """Return whether the disk is full. From less than `MIN_FREE_BYTES` on it is, until `restore`."""
         with self._lock:
             if not self.is_full and self._free() < MIN_FREE_BYTES:
                 self._is_low = True
@@ -80,7 +80,7 @@ class Reserve:
         return self.is_full
 
     def restore(self, needed: int = 0) -> None:
-        """Take the space again once as much, and `needed` bytes, are free beside it (else it would flap)."""
+        """Take the space again once as much, and `needed` bytes, are free beside it, so as not to flap."""
         with self._lock:
             if not self.is_full:
                 return

@@ -1,19 +1,16 @@
-"""Settings: what one server was started with."""
+"""ServerSettings: the options that a server was started with."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from weft.run.nodes import Nodes
-from weft.serve.agent import AgentConfig
+from weft.run.spawn.nodes import Nodes
+from weft.serve.agent import AgentConfig, RankOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Of one server."""
-
+class ServerSettings:
     model: Path
     folder: Path
     name: str
@@ -21,13 +18,12 @@ class Settings:
     policy: str = "elastic"
     queue: int = 64
     keep: float = 24 * 3600.0
-    """Seconds that results are kept."""
+    """Retention time of results, in seconds."""
     quota: int = 10 << 30
     max_time: float | None = None
     max_step: float | None = None
-    """Seconds that a request may be predicted to take, in all and for a step; None: see `admission`."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Of `weft.serve.rank.main`: dtype ("": that of the device), plan, sparse, backend."""
+    """Largest predicted seconds of a request, in all and for a step; None: see `weft.serve.admission`."""
+    options: RankOptions = field(default_factory=RankOptions)
     nodes: Nodes = Nodes()
     """The machines whose ranks the server has, with `ranks` on each."""
 

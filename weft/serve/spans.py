@@ -1,41 +1,44 @@
-"""Spans: what each rank of a segment did in its last attention, for the page to draw."""
+"""Spans: record what each rank of a segment did in its last attention call, for the page to draw."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from dataclasses import astuple, replace
 
 import torch.distributed as dist
 
-from weft.run.clocks import align
+from weft.run.agree import gather_text
 from weft.run.comm import Comm
-from weft.run.meter import Meter
-from weft.run.recorder import outline
+from weft.run.measure.clocks import align
+from weft.run.measure.meter import Meter
+from weft.run.measure.recorder import outline
 from weft.run.world import machines
+from weft.serve.messages import AttentionSpan
 
 LANES = {"send": "send", "wait": "wait", "barrier": "wait"}
-"""By kind; all else is compute."""
-MOST = 100
-"""Spans of one rank: a page shows no more."""
+"""By kind of step; any other is in the lane `compute`."""
+MAX_SPANS = 100
+"""Of one rank: a page shows no more."""
 
 
 class Spans(Meter):
-    """A meter that draws the last attention that it marked."""
+    """A meter that can draw the last attention call that it measured."""
 
-    def timeline(self, comm: Comm) -> dict[str, Any] | None:
-        """That attention on all ranks, who call this together: seconds from its beginning, and its name."""
-        everyone = _texts(comm, json.dumps(self._own(align(comm).shift if machines() > 1 else 0)))
-        spans = [span for text in everyone for span in json.loads(text)]
-        if not spans or self.last is None:
+    def timeline(self, comm: Comm) -> tuple[str, tuple[AttentionSpan, ...]] | None:
+        """Return the name of that call and its spans on all ranks. All ranks must call this together."""
+        spans = [astuple(span) for span in self._spans(align(comm).shift if machines() > 1 else 0)]
+        texts = gather_text(comm, json.dumps(spans))
+        gathered = [AttentionSpan(*row) for text in texts for row in json.loads(text)]
+        if not gathered or self.last is None:
             return None
-        zero = min(span["start"] for span in spans)
-        for span in spans:
-            for end in ("start", "end"):
-                span[end] = round((span[end] - zero) / 1e9, 7)
-        return {"spans": spans, "label": self.last[0].schedule.name}
+        zero = min(span.start for span in gathered)
+        return self.last[0].schedule.name, tuple(
+            replace(span, start=round((span.start - zero) / 1e9, 7), end=round((span.end - zero) / 1e9, 7))
+            for span in gathered
+        )
 
-    def _own(self, shift: int) -> list[dict[str, Any]]:
-        """In nanoseconds."""
+    def _spans(self, shift: int) -> list[AttentionSpan]:
+        """Return the spans of this rank, in nanoseconds."""
         if self.last is None:
             return []
         bound, comm, marks = self.last
@@ -43,15 +46,6 @@ class Spans(Meter):
         members = range(comm.size) if group is None else dist.get_process_group_ranks(group)
         times = [time - shift for time in marks]
         return [
-            {"rank": span.rank, "lane": LANES.get(span.kind, "compute"), "name": span.name,
-             "start": times[start], "end": times[end]}
-            for span, start, end in outline(bound.program, members)[:MOST]
-        ]  # fmt: skip
-
-
-def _texts(comm: Comm, text: str) -> list[str]:
-    """Everyone's text."""
-    data = list(text.encode())
-    lengths = [row[0] for row in comm.gather_numbers([len(data)])]
-    rows = comm.gather_numbers(data + [0] * (max(lengths) - len(data)))
-    return [bytes(row[:length]).decode() for row, length in zip(rows, lengths, strict=True)]
+            AttentionSpan(span.rank, LANES.get(span.kind, "compute"), span.name, times[start], times[end])
+            for span, start, end in outline(bound.program, members)[:MAX_SPANS]
+        ]

@@ -1,27 +1,28 @@
-"""Watch: who waits for news of a job, and what there is to see of jobs and ranks right now."""
+"""JobWatcher: wake the clients that wait for news of a job, and hold what is shown of jobs and ranks."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
 
+from weft.serve import messages
 from weft.serve.batch import Batch
 from weft.serve.dispatch import Dispatch
-from weft.serve.jobs import Job
+from weft.serve.jobs import Job, JsonObject
 
 if TYPE_CHECKING:
     from weft.serve.engine import Engine
 
-MOST_PREVIEWS = 256
+MAX_PREVIEWS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class Live:
-    """Of a job that has not ended."""
+class LiveJob:
+    """What is known of a job that has not ended, beside what is stored."""
 
     queue_position: int | None = None
     eta: float | None = None
@@ -31,128 +32,134 @@ class Live:
     preview_step: int = 0
 
 
-class Watch:
-    """The engine's thread tells; any thread looks, and coroutines wait."""
+class JobWatcher:
+    """Written by the engine's thread, read by any; coroutines wait for changes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting: dict[str, set[tuple[asyncio.AbstractEventLoop, asyncio.Event]]] = {}
         self._previews: dict[str, tuple[int, bytes]] = {}
-        self._live: dict[str, Live] = {}
-        self._running: list[dict[str, Any]] = []
-        self._behind = 0.0
-        self._timeline: dict[str, Any] | None = None
-        self._imbalance: float | None = None
-        self._exposed: float | None = None
+        self._live: dict[str, LiveJob] = {}
+        self._running: list[JsonObject] = []
+        self._work_seconds = 0.0
+        self._timeline: messages.AttentionTimeline | None = None
+        self._step: messages.StepDone | None = None
 
-    def hear(self, what: str, id: str, said: dict[str, Any]) -> None:
-        if what == "preview":
-            self._previews[id] = (said["step"], said["png"])
-            while len(self._previews) > MOST_PREVIEWS:
-                del self._previews[next(iter(self._previews))]
-        elif what == "timeline":
-            self._timeline = {"label": said["label"], "spans": said["spans"]}
-        elif what == "step":
-            self._imbalance, self._exposed = said["imbalance"], said["exposed"]
-        elif what == "job_ended":
-            self._previews.pop(id, None)
-            self._live.pop(id, None)
-        for each in (id, *said.get("jobs", ())):
-            self.changed(each)
+    def on_event(self, event: messages.EngineEvent) -> None:
+        changed: tuple[str, ...] = ()
+        match event:
+            case messages.PreviewMade():
+                changed = (event.job,)
+                self._previews[event.job] = event.step, event.png
+                while len(self._previews) > MAX_PREVIEWS:
+                    del self._previews[next(iter(self._previews))]
+            case messages.AttentionTimeline():
+                self._timeline = event
+            case messages.BatchProgress():
+                changed, self._step = event.jobs, event.step
+            case messages.JobStarted():
+                changed = (event.job.id,)
+            case messages.JobEnded():
+                changed = (event.id,)
+                self._previews.pop(event.id, None)
+                self._live.pop(event.id, None)
+        for id in changed:
+            self.changed(id)
 
     def changed(self, id: str) -> None:
-        """Wake who waits for news of it."""
+        """Wake the coroutines that wait for changes of a job."""
         with self._lock:
             waiting = list(self._waiting.get(id, ()))
         for loop, event in waiting:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(event.set)
 
-    async def changes(self, id: str, get: Callable[[str], Job | None]) -> AsyncIterator[Job]:
-        """The job now and at each change; ends with it."""
-        mine = (asyncio.get_running_loop(), asyncio.Event())
+    async def changes(self, id: str, get: Callable[[str], Job | None]) -> AsyncGenerator[Job, None]:
+        """Yield the job now and at each change, until it ends."""
+        waiter = (asyncio.get_running_loop(), asyncio.Event())
         with self._lock:
-            self._waiting.setdefault(id, set()).add(mine)
+            self._waiting.setdefault(id, set()).add(waiter)
         try:
             while (job := get(id)) is not None:
                 yield job
                 if not job.active:
                     return
-                await mine[1].wait()
-                mine[1].clear()
+                await waiter[1].wait()
+                waiter[1].clear()
         finally:
             with self._lock:
-                self._waiting[id].discard(mine)
+                self._waiting[id].discard(waiter)
                 if not self._waiting[id]:
                     del self._waiting[id]
 
-    def live(self, id: str) -> Live | None:
-        found = self._live.get(id)
+    def live(self, id: str) -> LiveJob | None:
+        live = self._live.get(id)
         step, preview = self._previews.get(id, (0, None))
-        return found and replace(found, preview=preview, preview_step=step)
+        return live and replace(live, preview=preview, preview_step=step)
 
-    def behind(self) -> float:
-        """Seconds of work that wait, on all ranks."""
-        return self._behind
+    def work_seconds(self) -> float:
+        """Return the seconds that all ranks need for all jobs."""
+        return self._work_seconds
 
     def publish(self, dispatch: Dispatch) -> None:
-        """What is where, as the engine's thread knows it."""
+        """Update positions, estimates and running batches. Called by the engine's thread."""
         if dispatch.latency is None:
             return
-        live, running, behind = {}, [], 0.0
+        live: dict[str, LiveJob] = {}
+        seconds = 0.0
         for batch in dispatch.batches.values():
-            left = self._left(dispatch, batch)
-            behind += left
-            for id in batch.jobs:
-                live[id] = Live(eta=left, ranks=batch.ranks, plan=batch.told.get("plan"))
-            if batch.ranks:
-                running.append(_shown(batch))
+            left = _seconds_left(dispatch, batch)
+            seconds += left
+            plan = batch.last_step.plan if batch.last_step else None
+            live |= {id: LiveJob(eta=left, ranks=batch.ranks, plan=plan) for id in batch.jobs}
         order = sorted(dispatch.waiting.values(), key=lambda job: (-job.priority, job.deadline, job.id))
-        alone = {shape: dispatch.latency.alone(shape) for shape in {job.asked.shape for job in order}}
-        for place, job in enumerate(order, start=1):
-            took = alone[job.asked.shape]
-            live[job.id] = Live(queue_position=place, eta=behind + took)
-            behind += took
-        self._live, self._running, self._behind = live, running, behind
+        alone = {shape: dispatch.latency.alone(shape) for shape in {job.params.shape for job in order}}
+        for position, job in enumerate(order, start=1):
+            seconds += alone[job.params.shape]
+            live[job.id] = LiveJob(queue_position=position, eta=seconds)
+        self._running = [_running(batch) for batch in dispatch.batches.values() if batch.ranks]
+        self._live, self._work_seconds = live, seconds
 
-    @staticmethod
-    def _left(dispatch: Dispatch, batch: Batch) -> float:
-        assert dispatch.latency is not None
-        ranks = len(batch.ranks) or dispatch.world
-        # While it is decoded on one rank, where its steps may not fit, there are none left.
-        left = batch.shape.steps - batch.step
-        step = dispatch.latency.step(batch.shape, ranks, max(1, len(batch.jobs))) if left else 0.0
-        return left * step + dispatch.latency.fixed(batch.shape)
-
-    def snapshot(self, engine: Engine) -> dict[str, Any]:
-        """All that the page and the metrics show."""
+    def snapshot(self, engine: Engine) -> JsonObject:
+        """Return what `GET /v1/status` and the metrics show."""
         settings, world = engine.settings, engine.dispatch.world
         on = {rank: batch["batch"] for batch in self._running for rank in batch["ranks"]}
-        waiting = engine.store.queued()
+        waiting, step, timeline = engine.store.queued(), self._step, self._timeline
         return {
             "model": engine.name, "status": engine.status(), "world": world, "restarts": engine.restarts,
             "uptime": round(time.time() - engine.began, 1), "queue_limit": settings.queue,
             "queued": sum(waiting.values()), "waiting": waiting, "running": self._running,
-            "imbalance": self._imbalance, "exposed": self._exposed, "timeline": self._timeline,
+            "imbalance": step and step.imbalance, "exposed": step and step.exposed,
+            "timeline": timeline
+            and {"label": timeline.label, "spans": [asdict(span) for span in timeline.spans]},
             "trouble": engine.trouble or None,
-            "ranks": [_rank(engine, number, on.get(number)) for number in range(world)],
+            "ranks": [_rank_status(engine, number, on.get(number)) for number in range(world)],
             "plan": engine.admission and engine.admission.latency.explain(engine.admission.default),
         }  # fmt: skip
 
 
-def _shown(batch: Batch) -> dict[str, Any]:
+def _seconds_left(dispatch: Dispatch, batch: Batch) -> float:
+    assert dispatch.latency is not None
+    ranks = len(batch.ranks) or dispatch.world
+    # While it is decoded on one rank, where its steps may not fit, there are none left.
+    step = dispatch.latency.step(batch.shape, ranks, max(1, len(batch.jobs))) if batch.left else 0.0
+    return batch.left * step + dispatch.latency.fixed(batch.shape)
+
+
+def _running(batch: Batch) -> JsonObject:
+    last = batch.last_step
     return {
         "batch": batch.id, "jobs": list(batch.jobs), "kind": batch.id.partition("_")[0], "step": batch.step,
-        "steps": batch.shape.steps, "ranks": list(batch.ranks), "plan": batch.told.get("plan"),
-        "seconds": batch.told.get("seconds"), "stopping": batch.stopping, "cancelled": not batch.jobs,
+        "steps": batch.shape.steps, "ranks": list(batch.ranks), "plan": last and last.plan,
+        "seconds": last and last.seconds, "stopping": batch.stopping, "cancelled": not batch.jobs,
     }  # fmt: skip
 
 
-def _rank(engine: Engine, number: int, job: str | None) -> dict[str, Any]:
+def _rank_status(engine: Engine, number: int, job: str | None) -> JsonObject:
     rank = engine.ranks.all.get(number)
-    said = rank.last if rank else {}
+    beat = rank.beat if rank else messages.Beat()
     return {
         "rank": number, "host": rank.host if rank else None, "pid": rank.pid if rank else None,
-        "alive": bool(rank and rank.ready), "job": job, "load": round(min(1.0, said.get("busy", 0.0)), 3),
-        "memory": said.get("memory", 0), "limit": said.get("limit", 0),
+        "alive": rank is not None and rank.facts is not None, "job": job,
+        "load": round(min(1.0, beat.busy), 3), "memory": beat.memory, "limit": beat.limit,
     }  # fmt: skip

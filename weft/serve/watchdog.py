@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 SILENCE_SECONDS = 60.0
 SILENCE_FACTOR = 20.0
-"""A batch that sends nothing for so long, or for so many times its step or its end, is stuck."""
+"""A batch is stuck if it sends nothing for so long, and for so many times its step or its decoding."""
 CANCEL_SECONDS = 5.0
-"""A batch without jobs may take so long to end its step."""
+"""Limit of the time that a batch without jobs takes to end its step."""
 MAX_REPLACEMENTS, REPLACEMENT_SECONDS = 8, 600.0
-"""While other jobs run, so many cancelled batches in so long have their ranks replaced; more of them end
+"""While other jobs run, at most so many cancelled batches in so long have their ranks replaced. Others end
 their step, which `--max-step` bounds."""
 
 
@@ -29,7 +29,7 @@ class Overdue(NamedTuple):
 
 
 def overdue(dispatch: Dispatch) -> Overdue | None:
-    """Return a batch that makes no step, or whose jobs were cancelled and whose step does not end soon."""
+    """Return a batch that makes no step, or that was cancelled and whose step does not end soon."""
     now = time.monotonic()
     is_shared = any(batch.jobs and batch.leader is not None for batch in dispatch.batches.values())
     for batch in dispatch.batches.values():
@@ -37,19 +37,19 @@ def overdue(dispatch: Dispatch) -> Overdue | None:
             continue
         step = step_seconds(dispatch, batch)
         if not batch.jobs and batch.dropped is not None and batch.ranks:
-            left = step - (now - batch.sign)
+            left = step - (now - batch.last_message)
             is_late = left > CANCEL_SECONDS or now - batch.dropped > CANCEL_SECONDS
             if is_late and (not is_shared or _may_replace(dispatch.replaced, batch.id, now)):
                 reason = f"batch {batch.id} was cancelled and its step takes too long"
                 return Overdue(batch.leader, reason, blamed=False)
         slowest = max(step, len(batch.members) * dispatch.latency.fixed(batch.shape))
-        if now - batch.sign > max(SILENCE_SECONDS, SILENCE_FACTOR * slowest):
+        if now - batch.last_message > max(SILENCE_SECONDS, SILENCE_FACTOR * slowest):
             return Overdue(batch.leader, f"batch {batch.id} made no step", blamed=True)
     return None
 
 
 def _may_replace(replaced: dict[str, float], id: str, now: float) -> bool:
-    """Note a cancelled batch. A client that cancels again and again must not keep others from their steps."""
+    """Note a cancelled batch. A client that cancels repeatedly must not stop the steps of others."""
     for old in [each for each, when in replaced.items() if now - when > REPLACEMENT_SECONDS]:
         del replaced[old]
     if len(replaced) < MAX_REPLACEMENTS:

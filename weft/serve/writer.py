@@ -1,6 +1,6 @@
-"""Writer: files of what a rank has made, written beside the next batch that it runs.
+"""ResultWriter: encode the frames of a batch into files, while its ranks run the next batch.
 
-On GPUs the cores that do it are idle; on CPUs it fills the time until the server has said what comes next.
+On GPUs the cores that encode are idle; on CPUs it fills the time until the server sends the next batch.
 """
 
 from __future__ import annotations
@@ -9,61 +9,54 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import torch
 
 from weft import __version__
-from weft.models import media
-from weft.models.resume import Made
-from weft.serve.errors import words
-from weft.serve.jobs import Asked
-from weft.serve.work import Work
+from weft.generate import media
+from weft.generate.resume import FinishedCall
+from weft.serve.api_error import one_line
+from weft.serve.jobs import GenerationParams, JsonObject
+from weft.serve.messages import BatchDecoded, BatchDone, BatchFailed, FromRank, ResultMade, RunBatch
 
-Tell = Callable[..., None]
-"""(message, blob) to the server."""
+Emit = Callable[[FromRank], None]
 
 
-class Writer:
-    """One batch at a time: who brings the next one waits for the last, so that frames do not pile up."""
+class ResultWriter:
+    """Write one batch at a time: the next waits for the last, so that frames do not pile up."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "weft-writer")
         self._last: Future[None] | None = None
 
-    def take(self, work: Work, made: Made, about: dict[str, Any], tell: Tell) -> None:
-        """`about` is of the run, which the job's document tells and its file does not.
+    def write(self, batch: RunBatch, made: FinishedCall, emit: Emit) -> None:
+        """Write the files of a batch in the background.
 
-        The ranks are free only when the last batch is written: others would wait for this one meanwhile.
+        The ranks become free only when the last batch is written: others would wait for this one meanwhile.
         """
         if self._last is not None:
             self._last.result()
-        tell({"told": "decoded", "batch": work.batch})
-        self._last = self._thread.submit(_write, work, made, about, tell)
+        emit(BatchDecoded(batch=batch.batch))
+        self._last = self._thread.submit(_write, batch, made, emit)
 
 
-def _write(work: Work, made: Made, run: dict[str, Any], tell: Tell) -> None:
-    """Each job as a file that says how it was made, but nothing that depends on the ranks."""
+def _write(batch: RunBatch, made: FinishedCall, emit: Emit) -> None:
     try:
-        for job, id, frames in zip(work.jobs, work.ids, made.frames, strict=False):
+        for job, id, frames in zip(batch.jobs, batch.ids, made.frames, strict=False):
             began = time.monotonic()
-            shown = frames[:1] if job.kind == "image" else frames
-            data = media.encoded(job.format, shown, _about(job), fps=job.fps)
-            said = {
-                "told": "made", "batch": work.batch, "job": id, "name": f"{job.kind}.{job.format}",
-                "timings": {**made.spent, "media": time.monotonic() - began},
-                "about": {
-                    "frames": len(shown), "size": f"{shown.shape[2]}x{shown.shape[1]}", "fps": job.fps, **run,
-                },
-            }  # fmt: skip
-            tell(said, data)
-        tell({"told": "done", "batch": work.batch})
+            frames = frames[:1] if job.kind == "image" else frames
+            data = media.encoded(job.format, frames, _metadata(job), fps=job.fps)
+            timings = {**made.spent, "media": time.monotonic() - began}
+            name = f"{job.kind}.{job.format}"
+            emit(ResultMade(batch=batch.batch, job=id, name=name, timings=timings, data=data))
+        emit(BatchDone(batch=batch.batch))
     except Exception as error:
         traceback.print_exc()
-        tell({"told": "failed", "batch": work.batch, "code": "internal_error", "message": words(error)})
+        emit(BatchFailed(batch=batch.batch, code="internal_error", message=one_line(error)))
 
 
-def _about(job: Asked) -> dict[str, Any]:
+def _metadata(job: GenerationParams) -> JsonObject:
+    """Return what a file says about how it was made: nothing that depends on the ranks."""
     return {
         "prompt": job.prompt, "seed": job.seed, "model": job.model, "steps": job.steps,
         **({"negative": job.negative} if job.negative else {}),

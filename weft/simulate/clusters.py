@@ -1,8 +1,8 @@
 """Clusters by name: `8xh100` is one machine of 8, `4x8xh100` four of them, `8xh100:fa4` one with that kernel.
 
 Devices and kernels are those of `gpus`. Inside a machine a device has its links to itself; between machines
-the devices of one share its network. Messages are NCCL's: both ends must be there, and while they run the
-device computes more slowly. [V], [R] and [I] are as in `gpus`.
+the devices of one share its network. Messages are NCCL's: both ends must be posted, and while they run the
+device computes more slowly. Bandwidths were measured by github.com/stas00/ml-engineering.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from weft.core.errors import InputError
 from weft.core.topology import Link, Topology
 from weft.simulate.gpus import DEVICES, GPU_HOST, Device, device_of, is_device, kernels_of
 
-PAIRWISE = 0.88  # of the specification, NVLink pairwise on H200 [V]
-# All-reduce on 8 H200 gets 40 GB/s at 1 MiB, 347 at 64 MiB, 450 at 512 MiB [V]: 42 and 77 µs more than its
+PAIRWISE_EFFICIENCY = 0.88  # of the specification: NVLink pairwise on H200
+# All-reduce on 8 H200 gets 40 GB/s at 1 MiB, 347 at 64 MiB, 450 at 512 MiB: 42 and 77 µs more than its
 # bytes take at full speed, whatever its size. So it is a latency, 20-50 µs a message, and no `half_bytes`.
 INTRA_LATENCY = 20e-6
 INTER_LATENCY = 50e-6
-CALL_SECONDS = 10e-6  # of the device: a kernel's first and last waves, and a merge [I]
-NCCL_SLOWDOWN = 0.1  # of the SMs; 0.1-0.25 in streamfusion.md 7.6 [I]
-EFFICIENT = 0.97  # CX-7 InfiniBand gives 48-49 of 50 GB/s a NIC [V]
+CALL_SECONDS = 10e-6  # of the device: a kernel's first and last waves, and a merge; assumed
+NCCL_SLOWDOWN = 0.1  # of the SMs; assumed: a fit to the StreamFusion paper's times gives 0.1-0.25
+NIC_EFFICIENCY = 0.97  # ConnectX-7 InfiniBand gives 48-49 of 50 GB/s a NIC
 
 
 def cluster(name: str) -> Topology:
-    """A topology by its name, such as 8xh100, 4x8xa100 or 8xh100:fa4.
+    """Return a topology by its name, such as 8xh100, 4x8xa100 or 8xh100:fa4.
 
     >>> cluster("2x8xa100").ranks
     16
@@ -43,8 +43,8 @@ def cluster(name: str) -> Topology:
         name=name,
         machines=int(match[1] or 1),
         devices=int(match[2]),
-        intra=Link(latency=INTRA_LATENCY, bandwidth=device.scale_up * PAIRWISE * 1e9),
-        inter=Link(latency=INTER_LATENCY, bandwidth=_one(device) * EFFICIENT * 1e9),
+        intra=Link(latency=INTRA_LATENCY, bandwidth=device.scale_up * PAIRWISE_EFFICIENCY * 1e9),
+        inter=Link(latency=INTER_LATENCY, bandwidth=_nic_gigabytes(device) * NIC_EFFICIENCY * 1e9),
         flops=dense.forward * 1e12,
         sparse_flops=sparse.forward * 1e12,
         backward_flops=dense.backward * 1e12,
@@ -54,13 +54,13 @@ def cluster(name: str) -> Topology:
         host=GPU_HOST,
         call_seconds=CALL_SECONDS,
         memory_bandwidth=device.memory * 1e12,
-        pair_bandwidth=device.pair * PAIRWISE * 1e9,
-        nic_bandwidth=device.scale_out * EFFICIENT * 1e9,
+        pair_bandwidth=device.pair * PAIRWISE_EFFICIENCY * 1e9,
+        nic_bandwidth=device.scale_out * NIC_EFFICIENCY * 1e9,
         two_sided=True,
         comm_slowdown=NCCL_SLOWDOWN,
     )
 
 
-def _one(device: Device) -> float:
-    """What one device can have of its machine's network: a NIC each, or one for all; EFA's are four [V]."""
+def _nic_gigabytes(device: Device) -> float:
+    """GB/s of its machine's network for one device: a NIC each, one of EFA's four, or one for all."""
     return device.scale_out / (8 if device.scale_out >= 100 else 4 if device.scale_out >= 50 else 1)

@@ -1,8 +1,8 @@
-"""Costs: what one message and one attention call take on a topology.
+"""Costs: the seconds of one step, one message and one attention call on a topology.
 
-Where devices are processes that share the cores of a machine, nothing is hidden for free: copying a
-byte through a socket takes the time of a core that could compute. Then no machine is done before its
-cores have done all that its ranks compute and send.
+Where devices are processes that share the cores of a machine, overlap is not free: copying a byte through a
+socket takes the time of a core that could compute. Then no machine is done before its cores have done all
+that its ranks compute and send.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from weft.program.steps import Attention, Cast, Copy, Fill, Gradient, Post, Prog
 
 ATTENTIONS = (Attention, Gradient)
 COPIES = (Copy, Cast, Fill)
-BACKWARD_WORK = 2.5  # FLOPs of a backward over those of its forward: five products instead of two
-ROW = 64  # queries that a kernel takes at a time where the mask has no blocks of its own
+BACKWARD_FLOPS_RATIO = 2.5  # FLOPs of a backward over those of its forward: five products instead of two
+DENSE_BLOCK_ROWS = 64  # queries that a kernel takes at a time where the mask has no blocks of its own
 
 
 class Prices:
-    """What the steps of a schedule's programs cost on a topology.
+    """The seconds of the steps of a schedule's programs on a topology.
 
-    `works` are the active triples of each Attend, `seconds` what it takes where that has been measured.
+    `works` are the active triples of each Attend, `seconds` their measured times, if there are any.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class Prices:
         self.byte_seconds = 2 / topology.memory_bandwidth if topology.memory_bandwidth else 0.0
 
     def seconds(self, step: Step) -> float:
-        """Return how long a step keeps the compute lane busy; what a Wait takes only events can tell."""
-        if type(step) in ATTENTIONS:  # no step has subclasses, and this is asked a million times
+        """Return how long a step keeps the compute lane busy; that of a Wait depends on events."""
+        if type(step) in ATTENTIONS:  # no step has subclasses, and this is called a million times
             if self.measured is not None:
                 return self.measured[step.op]
             op = self.schedule.ops[step.op]
@@ -54,7 +54,7 @@ class Prices:
 
 
 def send_seconds(topology: Topology, src: int, dst: int, num_bytes: int) -> float:
-    """One message, while the other devices of its machine send theirs."""
+    """Return the seconds of one message, while the other devices of its machine send theirs."""
     link = topology.link(src, dst)
     bandwidth = link.bandwidth
     if topology.nic_bandwidth and topology.machine(src) != topology.machine(dst):
@@ -62,16 +62,16 @@ def send_seconds(topology: Topology, src: int, dst: int, num_bytes: int) -> floa
     return link.latency + (num_bytes + topology.half_bytes) / bandwidth
 
 
-def capped(topology: Topology, src: int, dst: int) -> bool:
-    """Whether a pair has less than a device; its messages to others go on meanwhile."""
+def is_capped(topology: Topology, src: int, dst: int) -> bool:
+    """Whether a pair has less bandwidth than a device, so that messages to other devices go on meanwhile."""
     return topology.pair_bandwidth > 0 and topology.link(src, dst) is topology.intra
 
 
 class AttendPrice:
-    """What one attention call costs, over so many active (head, query token, key token) triples.
+    """The seconds of one attention call over a number of active (head, query token, key token) triples.
 
-    Its sizes are looked up among the topology's measured calls, and no call is faster than memory gives it
-    its operands: queries and outputs, keys and values.
+    Its sizes are looked up among the topology's measured calls; no call is faster than memory reads and
+    writes its operands: queries and outputs, keys and values.
     """
 
     def __init__(
@@ -79,13 +79,13 @@ class AttendPrice:
     ) -> None:
         self.topology, self.problem, self.mask = topology, problem, mask
         tiles = 0.0 if mask.is_dense else problem.batch / (mask.block_q * mask.block_k)
-        self.flops = 4 * problem.head_dim * problem.batch * (BACKWARD_WORK if backward else 1)
+        self.flops = 4 * problem.head_dim * problem.batch * (BACKWARD_FLOPS_RATIO if backward else 1)
         dense, sparse = (topology.attention_flops(sparse=each, backward=backward) for each in (False, True))
         self.pair_seconds = self.flops / sparse + tiles * topology.tile_seconds
         self.dense_seconds = self.flops / dense + tiles * topology.tile_seconds
         self.splits = dense != sparse and not mask.is_dense
         self.full: dict[int, tuple[int, Indices]] = {}
-        """By the identity of heads, which are held: how many of them the mask leaves nothing out of."""
+        """By the identity of heads, which are held: how many of them have all tiles active."""
         self.row_seconds = topology.row_seconds * block_rows(problem, mask, 1, 1)
         cell = 2 * problem.row_elements * problem.item_bytes
         self.cell_seconds = cell / topology.memory_bandwidth if topology.memory_bandwidth else 0.0
@@ -98,7 +98,7 @@ class AttendPrice:
             return call + self.flops * pairs / speed
         columns = kv.tokens.size
         cells = rows + kv.heads.size * columns
-        # Tiles that are all active go to the kernel for dense ones, whatever the mask is elsewhere.
+        # Heads with all tiles active go to the kernel for dense tiles, whatever the mask is elsewhere.
         dense = pairs if pairs >= rows * columns else self._full_heads(op) * q.tokens.size * columns
         if 0 < dense < pairs:
             call += self.topology.call_seconds
@@ -116,22 +116,22 @@ class AttendPrice:
         return self.full[id(heads)][0]
 
     def measured_speed(self, pairs: float, op: Attend) -> float | None:
-        """FLOP/s of the nearest measured call, if one is within a factor of two in each of its sizes."""
+        """Return the FLOP/s of the nearest measured call within a factor of two in each of its sizes."""
         if not pairs:
             return None
         mask, rows, cols = self.mask, op.q.tokens.size, op.kv.tokens.size
         density = pairs / (op.q.heads.size * rows * cols)
         block = math.sqrt(rows * cols if mask.is_dense else mask.block_q * mask.block_k)
         sizes = (math.sqrt(rows * cols), density, block, self.problem.head_dim)
-        found: list[tuple[float, float]] = []
+        near: list[tuple[float, float]] = []
         for row in self.topology.attention:
-            # A dense call is one tile, so its block says nothing that its tokens have not said.
+            # A dense call is one tile, so its block adds nothing to its tokens.
             edge = block if density == row.density == 1 else row.block
-            given = (row.tokens, row.density, edge, row.head_dim)
-            apart = [abs(math.log2(a / b)) for a, b in zip(sizes, given, strict=True)]
-            if max(apart) <= 1:
-                found.append((sum(apart), row.flops))
-        return min(found, key=lambda item: item[0])[1] if found else None
+            measured = (row.tokens, row.density, edge, row.head_dim)
+            octaves = [abs(math.log2(a / b)) for a, b in zip(sizes, measured, strict=True)]
+            if max(octaves) <= 1:
+                near.append((sum(octaves), row.flops))
+        return min(near, key=lambda item: item[0])[1] if near else None
 
 
 def attend_price(schedule: Schedule, topology: Topology) -> AttendPrice:
@@ -140,7 +140,7 @@ def attend_price(schedule: Schedule, topology: Topology) -> AttendPrice:
 
 
 def host_seconds(program: Program, host: Host) -> float:
-    """Return what the host takes to start all steps of a program, on the transport of GPUs."""
+    """Return the seconds that the host takes to start all steps of a program, on the transport of GPUs."""
     counts = Counter(map(type, program.steps))
     peers = program.problem.ranks - 1
     batches = [
@@ -158,12 +158,12 @@ def host_seconds(program: Program, host: Host) -> float:
 
 
 def block_rows(problem: Problem, mask: BlockMask, heads: float, tokens: float) -> float:
-    """Rows of blocks, by head, that a call over so many heads and queries goes through."""
-    return problem.batch * heads * tokens / (ROW if mask.is_dense else mask.block_q)
+    """Return the rows of blocks, counted by head, of a call over some heads and queries."""
+    return problem.batch * heads * tokens / (DENSE_BLOCK_ROWS if mask.is_dense else mask.block_q)
 
 
 def shared_seconds(topology: Topology, compute: list[float], sending: list[float]) -> float:
-    """When the cores of the busiest machine are done with everything; 0 where nothing is shared."""
+    """Return when the cores of the busiest machine have done everything; 0 where no cores are shared."""
     if not topology.cores:
         return 0.0
     busy = [0.0] * topology.machines

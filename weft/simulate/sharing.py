@@ -1,4 +1,4 @@
-"""Sharing: tasks that take time, and what they have to share with each other."""
+"""Sharing: tasks of a simulation, the network routes of messages, and the resources that tasks share."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from weft.core.topology import Topology
 from weft.program.steps import Step
 
 
-class Pool:
-    """Something that tasks share equally."""
+class SharedResource:
+    """A bandwidth that tasks share equally."""
 
     __slots__ = ("capacity", "room", "tasks", "top")
 
     def __init__(self, capacity: float) -> None:
         self.capacity = capacity
-        self.tasks: dict[Task, None] = {}
+        self.tasks: dict[SimulatedTask, None] = {}
         self.top = self.room = 0.0
-        """The fastest that any of its tasks could be alone, and how many such have all that they can use."""
+        """The highest rate of any of its tasks alone, and how many tasks of that rate fit."""
 
 
-class Route(NamedTuple):
-    """How long a message takes to begin, how fast it could be alone, and what it shares."""
+class NetworkRoute(NamedTuple):
+    """The latency of a message, its rate alone, and the resources that it shares."""
 
     latency: float
     rate: float
-    pools: tuple[Pool, ...]
+    pools: tuple[SharedResource, ...]
     near: bool
     """Inside one machine."""
 
 
-HERE = Route(0.0, 1.0, (), near=True)
-"""Of what moves nowhere: a second a second."""
+LOCAL = NetworkRoute(0.0, 1.0, (), near=True)
+"""Of computation, whose amount is in seconds."""
 
 
-class Task:
-    """What is left to do, at which speed, since when. A version tells stale events from the real one.
+class SimulatedTask:
+    """The amount left to do, its speed and since when it has that; `version` marks older events as stale.
 
     `step` is what a rank computes, or the Post of a message to rank `peer`.
     """
@@ -50,7 +50,7 @@ class Task:
         step: Step,
         left: float,
         start: float,
-        route: Route = HERE,
+        route: NetworkRoute = LOCAL,
         peer: int = -1,
         num_bytes: int = 0,
     ) -> None:
@@ -60,16 +60,16 @@ class Task:
 
 
 class Network:
-    """The routes of a topology, each made when it is first asked for."""
+    """The routes of a topology, each made at its first use."""
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
-        self.routes: dict[tuple[int, int], Route] = {}
-        self.pools: dict[tuple[str, int], Pool] = {}
+        self.routes: dict[tuple[int, int], NetworkRoute] = {}
+        self.pools: dict[tuple[str, int], SharedResource] = {}
 
-    def route(self, src: int, dst: int) -> Route:
-        if found := self.routes.get((src, dst)):
-            return found
+    def route(self, src: int, dst: int) -> NetworkRoute:
+        if route := self.routes.get((src, dst)):
+            return route
         topology, link = self.topology, self.topology.link(src, dst)
         a, b = topology.machine(src), topology.machine(dst)
         rate = link.bandwidth
@@ -84,11 +84,11 @@ class Network:
                 rate = min(rate, nic)
                 shared += [("nic out", a, nic), ("nic in", b, nic)]
         pools = tuple(self._pool(kind, where, size, rate) for kind, where, size in shared)
-        self.routes[src, dst] = Route(link.latency, rate, pools, a == b)
+        self.routes[src, dst] = NetworkRoute(link.latency, rate, pools, a == b)
         return self.routes[src, dst]
 
-    def _pool(self, kind: str, where: int, capacity: float, rate: float) -> Pool:
-        pool = self.pools.setdefault((kind, where), Pool(capacity))
+    def _pool(self, kind: str, where: int, capacity: float, rate: float) -> SharedResource:
+        pool = self.pools.setdefault((kind, where), SharedResource(capacity))
         pool.top = max(pool.top, rate)
         pool.room = capacity / pool.top
         return pool

@@ -1,1 +1,1 @@
-"""Train: data made on the spot, and an eye that tells whether a model learned it."""
+"""Train video models, with attention that becomes sparse where that is faster."""

@@ -1,18 +1,18 @@
-"""Checkpoints: all that a run needs to go on, written to disk while it goes on.
+"""Checkpoints: the state of a training run, written asynchronously, complete or not at all.
 
     checkpoints = Checkpoints(Path("runs/shapes/checkpoints"), keep=2)
     checkpoints.save(100, state)     # on all ranks; returns when `state` is copied
-    checkpoints.finish()             # waits, and raises on all ranks what went wrong on one
+    checkpoints.finish()             # waits; an error of one rank is raised on all
     checkpoints.latest()             # 100: the newest that is complete and undamaged
     checkpoints.load(100, state)     # in place, also on another number of ranks
 
     step-00000100/
-        rank-00000.safetensors …     what each rank wrote of the tensors, see `weft.train.storage`
-        values.json                  what is no tensor
-        manifest.json                their sizes and digests; written last: without it there is no checkpoint
+        rank-00000.safetensors …     the tensor shards of each rank, see `weft.train.sharded_state`
+        values.json                  all other values
+        manifest.json                sizes and digests; written last: without it there is no checkpoint
 
-A state is a dict of tensors, DTensors and plain values, nested. What is no DTensor is the same on all
-ranks, and is saved once. Nothing is pickled, neither in files nor between ranks: a folder is data, not code.
+A state is a nested dict of tensors, DTensors and plain values. All but DTensors must be the same on all
+ranks, and are saved once. Nothing is pickled, neither in files nor between ranks: a folder is data, not code.
 """
 
 from __future__ import annotations
@@ -34,23 +34,32 @@ import torch.distributed as dist
 from weft.core.errors import CommError, InputError, WeftError
 from weft.core.files import read_json, whole
 from weft.run.exchange import all_gather_json
-from weft.train.storage import FORMAT, NAMES, Print, State, Taken, fill, take, write
+from weft.train.sharded_state import (
+    FILE_NAME,
+    FORMAT,
+    Fingerprint,
+    ShardCopy,
+    StateDict,
+    copy_shards,
+    fill,
+    write,
+)
 
 MANIFEST = "manifest.json"
 ERRORS = {kind.__name__: kind for kind in (InputError, WeftError)}
-"""What ranks raise for the error of another one, by name."""
+"""Errors that are raised on all ranks as they are, by name."""
 
 
 class OldFormatError(InputError):
-    """A checkpoint that only an unpickler could read."""
+    """A checkpoint of torch's own format, which must be unpickled."""
 
 
 class Checkpoints:
-    """The last `keep` checkpoints of a run; `tell` hears of those that are passed over or removed."""
+    """The last `keep` checkpoints of a run; `notify` gets a message for each that is skipped or removed."""
 
-    def __init__(self, folder: Path, *, keep: int = 2, tell: Callable[[str], object] = str) -> None:
-        self.folder, self.keep, self.tell = folder, keep, tell
-        # A group of their own: training goes on in the other one while a thread writes.
+    def __init__(self, folder: Path, *, keep: int = 2, notify: Callable[[str], object] = str) -> None:
+        self.folder, self.keep, self.notify = folder, keep, notify
+        # A separate group: training uses the other one while a thread writes.
         group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self._group = group if isinstance(group, dist.ProcessGroup) else None
         self._rank, self._size = (0, 1) if group is None else (dist.get_rank(), dist.get_world_size())
@@ -58,119 +67,120 @@ class Checkpoints:
         self._pending: Future[None] | None = None
         self._damaged: set[Path] = set()
 
-    def save(self, step: int, state: State) -> None:
-        """Copy `state` now and write the copy later; waits for the save before, and raises its error."""
+    def save(self, step: int, state: StateDict) -> None:
+        """Copy `state` and write the copy in a thread, after the previous save, whose error is raised."""
         self.finish()
-        taken: list[Taken] = []
+        copies: list[ShardCopy] = []
 
         def begin() -> str:
-            taken.append(take(state, rank=self._rank, ranks=self._size))
-            return str(self._make_way(step)) if self._rank == 0 else ""
+            copies.append(copy_shards(state, rank=self._rank, ranks=self._size))
+            return str(self._new_path(step)) if self._rank == 0 else ""
 
-        path = Path(self._together(begin)[0])
-        self._pending = self._thread.submit(self._write, step, path, taken.pop())
+        path = Path(self._on_all_ranks(begin)[0])
+        self._pending = self._thread.submit(self._write, step, path, copies.pop())
 
     def finish(self) -> None:
-        """Wait for the save that is under way."""
+        """Wait for the pending save."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
 
     def latest(self) -> int | None:
-        """The step of the newest checkpoint that is as it was written, the same on all ranks."""
+        """Return the step of the newest undamaged checkpoint, the same on all ranks."""
         self.finish()
-        return self._first(self._newest)
+        return self._on_rank_0(self._newest)
 
-    def load(self, step: int, state: State) -> None:
+    def load(self, step: int, state: StateDict) -> None:
         """Fill the tensors of `state` and replace its other values."""
         self.finish()
-        name, files = self._first(lambda: self._complete(step))
-        self._together(lambda: fill(state, self.folder / name, files))
+        name, files = self._on_rank_0(lambda: self._files_of(step))
+        self._on_all_ranks(lambda: fill(state, self.folder / name, files))
 
-    def _write(self, step: int, path: Path, taken: Taken) -> None:
-        """On every rank, in the thread."""
+    def _write(self, step: int, path: Path, copy: ShardCopy) -> None:
+        """Run on every rank, in the thread."""
         try:
-            files = self._together(lambda: write(path, taken, rank=self._rank))
-            self._first(lambda: self._close(step, path, files))
-        except CommError:  # nobody to agree with: the next start removes what there is
+            files = self._on_all_ranks(lambda: write(path, copy, rank=self._rank))
+            self._on_rank_0(lambda: self._commit(step, path, files))
+        except CommError:  # a rank is lost: the next start removes the unfinished checkpoint
             raise
         except WeftError as error:
-            message, hint = self._first(partial(self._give_up, path, taken.num_bytes, str(error)))
+            message, hint = self._on_rank_0(partial(self._discard, path, copy.num_bytes, str(error)))
             raise WeftError(message, hint=hint) from error
 
-    def _close(self, step: int, path: Path, files: Iterable[dict[str, Any]]) -> None:
-        """The manifest makes it a checkpoint; only then may an older one go."""
-        prints = {name: print for each in files for name, print in each.items()}
-        if away := [name for name in prints if not (path / name).exists()]:
+    def _commit(self, step: int, path: Path, files: Iterable[dict[str, Any]]) -> None:
+        """Write the manifest, which makes it a checkpoint, and then remove older ones."""
+        fingerprints = {name: value for of_rank in files for name, value in of_rank.items()}
+        if missing := [name for name in fingerprints if not (path / name).exists()]:
             raise InputError(
-                f"{path} has no {away[0]}, which another rank wrote.",
+                f"{path} has no {missing[0]}, which another rank wrote.",
                 hint="Put the run's folder on a disk that all machines share.",
             )
         with whole(path / MANIFEST) as temporary, temporary.open("w", encoding="utf-8") as stream:
-            json.dump({"format": FORMAT, "step": step, "files": prints}, stream, indent=1)
+            json.dump({"format": FORMAT, "step": step, "files": fingerprints}, stream, indent=1)
             stream.flush()
             os.fsync(stream.fileno())
-        for folder in (path, self.folder):  # names are on the disk, too, before an older one goes
-            _sync(folder)
-        good = [found for found in self._found() if found not in self._damaged]
-        for found in {*self._found()} - {*good[-self.keep :]}:
-            _remove(found)
+        for folder in (path, self.folder):  # directory entries, too, before an older checkpoint is removed
+            _fsync_folder(folder)
+        paths = self._paths()
+        good = [each for each in paths if each not in self._damaged]
+        for old in {*paths} - {*good[-self.keep :]}:
+            _remove(old)
 
-    def _give_up(self, path: Path, needed: int, reason: str) -> tuple[str, str]:
-        """Remove what was written; return the message and the hint of the error that all ranks raise."""
+    def _discard(self, path: Path, needed: int, reason: str) -> tuple[str, str]:
+        """Remove an unfinished checkpoint; return the message and the hint of the error for all ranks."""
         _remove(path)
-        free, left = shutil.disk_usage(self.folder).free, [_step(found) for found in self._found()]
+        free, left = shutil.disk_usage(self.folder).free, [_step(each) for each in self._paths()]
         return (
             f"{path} was not written. {reason} It needs about {needed:,} bytes, and {free:,} are free.",
             f"The checkpoint of step {left[-1]} is untouched." if left else "There is no older one.",
         )
 
-    def _found(self) -> list[Path]:
-        """Complete or not, in order of their steps."""
-        found = self.folder.iterdir() if self.folder.is_dir() else ()
-        return sorted((path for path in found if _step(path) >= 0), key=_step)
+    def _paths(self) -> list[Path]:
+        """Return the folders of checkpoints, complete or not, in order of their steps."""
+        paths = self.folder.iterdir() if self.folder.is_dir() else ()
+        return sorted((path for path in paths if _step(path) >= 0), key=_step)
 
     def _newest(self) -> int | None:
-        for path in reversed(self._found()):
-            wrong = _damage(path)
-            if not wrong:
+        for path in reversed(self._paths()):
+            damage = _find_damage(path)
+            if not damage:
                 return _step(path)
             self._damaged.add(path)
-            self.tell(f"passed over the checkpoint {path}: {wrong}")
+            self.notify(f"skipped the checkpoint {path}: {damage}")
         return None
 
-    def _complete(self, step: int) -> tuple[str, list[str]]:
-        """The name of a checkpoint's folder, and those of the files in it."""
-        there = {_step(path): path for path in self._found() if (path / MANIFEST).exists()}
-        if step not in there:
-            has = f"It has {', '.join(map(str, there))}." if there else "It has none."
-            raise InputError(f"{self.folder} has no checkpoint of step {step}.", hint=has)
-        return there[step].name, list(_prints(there[step]))
+    def _files_of(self, step: int) -> tuple[str, list[str]]:
+        """Return the name of a checkpoint's folder and of the files in it."""
+        complete = {_step(path): path for path in self._paths() if (path / MANIFEST).exists()}
+        if step not in complete:
+            hint = f"It has {', '.join(map(str, complete))}." if complete else "It has none."
+            raise InputError(f"{self.folder} has no checkpoint of step {step}.", hint=hint)
+        return complete[step].name, list(_read_manifest(complete[step]))
 
-    def _make_way(self, step: int) -> Path:
-        """A name for a new checkpoint; what an earlier run could not finish is removed."""
+    def _new_path(self, step: int) -> Path:
+        """Return the path of a new checkpoint, and remove unfinished ones of an earlier run."""
         path = self.folder / f"step-{step:08}"
         self.folder.mkdir(parents=True, exist_ok=True)
-        for found in self._found():
-            if not (found / MANIFEST).exists() or (found == path and path in self._damaged):
-                _remove(found)
-                self.tell(f"removed the unusable checkpoint {found}")
+        for old in self._paths():
+            if not (old / MANIFEST).exists() or (old == path and path in self._damaged):
+                _remove(old)
+                self.notify(f"removed the unusable checkpoint {old}")
         self._damaged.discard(path)
         if path.exists():
-            raise InputError(f"{path} is there already.", hint="Go on from it, or save in another folder.")
+            raise InputError(f"{path} exists already.", hint="Resume from it, or save in another folder.")
         return path
 
-    def _first(self, work: Callable[[], Any]) -> Any:
-        """Let rank 0 do something, and all ranks have its result, as JSON, or its error."""
-        return self._together(lambda: work() if self._rank == 0 else None)[0]
+    def _on_rank_0(self, work: Callable[[], Any]) -> Any:
+        """Run `work` on rank 0; return its result, as JSON, or raise its error, on all ranks."""
+        return self._on_all_ranks(lambda: work() if self._rank == 0 else None)[0]
 
-    def _together(self, work: Callable[[], Any]) -> list[Any]:
-        """What `work` returned on every rank, as JSON; if it failed on any, all raise that error."""
+    def _on_all_ranks(self, work: Callable[[], Any]) -> list[Any]:
+        """Run `work` and return all ranks' results, as JSON; if it fails on one, all raise its error."""
         value, failure, cause = None, None, None
         try:
             value = work()
         except Exception as error:
-            failure, cause = self._failure(error), error
+            failure, cause = self._describe(error), error
         results = [(value, failure)]
         if self._group is not None:
             try:
@@ -184,8 +194,8 @@ class Checkpoints:
                 raise ERRORS[kind](message, hint=hint) from cause
         return [value for value, _ in results]
 
-    def _failure(self, error: Exception) -> tuple[str, str, str]:
-        """Kind, message and hint, naming the rank where the error does not."""
+    def _describe(self, error: Exception) -> tuple[str, str, str]:
+        """Return class, message and hint of an error; name the rank if it is not one of weft's."""
         if isinstance(error, WeftError):
             kind = next(name for name, kind in ERRORS.items() if isinstance(error, kind))
             return kind, error.message, error.hint
@@ -193,13 +203,13 @@ class Checkpoints:
 
 
 def _step(path: Path) -> int:
-    """-1 for what is no checkpoint."""
-    named = re.fullmatch(r"step-(\d{8,15})", path.name)
-    return int(named[1]) if named else -1
+    """Return the step of a checkpoint's folder, -1 for other names."""
+    match = re.fullmatch(r"step-(\d{8,15})", path.name)
+    return int(match[1]) if match else -1
 
 
-def _prints(path: Path) -> dict[str, Print]:
-    """The files of a checkpoint, by the manifest."""
+def _read_manifest(path: Path) -> dict[str, Fingerprint]:
+    """Return the fingerprints of a checkpoint's files."""
     manifest = read_json(path / MANIFEST)
     files = manifest.get("files")
     if isinstance(files, dict) and any(name.endswith(".distcp") for name in files):
@@ -212,25 +222,25 @@ def _prints(path: Path) -> dict[str, Print]:
         raise InputError(f"{MANIFEST} is of {str(manifest.get('format'))[:80]!r}, not of {FORMAT!r}.")
     for name, entry in files.items():
         match entry:
-            case [int(), str()] if NAMES.fullmatch(name):
+            case [int(), str()] if FILE_NAME.fullmatch(name):
                 continue
-        raise InputError(f"{MANIFEST} has {name[:80]!r}, which is no file of a checkpoint.")
-    return {name: Print(*entry) for name, entry in files.items()}
+        raise InputError(f"{MANIFEST} has {name[:80]!r}, which is not a file of a checkpoint.")
+    return {name: Fingerprint(*entry) for name, entry in files.items()}
 
 
-def _damage(path: Path) -> str:
-    """What is wrong with a checkpoint; nothing, if it is as it was written."""
+def _find_damage(path: Path) -> str:
+    """Return what is wrong with a checkpoint, "" if it is as it was written."""
     if not (path / MANIFEST).exists():
         return "it is unfinished"
     try:
-        prints = _prints(path)
-        for name, print in prints.items():
+        fingerprints = _read_manifest(path)
+        for name, fingerprint in fingerprints.items():
             status = (path / name).lstat()
             if not stat.S_ISREG(status.st_mode):
                 return f"{name} is not a regular file"
-            if status.st_size != print.size:
-                return f"{name} has {status.st_size:,} bytes of {print.size:,}"
-        changed = [name for name, print in prints.items() if Print.of(path / name) != print]
+            if status.st_size != fingerprint.size:
+                return f"{name} has {status.st_size:,} bytes of {fingerprint.size:,}"
+        changed = [name for name, expected in fingerprints.items() if Fingerprint.of(path / name) != expected]
         return f"{changed[0]} is not what was written" if changed else ""
     except FileNotFoundError as error:
         return f"{Path(str(error.filename)).name} is missing"
@@ -241,8 +251,8 @@ def _damage(path: Path) -> str:
 
 
 def _remove(path: Path) -> None:
-    """The manifest first: what is left if this ends half-way is no checkpoint. Of a link, only the link."""
-    with suppress(OSError):  # what cannot go stays whole; a new checkpoint is no worse for it
+    """Remove the manifest first, so that an interrupted removal leaves no checkpoint; unlink symlinks."""
+    with suppress(OSError):  # an old checkpoint that cannot be removed does no harm
         if path.is_symlink():
             path.unlink()
             return
@@ -250,8 +260,8 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _sync(folder: Path) -> None:
-    """Write the names in a folder to the disk, where the file system can."""
+def _fsync_folder(folder: Path) -> None:
+    """Write the entries of a folder to the disk, where the file system supports it."""
     descriptor = os.open(folder, os.O_RDONLY)
     with suppress(OSError):
         os.fsync(descriptor)

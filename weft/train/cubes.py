@@ -1,7 +1,7 @@
-"""Cubes: the order of tokens in which sparse attention is trained, cubes of the video before all text.
+"""Cubes: the token order of sparse attention in training, cubes of the video before all text.
 
-So every whole cube is a block whatever the length of the text, and the ragged edges of the video share the
-last blocks with it.
+Every full cube is a block, whatever the length of the text; the ragged edges of the video share the last
+blocks with it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.voxels import Extent, Voxels
 from weft.masks.grid import TokenGrid
-from weft.models.sparsity import reordered
 from weft.run.kernels.budget import Keep
+from weft.sparse.mask_cache import reordered_layout
 
 
 class Cubes:
-    """Of one grid: blocks of queries are cubes, blocks of keys have `block_k` tokens."""
+    """The cubes of one grid: query blocks are cubes, key blocks have `block_k` tokens."""
 
     def __init__(self, grid: TokenGrid, cube: Extent, block_k: int | None) -> None:
         self.voxels = Voxels(grid.extent, cube, suffix=grid.tokens - grid.video)
@@ -32,16 +32,23 @@ class Cubes:
         self._grid = grid
         self._layouts: dict[Layout, Layout] = {}
         self.windows: dict[tuple[int, ...], BlockMask] = {}
-        """Masks of the nearest, by how many blocks each head has."""
+        """Masks of the nearest blocks, by each head's number of blocks."""
+
+    @property
+    def mask_sizes(self) -> dict[str, int]:
+        """The sizes of a BlockMask."""
+        tokens = {"q_len": self.tokens, "kv_len": self.tokens}
+        return tokens | {"block_q": self.block, "block_k": self.block_k}
 
     def layout(self, layout: Layout) -> Layout:
-        """A layout of tokens, as one of their places in the order."""
+        """Return a layout of tokens as one of their positions in this order."""
         if layout not in self._layouts:
-            self._layouts[layout] = reordered(layout, self.place)
+            self._layouts[layout] = reordered_layout(layout, self.place)
         return self._layouts[layout]
 
     @cached_property
     def place(self) -> IntArray:
+        """The position of each token in this order."""
         before, video = self._grid.prefix, self.video
         place = np.empty(self.tokens, dtype=np.int64)
         place[before : before + video] = self.voxels.inverse[:video]
@@ -51,33 +58,33 @@ class Cubes:
 
     @cached_property
     def keep(self) -> Keep:
-        """Text, read by all and reading all, and everybody's own block."""
+        """Tiles that are always selected: all of the text, and each block with itself."""
         return Keep.of_tokens([(self.video, self.tokens)], block_q=self.block, block_k=self.block_k)
 
     @cached_property
     def kept(self) -> Tensor:
-        """[rows, columns] of tiles."""
-        found = self.keep.tiles(slice(0, self.rows), self.rows, self.cols)
-        assert found is not None
-        return found
+        """The same as [rows, columns] of tiles."""
+        tiles = self.keep.tiles(slice(0, self.rows), self.rows, self.cols)
+        assert tiles is not None
+        return tiles
 
     @cached_property
-    def middles(self) -> IntArray:
-        """The token in the middle of each block of queries."""
+    def centers(self) -> IntArray:
+        """The token in the middle of each query block."""
         t, h, w = self.voxels.cube
         starts = np.arange(self.rows) * self.block
         middle = (t // 2 * h + h // 2) * w + w // 2
         return np.where(starts + middle < self.tokens, starts + middle, (starts + self.tokens) // 2)
 
     @cached_property
-    def nearness(self) -> Tensor:
-        """[rows, columns]: the less the further apart the centres of two blocks are."""
+    def proximity(self) -> Tensor:
+        """[rows, columns]: minus the squared distance of the centers of two blocks."""
         plain = TokenGrid(*self._grid.extent, suffix=self.tokens - self.video)
         q, k = (
-            torch.from_numpy(plain.centres(each, self.voxels.order)) for each in (self.block, self.block_k)
+            torch.from_numpy(plain.centers(size, self.voxels.order)) for size in (self.block, self.block_k)
         )
         return -(q[:, None] - k[None]).square().sum(-1)
 
     def blocks(self, share: float) -> int:
-        """How many blocks of keys a share of them is."""
+        """Return the number of key blocks of a share of them, at least 1."""
         return min(self.cols, max(1, int(np.ceil(share * self.cols - 1e-9))))

@@ -1,4 +1,4 @@
-"""Recipe: what `weft train` is told, from a TOML file or a Python one.
+"""Recipe: the configuration of `weft train`, from a TOML file or a Python one.
 
     [model]                     # sizes of a VideoDiT
     width = 192
@@ -9,7 +9,7 @@
     [sparse]                    # left out: attention is dense
     method = "dsv"
 
-A Python recipe has `recipe`, a dict of the same shape. Each part is one class below, with its defaults.
+A Python recipe defines `recipe`, a dict of the same shape. Each section is a dataclass below, with defaults.
 """
 
 from __future__ import annotations
@@ -28,15 +28,23 @@ from weft.core.errors import InputError
 Extent = tuple[int, int, int]
 MAX_BATCH, MAX_FRAMES, MAX_SIZE = 1 << 20, 1 << 16, 1 << 14
 MAX_BLOCK, MAX_TOKENS = 1 << 16, 1 << 24
-"""A recipe is not always of one's own: larger ones overflow in kernels, or would take all memory."""
-MAX_MEAN = 100.0
-MAX_NAME = 255
-"""Bytes of a file's name."""
+"""A recipe may come from a stranger: larger values overflow in kernels, or would take all memory."""
+MAX_LOGIT_MEAN = 100.0
+MAX_NAME_BYTES = 255
+RENAMED = {
+    "data": {"most": "max_shapes"},
+    "train": {
+        "optimiser": "optimizer", "rate": "lr", "decay": "weight_decay", "clip": "max_grad_norm",
+        "mean": "logit_mean",
+    },
+    "sparse": {"rate": "lr", "least": "min_budget"},
+}  # fmt: skip
+"""Keys of older versions, by section, with their new names."""
 
 
 @dataclass(frozen=True)
-class ModelPart:
-    """Sizes of the VideoDiT; see `weft.models.dit.DiTConfig`."""
+class ModelConfig:
+    """Sizes of the VideoDiT; see `weft.video.transformer.DiTConfig`."""
 
     patch: Extent = (4, 8, 8)
     width: int = 192
@@ -45,79 +53,78 @@ class ModelPart:
     mlp: int = 4
     qk_norm: bool = True
     phrase: int = 0
-    """Words that tell of one thing; 4 in weft's own captions, 0 if they stand alone."""
+    """Words per phrase; 4 in weft's own captions, 0 for words that stand alone."""
     upscale: int = 1
-    """Train on clips of a fraction of their height and width, and an upscaler for the rest."""
+    """Train on clips downscaled by this factor, and fit an upscaler for the rest."""
     start: str = ""
-    """A model's directory, whose weights to begin with."""
+    """Directory of a model whose weights training starts from."""
 
 
 @dataclass(frozen=True)
-class DataPart:
-    """weft-shapes, weft-pan, or a folder of videos or of latents (then `path`)."""
+class DataConfig:
+    """weft-shapes, weft-pan, or a folder (`path`) of videos or of latents."""
 
     set: Literal["weft-shapes", "weft-pan", "folder", "latents"] = "weft-shapes"
     path: str = ""
     frames: int = 16
     size: int = 64
-    most: int = 2
-    """Shapes in a clip."""
+    max_shapes: int = 2
+    """Per clip."""
     held_out: int = 64
-    """Clips for validation, that are never trained on."""
+    """Clips for validation, never trained on."""
 
 
 @dataclass(frozen=True)
-class TrainPart:
+class TrainConfig:
     steps: int = 1000
     batch: int = 16
-    """Clips in a step, over all ranks."""
+    """Clips per step, over all ranks."""
     accumulate: int = 1
-    """Parts that a step's clips are computed in, one after the other."""
-    optimiser: Literal["adamw", "muon"] = "adamw"
-    """muon: matrices of blocks by Muon, which takes fewer steps, the rest by AdamW."""
-    rate: float = 1e-3
+    """Micro-batches per step, for gradient accumulation."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: Muon for the matrices of blocks, which takes fewer steps, AdamW for the rest."""
+    lr: float = 1e-3
     warmup: int = 100
     floor: float = 0.0
-    """Of the rate, that the cosine ends at, as a share of it."""
-    decay: float = 0.01
-    """Weight decay, on matrices only."""
-    clip: float = 1.0
-    """Largest norm of the gradient."""
+    """Final learning rate of the cosine, as a share of `lr`."""
+    weight_decay: float = 0.01
+    """On matrices only."""
+    max_grad_norm: float = 1.0
     ema: float = 0.999
     drop: float = 0.1
-    """How often a prompt is forgotten, for guidance."""
+    """Probability of dropping a prompt, for classifier-free guidance."""
     edges: float = 0.0
-    """What errors between neighbouring pixels count, beside those of pixels: outlines are few pixels."""
-    mean: float = 0.0
+    """Weight of the error between neighboring pixels in the loss: outlines are few pixels."""
+    logit_mean: float = 0.0
     """Of the logit-normal timesteps: above 0 trains more on noise."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the computation; parameters and optimiser are float32."""
+    """Of the computation; parameters and optimizer state are float32."""
     checkpointing: bool = False
-    """Blocks are computed again for their gradients, instead of kept."""
+    """Recompute blocks in the backward instead of storing their activations."""
     seed: int = 0
 
 
 @dataclass(frozen=True)
-class ParallelPart:
-    """Ranks that share a sequence; the others, if there are more, have other clips. 0: all of them."""
+class ParallelConfig:
+    """`sequence` ranks share each clip (0: all of them); further groups have other clips."""
 
     sequence: int = 1
     plan: str = "auto"
     backend: str = "auto"
-    """The kernel of attention that is split or sparse; see `weft.core.backends`."""
+    """Kernel of sharded or sparse attention; see `weft.core.backends`."""
     shard: bool = True
-    """Parameters over the ranks (FSDP2); if not, each rank has them all, which is faster where they fit."""
+    """Shard parameters over the ranks (FSDP2); replicating them is faster where they fit."""
 
 
 @dataclass(frozen=True)
-class SavePart:
+class SaveConfig:
     every: int = 200
-    """Steps from one checkpoint to the next."""
+    """Steps between checkpoints."""
     keep: int = 2
     samples: int = 0
-    """Steps from one sheet of samples to the next; 0 for none."""
+    """Steps between sheets of samples; 0 for none."""
     validate: int = 0
-    """Steps from one held-out loss to the next; 0 for none."""
+    """Steps between held-out losses; 0 for none."""
     prompts: tuple[str, ...] = (
         "a red circle moving left",
         "a blue square moving up",
@@ -127,116 +134,116 @@ class SavePart:
 
 
 @dataclass(frozen=True)
-class SparsePart:
-    """Sparse attention in training: who selects, how much, and from when on."""
+class SparseConfig:
+    """Sparse attention in training: how blocks are selected, how many, and from which step on."""
 
     method: Literal["dsv", "pooled", "window"] = "dsv"
-    """dsv: a learned predictor. pooled: means of cubes, as VSA. window: the nearest cubes."""
+    """dsv: a learned predictor. pooled: means of cubes, as in VSA. window: the nearest cubes."""
     source: Literal["qk", "hidden"] = "qk"
     rank: int = 16
-    """Of the predictor, in each head."""
+    """Of the predictor, per head."""
     loss: Literal["kl", "pearson", "dsv"] = "kl"
-    rate: float = 1e-3
+    lr: float = 1e-3
+    """Of the predictor."""
     rows: int = 64
-    """Queries that predictors learn from, and that are profiled."""
+    """Queries sampled to train and profile the predictor."""
     mass: float = 0.9
-    """The share of a query's softmax that has to be kept."""
+    """Share of a query's softmax that the selected keys must hold."""
     cube: Extent = (2, 4, 4)
     block_k: int | None = None
-    """Keys that are taken or left together; as many as a cube has, if not told."""
-    proxy: Literal["mean", "centre"] = "mean"
+    """Keys per block; by default as many as a cube has."""
+    proxy: Literal["mean", "center"] = "mean"
     budget: Literal["profile"] | float = "profile"
-    """Of keys, by head: as measured, or one share for all."""
-    least: float = 0.02
+    """Share of keys per head: as profiled, or one value for all."""
+    min_budget: float = 0.02
     coarse: bool = False
-    """A gated attention among means of cubes is added."""
+    """Add a gated attention among means of cubes."""
     anneal: int = 0
-    """Steps in which the budget falls from everything to its value."""
+    """Steps in which the budget falls from 1 to its value."""
     stage1: int = 200
-    """The most steps that a block stays dense for the sake of its predictor."""
+    """The most steps that a block stays dense while its predictor learns."""
     profile_every: int = 25
     profile_rarely: int = 100
-    """Once a block's predictor is good."""
+    """The same once a block's predictor is good."""
     dense_blocks: tuple[int, ...] = ()
-    """Blocks that stay dense for ever; -1 is the last."""
+    """Blocks that always stay dense; -1 is the last."""
     gate: Literal["cost"] | float = "cost"
-    """A block is sparse where that is measured to be faster, or needs less than this share of keys."""
+    """Blocks become sparse where that is measured to be faster, or that need less than this share of keys."""
     cost_tokens: int | None = None
-    """The length for which costs are asked, if not the real one."""
+    """Sequence length for the cost model, if not the real one."""
 
     def __post_init__(self) -> None:
         for name in ("rank", "rows", "profile_every", "profile_rarely"):
-            _within(f"sparse.{name}", getattr(self, name), 1)
-        for name in ("anneal", "stage1", "rate"):
-            _within(f"sparse.{name}", getattr(self, name), 0)
+            _check_range(f"sparse.{name}", getattr(self, name), 1)
+        for name in ("anneal", "stage1", "lr"):
+            _check_range(f"sparse.{name}", getattr(self, name), 0)
         for size in (*self.cube, math.prod(self.cube)):
-            _within("sparse.cube", size, 1, MAX_BLOCK)
-        _within("sparse.block_k", self.block_k or 1, 1, MAX_BLOCK)
-        _within("sparse.cost_tokens", self.cost_tokens or 0, 0, MAX_TOKENS)
-        for name in ("mass", "least", "budget"):
+            _check_range("sparse.cube", size, 1, MAX_BLOCK)
+        _check_range("sparse.block_k", self.block_k or 1, 1, MAX_BLOCK)
+        _check_range("sparse.cost_tokens", self.cost_tokens or 0, 0, MAX_TOKENS)
+        for name in ("mass", "min_budget", "budget"):
             share = getattr(self, name)
             if share != "profile" and not 0 < share <= 1:
-                raise InputError(
-                    f"sparse.{name} = {share} is no share.", hint="It is above 0, and at most 1."
-                )
+                raise InputError(f"sparse.{name} must be in (0, 1], got {share}.")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    model: ModelPart = field(default_factory=ModelPart)
-    data: DataPart = field(default_factory=DataPart)
-    train: TrainPart = field(default_factory=TrainPart)
-    parallel: ParallelPart = field(default_factory=ParallelPart)
-    save: SavePart = field(default_factory=SavePart)
-    sparse: SparsePart | None = None
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    save: SaveConfig = field(default_factory=SaveConfig)
+    sparse: SparseConfig | None = None
 
     def __post_init__(self) -> None:
         train, data = self.train, self.data
-        for name, value, least in (
+        for name, value, minimum in (
             ("train.steps", train.steps, 1), ("train.edges", train.edges, 0),
             ("train.accumulate", train.accumulate, 1), ("train.warmup", train.warmup, 0),
             ("save.every", self.save.every, 1), ("save.keep", self.save.keep, 1),
             ("data.held_out", data.held_out, 1), ("parallel.sequence", self.parallel.sequence, 0),
             ("train.seed", train.seed, 0), ("save.samples", self.save.samples, 0),
-            ("save.validate", self.save.validate, 0), ("prompts of save", len(self.save.prompts), 1),
+            ("save.validate", self.save.validate, 0), ("len(save.prompts)", len(self.save.prompts), 1),
         ):  # fmt: skip
-            _within(name, value, least)
+            _check_range(name, value, minimum)
         check_backend(self.parallel.backend)
-        _within("train.batch", train.batch, 1, MAX_BATCH)
-        _within("train.mean", train.mean, -MAX_MEAN, MAX_MEAN)
-        _within("data.frames", data.frames, 1, MAX_FRAMES)
-        _within("data.size", data.size, 1, MAX_SIZE)
-        _within("model.upscale", self.model.upscale, 1, data.size)
+        _check_range("train.batch", train.batch, 1, MAX_BATCH)
+        _check_range("train.logit_mean", train.logit_mean, -MAX_LOGIT_MEAN, MAX_LOGIT_MEAN)
+        _check_range("data.frames", data.frames, 1, MAX_FRAMES)
+        _check_range("data.size", data.size, 1, MAX_SIZE)
+        _check_range("model.upscale", self.model.upscale, 1, data.size)
+        for name in ("ema", "drop", "floor"):
+            _check_range(f"train.{name}", getattr(train, name), 0, 1)
         for path in (data.path, self.model.start):
-            if any(len(part.encode()) > MAX_NAME for part in Path(path).parts):
+            if any(len(name.encode()) > MAX_NAME_BYTES for name in Path(path).parts):
                 raise InputError(f"{path[:80]!r} in the recipe is too long for a path.")
-        for name, share in (("ema", train.ema), ("drop", train.drop), ("floor", train.floor)):
-            if not 0 <= share <= 1:
-                raise InputError(f"train.{name} = {share} in the recipe.", hint="It is from 0 to 1.")
-        if min(train.rate, train.clip) <= 0:
-            raise InputError(
-                f"train.rate = {train.rate}, train.clip = {train.clip}.", hint="Above 0 it learns."
-            )
+        for name in ("lr", "max_grad_norm"):
+            if getattr(train, name) <= 0:
+                raise InputError(f"train.{name} must be > 0, got {getattr(train, name)}.")
         if train.batch % train.accumulate:
             raise InputError(
-                f"train.batch = {train.batch} cannot be computed in {train.accumulate} equal parts.",
-                hint="Let train.accumulate divide train.batch.",
+                f"train.accumulate must divide train.batch, got {train.accumulate} and {train.batch}."
             )
         if data.set == "latents" and self.model.upscale > 1:
-            raise InputError(f"model.upscale = {self.model.upscale}.", hint="Latents are not enlarged.")
+            raise InputError(f"model.upscale must be 1 for latents, got {self.model.upscale}.")
         if (data.set in ("folder", "latents")) != bool(data.path):
             raise InputError(
                 f'data.set = "{data.set}" with data.path = "{data.path}".',
-                hint="folder and latents have a path, the others are made up.",
+                hint="folder and latents need data.path; the other sets are generated and take none.",
             )
 
     def to_json(self) -> dict[str, Any]:
-        return {name: part for name, part in asdict(self).items() if part is not None}
+        return {name: section for name, section in asdict(self).items() if section is not None}
 
     @staticmethod
-    def of(said: Mapping[str, Any], where: str = "The recipe") -> Recipe:
-        """From a dict of parts; unknown names and wrong types are refused."""
-        return tables.read(Recipe, said, where)
+    def of(table: Mapping[str, Any], source: str = "The recipe") -> Recipe:
+        """Build a recipe from a dict of sections; unknown keys and wrong types raise an error."""
+        for section, keys in RENAMED.items():
+            config = table.get(section)
+            for old in keys.keys() & config if isinstance(config, Mapping) else ():
+                raise InputError(f"{source} [{section}]: {old!r} is now {keys[old]!r}.", hint="Rename it.")
+        return tables.read(Recipe, table, source)
 
     @staticmethod
     def load(path: Path | str) -> Recipe:
@@ -244,19 +251,19 @@ class Recipe:
         if not file.is_file():
             raise InputError(f"There is no recipe {file}.", hint="Try recipes/shapes.toml of the repository.")
         if file.suffix == ".py":
-            said = runpy.run_path(str(file)).get("recipe")
-            if isinstance(said, Recipe):
-                return said
-            if not isinstance(said, Mapping):
-                raise InputError(f"{file} has no `recipe`.", hint="Let it be a dict, as of a TOML file.")
+            table = runpy.run_path(str(file)).get("recipe")
+            if isinstance(table, Recipe):
+                return table
+            if not isinstance(table, Mapping):
+                raise InputError(f"{file} must define `recipe`, a dict as of a TOML file.")
         elif file.suffix == ".toml":
-            said = files.toml(file)
+            table = files.toml(file)
         else:
-            raise InputError(f"{file} is no recipe.", hint="Recipes end in .toml or .py.")
-        return Recipe.of(said, str(file))
+            raise InputError(f"A recipe must end in .toml or .py, got {file}.")
+        return Recipe.of(table, str(file))
 
 
-def _within(name: str, value: float, least: float, most: float = math.inf) -> None:
-    if not least <= value <= most:
-        hint = f"It is {least} or more." if most == math.inf else f"It is from {least} to {most:,}."
-        raise InputError(f"{name} = {value} in the recipe.", hint=hint)
+def _check_range(name: str, value: float, minimum: float, maximum: float = math.inf) -> None:
+    if not minimum <= value <= maximum:
+        limits = f">= {minimum}" if maximum == math.inf else f"in [{minimum}, {maximum:,}]"
+        raise InputError(f"{name} in the recipe must be {limits}, got {value}.")

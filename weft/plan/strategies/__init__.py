@@ -20,13 +20,13 @@ from weft.plan.strategy import BALANCES, Strategy, factors
 @cache
 def kinds() -> tuple[type[Strategy], ...]:
     """Of all files, the one that is to be preferred first."""
-    found = [
+    classes = [
         each
         for module in modules(__name__).values()
         for each in vars(module).values()
         if isinstance(each, type) and issubclass(each, Strategy) and each.__module__ == module.__name__
     ]
-    return tuple(sorted(found, key=lambda kind: kind.order))
+    return tuple(sorted(classes, key=lambda kind: kind.order))
 
 
 def short_names() -> list[str]:
@@ -45,9 +45,9 @@ def parse(name: str, ranks: int) -> Strategy:
         if shape := kind.short(ranks).get(plain):
             return kind(*shape, _balance(balance, name))
         if match := re.fullmatch(rf"{kind.kind}:(?P<ulysses>\d+)x(?P<ring>\d+){kind.options}", plain):
-            given = {key: int(number) for key, number in match.groupdict().items() if number}
-            _check_ranks(kind, name, given["ulysses"] * given["ring"], ranks)
-            return kind(balance=_balance(balance, name), **given)
+            fields = {key: int(number) for key, number in match.groupdict().items() if number}
+            _check_ranks(kind, name, fields["ulysses"] * fields["ring"], ranks)
+            return kind(balance=_balance(balance, name), **fields)
     shapes = ", ".join(f"{kind.kind}:UxR" for kind in kinds())
     raise InputError(
         f"There is no strategy {name!r}.",

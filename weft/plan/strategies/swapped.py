@@ -13,5 +13,5 @@ class Swapped(Usp):
     kind, order, across = "swapped", 1, True
 
     @classmethod
-    def ways(cls, ulysses: int, ring: int, topology: Topology) -> Sequence[Strategy]:
+    def candidates(cls, ulysses: int, ring: int, topology: Topology) -> Sequence[Strategy]:
         return (cls(ulysses, ring),) if min(ulysses, ring, topology.machines) > 1 else ()

@@ -11,8 +11,8 @@ from weft.core.partition import Partition
 from weft.core.problem import Problem
 from weft.core.schedule import Schedule
 from weft.core.topology import Topology
-from weft.plan.assignment import Assigned
-from weft.plan.estimate import Way, launch_seconds, moves, phase, sizes, spread
+from weft.plan.assignment import AssignmentCost
+from weft.plan.estimate import LinkCost, launch_seconds, moves, phase, sizes, spread
 from weft.plan.strategy import Strategy, most_machines
 from weft.schedule.torus import torus
 from weft.simulate.costs import shared_seconds
@@ -36,8 +36,8 @@ class Torus(Strategy):
 
     @property
     def tail(self) -> str:
-        parts = "" if self.chunks == 1 else f"c{self.chunks}"
-        return parts + ("" if self.defer is None else f"d{self.defer}")
+        chunks = "" if self.chunks == 1 else f"c{self.chunks}"
+        return chunks + ("" if self.defer is None else f"d{self.defer}")
 
     @classmethod
     def short(cls, ranks: int) -> dict[str, tuple[int, int]]:
@@ -45,7 +45,7 @@ class Torus(Strategy):
         return {}
 
     @classmethod
-    def ways(cls, ulysses: int, ring: int, topology: Topology) -> Sequence[Strategy]:
+    def candidates(cls, ulysses: int, ring: int, topology: Topology) -> Sequence[Strategy]:
         if topology.machines == 1 or most_machines(ulysses, topology.machines, topology.devices) == 1:
             return ()
         return [cls(ulysses, ring, chunks=chunks) for chunks in CHUNKS]
@@ -67,13 +67,13 @@ class Torus(Strategy):
             name=str(self),
         )
 
-    def estimate(self, problem: Problem, topology: Topology, cost: Assigned) -> float:
+    def estimate(self, problem: Problem, topology: Topology, cost: AssignmentCost) -> float:
         """Two clocks, of the wire and of the slowest rank, through its stages."""
         compute, widest = cost.seconds.sum(axis=2), cost.assignment.widest
         staged, sent = _stages(topology, self, sizes(problem), float(compute.max()), widest)
         rows, columns = moves(problem, cost)
-        way = spread(topology, self.mesh_on(topology), "ring", widest)
-        moving = phase(topology, (way, rows + columns + rows))
+        link = spread(topology, self.mesh_on(topology), "ring", widest)
+        moving = phase(topology, (link, rows + columns + rows))
         shared = shared_seconds(topology, compute.ravel().tolist(), [sent] * problem.ranks)
         return float(max(staged + moving, shared, self._launches(topology)))
 
@@ -98,41 +98,41 @@ def _stages(
     topology: Topology, strategy: Torus, bytes_: tuple[float, float], compute: float, widest: float
 ) -> tuple[float, float]:
     """Seconds in all, and of sending; `compute` is that of the slowest rank, `bytes_` a rank's q and kv."""
-    machines, parts, (q, kv) = topology.machines, strategy.chunks, bytes_
+    machines, chunks, (q, kv) = topology.machines, strategy.chunks, bytes_
     torus = most_machines(strategy.ulysses, machines, topology.devices)
     inside = strategy.ulysses // torus
-    hops, stages = topology.devices // inside, (machines - 1) * parts
+    hops, stages = topology.devices // inside, (machines - 1) * chunks
     late = 0 if torus == 1 else stages if strategy.defer is None else min(strategy.defer, stages)
     byte, latency = widest / topology.intra.bandwidth, topology.intra.latency
-    near, around = Way(latency, byte, inside - 1), Way(latency, byte, hops - 1)
+    near, around = LinkCost(latency, byte, inside - 1), LinkCost(latency, byte, hops - 1)
     share = (inside - 1) / inside
     # Neighbours on the Ulysses axis are on one machine: where one has more heads, its card has more to do.
     card = topology.devices / topology.nic_bandwidth if topology.nic_bandwidth else 0.0
-    away = Way(0.0, widest * max(1 / topology.inter.bandwidth, card), 1)
-    pull_q, pull_kv = (phase(topology, (away, size / torus / parts)) for size in (q, kv))
-    passing = phase(topology, (around, kv / torus / parts * (hops - 1)))
+    away = LinkCost(0.0, widest * max(1 / topology.inter.bandwidth, card), 1)
+    pull_q, pull_kv = (phase(topology, (away, size / torus / chunks)) for size in (q, kv))
+    passing = phase(topology, (around, kv / torus / chunks * (hops - 1)))
     unit, call = compute / (torus * machines), topology.call_seconds * hops
     wire = sent = phase(topology, (near, q * share))
-    clock = phase(topology, (near, (q + kv) * share)) + max(unit + call, passing * parts)
-    rows = (torus - 1) * parts
-    posted = [0.0] * parts  # a pull is posted so many stages before it is used
+    clock = phase(topology, (near, (q + kv) * share)) + max(unit + call, passing * chunks)
+    rows = (torus - 1) * chunks
+    posted = [0.0] * chunks  # a pull is posted so many stages before it is used
     for _ in range(rows):
-        wire = max(wire, posted[-parts]) + pull_q
+        wire = max(wire, posted[-chunks]) + pull_q
         posted.append(clock)
-        clock = max(clock, wire + topology.inter.latency) + unit / parts + call
+        clock = max(clock, wire + topology.inter.latency) + unit / chunks + call
     for stage in range(1, stages + 1):
-        wire = max(wire, posted[-parts]) + pull_kv
+        wire = max(wire, posted[-chunks]) + pull_kv
         posted.append(clock)
-        own = (stage <= stages - late) * (unit / parts + call)
+        own = (stage <= stages - late) * (unit / chunks + call)
         clock = max(clock, wire + topology.inter.latency)
         if stage < stages:
-            clock += max(passing, (torus - 1) * unit / parts + own + call * (not own))
+            clock += max(passing, (torus - 1) * unit / chunks + own + call * (not own))
             continue
         for _ in range(rows):
-            clock += unit / parts**2 + call
+            clock += unit / chunks**2 + call
             wire = max(wire, clock) + pull_q
         clock += own
-    clock += late * (unit / parts + call)
+    clock += late * (unit / chunks + call)
     back = phase(topology, (near, q * share / torus))
     sent += 2 * rows * pull_q + stages * (pull_kv + passing) + back
     return max(clock, wire + topology.inter.latency) + back, sent

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
-
 from weft.core.mask import BlockMask
 from weft.core.mesh import Mesh
 from weft.core.partition import Partition
 from weft.core.problem import Problem
 from weft.core.schedule import Schedule
 from weft.core.topology import Topology
-from weft.plan.assignment import Assigned
-from weft.plan.estimate import launch_seconds, neighbour, phase, scattered
+from weft.plan.assignment import AssignmentCost
+from weft.plan.estimate import launch_seconds, neighbour, phase, scattered, sizes, step_seconds
 from weft.plan.strategy import Strategy
 from weft.schedule.usp import usp
 
@@ -27,7 +24,7 @@ class Usp(Strategy):
         return {"ring": (1, ranks), "ulysses": (ranks, 1)}
 
     @classmethod
-    def ways(cls, ulysses: int, ring: int, topology: Topology) -> Sequence[Strategy]:
+    def candidates(cls, ulysses: int, ring: int, topology: Topology) -> Sequence[Strategy]:
         del topology
         return (cls(ulysses, ring),)
 
@@ -39,15 +36,14 @@ class Usp(Strategy):
             mesh = Mesh.of(ulysses=mesh.ranks)
         return usp(problem, mask, mesh, partition, name=str(self))
 
-    def estimate(self, problem: Problem, topology: Topology, cost: Assigned) -> float:
+    def estimate(self, problem: Problem, topology: Topology, cost: AssignmentCost) -> float:
         """scatter + Σ over ring steps of max(compute of the slowest rank, one hop) + return."""
 
-        def hops(kv: float, steps: npt.NDArray[np.float64]) -> tuple[float, float]:
-            way = neighbour(topology, self.mesh_on(topology), cost.assignment.widest)
-            hop = phase(topology, (way, kv)) if self.ring > 1 else 0.0
-            slow = steps.max(axis=(0, 1))
-            return sum(max(step, hop) for step in slow[:-1]) + slow[-1], hop * (self.ring - 1)
-
+        steps = step_seconds(self, problem, topology, cost)
+        slowest = steps.max(axis=(0, 1))
+        link = neighbour(topology, self.mesh_on(topology), cost.assignment.widest)
+        hop = phase(topology, (link, sizes(problem)[1])) if self.ring > 1 else 0.0
+        between = sum(max(step, hop) for step in slowest[:-1]) + slowest[-1]
         swaps, passes = self.ulysses - 1, self.ring - 1
         between_all = 2 * (passes == 0 < swaps)
         launches = launch_seconds(
@@ -57,4 +53,6 @@ class Usp(Strategy):
             posts=2 * (swaps > 0) + passes - between_all,
             messages=4 * swaps * (passes > 0) + 2 * passes,
         )
-        return max(launches, scattered(self, problem, topology, cost, hops))
+        sending = hop * (self.ring - 1)
+        seconds = scattered(self, problem, topology, cost, steps=steps, between=between, sending=sending)
+        return max(launches, seconds)

@@ -1,4 +1,4 @@
-"""Transports behind one small interface: post what leaves and what comes, wait for it later."""
+"""Transports behind one small interface: post sends and receives, and wait for each where it is needed."""
 
 from __future__ import annotations
 
@@ -9,29 +9,30 @@ from torch import Tensor
 
 Message = tuple[int, Tensor]
 """(peer, flat buffer)."""
+LATE_HINT = "That rank is lost, stuck or late; look at its own error first."
 
 
-class Transit(Protocol):
-    """Messages under way. A receive is waited for where its data is used, a send where its buffer is."""
+class PendingExchange(Protocol):
+    """Messages under way: wait for a receive before using it, for a send before writing its buffer."""
 
     def wait_for(self, peer: int) -> Tensor | None:
-        """Until the message from `peer` is here: in its buffer, or in the tensor that is returned."""
+        """Wait for the message from `peer`; return the tensor it is in, if that is not its buffer."""
         ...
 
     def wait_sent(self, peer: int) -> None:
-        """Until the buffer of the message to `peer` may be written again."""
+        """Wait until the buffer of the message to `peer` may be written again."""
         ...
 
     def finish(self) -> None:
-        """Until every buffer of this transit may be written again."""
+        """Wait for all messages."""
         ...
 
 
 class Borrower(Protocol):
-    """Who views memory that was lent."""
+    """An object with views of lent memory."""
 
     def unbind(self) -> None:
-        """Drop every view of it."""
+        """Drop all views."""
         ...
 
 
@@ -39,20 +40,20 @@ class Lender(Protocol):
     """Memory for the messages of one call that peers read."""
 
     near: frozenset[int]
-    """Peers that read this rank's messages from here, and whose messages stay in their own memory."""
+    """Peers that share memory: they read messages here, and theirs stay in their own memory."""
     lands: bool
-    """Whether received messages are copied to a buffer; else none is needed, they are read in place."""
+    """Whether received messages are copied to a buffer; else they are read in place and need none."""
 
     def reserve(self, num_bytes: int) -> None:
-        """Make room for a call, once for each kind of call, before it lends; all ranks call it together."""
+        """Make room for a kind of call before its first `lend`; all ranks call it together."""
         ...
 
     def lend(self, sizes: dict[str, int], borrower: Borrower | None = None) -> dict[str, Tensor]:
-        """A buffer of each size, the same ones for the same sizes until the borrower is unbound."""
+        """Return a buffer of each size, the same ones for the same sizes until the borrower is unbound."""
         ...
 
     def end(self) -> None:
-        """The call is over: this rank reads nothing of its peers any more."""
+        """End the call: this rank reads no more messages of its peers."""
         ...
 
 
@@ -60,27 +61,27 @@ class Comm(Protocol):
     """Point-to-point messages between the ranks of one group."""
 
     transport: str
-    """Its name: ranks that have chosen differently would wait for each other."""
+    """Its name; ranks compare it, since different transports would wait for each other."""
     rank: int
     size: int
     bytes_sent: int
     """Payload handed to the transport so far."""
 
     def begin(self, device: torch.device) -> Lender | None:
-        """A call begins, on all ranks; where messages have to lie in certain memory, who lends it."""
+        """Begin a call, on all ranks; return the lender where messages must lie in its memory."""
         ...
 
-    def post(self, sends: list[Message], receives: list[Message], label: str, tag: int) -> Transit:
-        """Start all of them and return at once; the n-th post of a pair and tag meets its peer's n-th.
+    def post(self, sends: list[Message], receives: list[Message], label: str, tag: int) -> PendingExchange:
+        """Start all messages and return at once; the n-th post of a pair and tag matches the peer's n-th.
 
-        The tag stands for the plan, so that messages of different plans never meet.
+        The tag stands for the plan, so that messages of different plans never match.
         """
         ...
 
     def warm_up(self, device: torch.device) -> None:
         """Connect all ranks for tensors of a device, once; all ranks call it together.
 
-        NCCL makes its communicator in the first operation of a group, in which every member must take part.
+        NCCL creates its communicator in the first operation of a group, in which every member must take part.
         """
         ...
 
@@ -88,10 +89,15 @@ class Comm(Protocol):
         """Whether `all_to_all` serves tensors of a device; the same on all ranks."""
         ...
 
-    def all_to_all(self, sends: list[Message], receives: list[Message], label: str) -> Transit:
-        """Start one collective of all ranks. Buffers lie side by side, in the order of ranks, at each end."""
+    def all_to_all(self, sends: list[Message], receives: list[Message], label: str) -> PendingExchange:
+        """Start one collective of all ranks. Buffers are adjacent, in the order of ranks, at each end."""
         ...
 
-    def gather_numbers(self, numbers: list[int]) -> list[list[int]]:
-        """Everyone's equally many integers, by rank; for agreement, not for data."""
+    def all_gather_ints(self, numbers: list[int]) -> list[list[int]]:
+        """Return the equally many integers of each rank, by rank; for agreement, not for data."""
         ...
+
+
+def reason_of(error: Exception) -> str:
+    """Return the first line of an error's message, without the source location before it."""
+    return str(error).splitlines()[0].split("] ")[-1].strip() if str(error) else type(error).__name__

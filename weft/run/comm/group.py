@@ -1,7 +1,7 @@
-"""torch.distributed process groups as a transport: gloo on CPUs, NCCL on GPUs.
+"""Process groups of torch.distributed as a transport: gloo on CPUs, NCCL on GPUs.
 
-A wait for gloo blocks the host, at most for the time-out. A wait for NCCL is one of the stream, without a
-time-out: with one, torch would block the host and poll. The group's `Watcher` sees who is late instead.
+A wait for gloo blocks the host, at most for the timeout. A wait for NCCL blocks the stream and has no
+timeout: with one, torch would block the host and poll. The group's `Watcher` finds late ranks instead.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch.distributed as dist
 
 from weft.core.errors import CommError
 from weft.run import streams
-from weft.run.comm import Message, Transit, rollcall
+from weft.run.comm import LATE_HINT, Message, PendingExchange, reason_of, rollcall
 from weft.run.comm.watcher import Watcher
 from weft.run.exchange import host_device
 from weft.run.groups import note_priority
 
 SIGN_SECONDS = 2.0
-"""For ranks to say that a collective failed for them too."""
+"""Time for ranks to report that a collective failed for them too."""
 Works = Mapping[int, Any]  # torch's Work, by peer; None for a rank outside the group
 
 _watchers: WeakKeyDictionary[dist.ProcessGroup, Watcher] = WeakKeyDictionary()
@@ -66,7 +66,7 @@ class GroupComm:
 
     @property
     def watcher(self) -> Watcher:
-        """The watcher of the group, which begins to answer the others when it is first asked for."""
+        """The watcher of the group, which answers roll calls from its first use on."""
         if self._watcher is None:
             if self.group not in _watchers:
                 _watchers[self.group] = _watcher_of(self.group)
@@ -74,13 +74,13 @@ class GroupComm:
             self._watcher.start(self.timeout)
         return self._watcher
 
-    def post(self, sends: list[Message], receives: list[Message], label: str, tag: int) -> Transit:
+    def post(self, sends: list[Message], receives: list[Message], label: str, tag: int) -> PendingExchange:
         self.bytes_sent += sum(buffer.numel() * buffer.element_size() for _, buffer in sends)
         messages = sends or receives
         try:
             if messages and self.is_on_stream(messages[0][1]):
                 return self._post_batch(sends, receives, label, messages[0][1].device)
-            # Receives first: a message that finds its buffer waiting needs no copy of its own.
+            # Receives first: a message whose buffer is posted needs no copy of its own.
             coming = {
                 peer: dist.irecv(buffer, group=self.group, group_src=peer, tag=tag)
                 for peer, buffer in receives
@@ -93,18 +93,18 @@ class GroupComm:
                 raise
             peers = sorted({peer for peer, _ in (*sends, *receives)})
             raise CommError(
-                f"Rank {self.rank} cannot start {label} with ranks {peers}: {_reason(error)}"
+                f"Rank {self.rank} cannot start {label} with ranks {peers}: {reason_of(error)}"
             ) from error
-        return GroupTransit(self, coming, going, label)
+        return GroupExchange(self, coming, going, label)
 
     def is_on_stream(self, buffer: torch.Tensor) -> bool:
-        """Whether messages of such buffers are work of a stream, on which the host does not wait."""
+        """Whether messages of such buffers are work of a stream, for which the host does not wait."""
         return buffer.is_cuda
 
     def _post_batch(
         self, sends: list[Message], receives: list[Message], label: str, device: torch.device
-    ) -> StreamTransit:
-        """NCCL pairs a batch as one group call, so that sends and receives cannot wait for each other."""
+    ) -> StreamExchange:
+        """Post one group call of NCCL, in which sends and receives cannot wait for each other."""
         self.watcher.check()
         calls = [dist.P2POp(dist.irecv, x, group=self.group, group_peer=peer) for peer, x in receives]
         calls += [dist.P2POp(dist.isend, x, group=self.group, group_peer=peer) for peer, x in sends]
@@ -114,23 +114,23 @@ class GroupComm:
         return self._watched(works, label, messages, device)
 
     def _watched(
-        self, works: list[Any], label: str, messages: list[rollcall.Message], device: torch.device
-    ) -> StreamTransit:
-        # Works of a graph run whenever it is replayed, and must not be queried while it is captured.
+        self, works: list[Any], label: str, messages: list[rollcall.Endpoint], device: torch.device
+    ) -> StreamExchange:
+        # Works of a graph run when it is replayed, and must not be queried while it is captured.
         if not streams.is_capturing(device):
             self.watcher.watch(works, streams.record(device), label, messages, self.timeout)
-        return StreamTransit(self, works, label)
+        return StreamExchange(self, works, label)
 
-    def _with_all(self) -> list[rollcall.Message]:
+    def _with_all(self) -> list[rollcall.Endpoint]:
         """A collective, as messages to and from all other ranks."""
         peers = [peer for peer in range(self.size) if peer != self.rank]
-        return [(way, peer) for way in (rollcall.SEND, rollcall.RECEIVE) for peer in peers]
+        return [(direction, peer) for direction in (rollcall.SEND, rollcall.RECEIVE) for peer in peers]
 
     def collective(self, device: torch.device) -> bool:
         del device
         return self.size > 1
 
-    def all_to_all(self, sends: list[Message], receives: list[Message], label: str) -> Transit:
+    def all_to_all(self, sends: list[Message], receives: list[Message], label: str) -> PendingExchange:
         self.bytes_sent += sum(buffer.numel() for peer, buffer in sends if peer != self.rank)
         ends = [_one_buffer(messages) for messages in (receives, sends)]
         splits = [_splits(messages, self.size) for messages in (receives, sends)]
@@ -140,17 +140,17 @@ class GroupComm:
         try:
             work = dist.all_to_all_single(*ends, *splits, group=self.group, async_op=True)
         except RuntimeError as error:
-            raise CommError(f"Rank {self.rank} cannot start {label}: {_reason(error)}") from error
+            raise CommError(f"Rank {self.rank} cannot start {label}: {reason_of(error)}") from error
         if on_stream:
             return self._watched([work], label, self._with_all(), ends[0].device)
-        # One work for all: whoever waits for one message waits for each.
+        # One work for all: a wait for one message waits for each.
         coming, going = ({peer: work for peer, _ in messages} for messages in (receives, sends))
-        return GroupTransit(self, coming, going, label, collective=True)
+        return GroupExchange(self, coming, going, label, collective=True)
 
-    def missing(self, label: str) -> list[int]:
-        """After a collective has failed: the ranks that do not say so too, which are lost or stuck.
+    def unreported(self, label: str) -> list[int]:
+        """Return the ranks that do not report the failure of a collective, which are lost or stuck.
 
-        A backend does not tell whom it waited for, but every rank that lives fails in the same collective.
+        A backend does not report which rank it waited for, but all other ranks fail in the same collective.
         """
         try:
             store = store_of(self.group)
@@ -165,31 +165,31 @@ class GroupComm:
             return []
         return others
 
-    def gather_numbers(self, numbers: list[int]) -> list[list[int]]:
+    def all_gather_ints(self, numbers: list[int]) -> list[list[int]]:
         if self.size == 1:
             return [numbers]  # a collective of one takes half a millisecond
         self._check()
-        mine = torch.tensor(numbers, dtype=torch.int64, device=host_device(self.group))
-        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        own = torch.tensor(numbers, dtype=torch.int64, device=host_device(self.group))
+        rows = [torch.empty_like(own) for _ in range(self.size)]
         try:
-            work = dist.all_gather(everyone, mine, group=self.group, async_op=True)
+            work = dist.all_gather(rows, own, group=self.group, async_op=True)
             assert work is not None
-            if self.is_on_stream(mine):  # reading the rows waits, and the watcher ends that
-                self._watched([work], "agreement", self._with_all(), mine.device).finish()
+            if self.is_on_stream(own):  # reading the rows waits, and the watcher can end that
+                self._watched([work], "agreement", self._with_all(), own.device).finish()
             else:
                 work.wait(_span(self.timeout))
         except RuntimeError as error:
             if isinstance(error, CommError):
                 raise
             raise CommError(
-                f"Rank {self.rank} waited for all {self.size} ranks to agree on a plan: {_reason(error)}",
+                f"Rank {self.rank} waited for all {self.size} ranks to agree on a plan: {reason_of(error)}",
                 hint="A rank is lost or in another call; all must make the same calls in the same order.",
             ) from error
-        return [row.tolist() for row in everyone]
+        return [row.tolist() for row in rows]
 
 
-class StreamTransit:
-    """All messages of one post, on a stream: the current stream waits for them, and the host goes on."""
+class StreamExchange:
+    """The messages of one post on a stream: the current stream waits for them, and the host goes on."""
 
     def __init__(self, comm: GroupComm, works: list[Any], label: str) -> None:
         self._comm, self._works, self._label = comm, works, label
@@ -201,7 +201,7 @@ class StreamTransit:
                 work.wait()
         except RuntimeError as error:
             self._comm.watcher.check()
-            raise CommError(f"Rank {self._comm.rank} lost {self._label}: {_reason(error)}") from error
+            raise CommError(f"Rank {self._comm.rank} lost {self._label}: {reason_of(error)}") from error
 
     def wait_for(self, peer: int) -> None:
         del peer
@@ -212,8 +212,8 @@ class StreamTransit:
         self.finish()
 
 
-class GroupTransit:
-    """Works of one post; waiting names the peer that is late."""
+class GroupExchange:
+    """The works of one post; an error names the peer that is late."""
 
     def __init__(
         self, comm: GroupComm, coming: Works, going: Works, label: str, *, collective: bool = False
@@ -235,26 +235,26 @@ class GroupTransit:
         for peer in list(self.going):
             self.wait_sent(peer)
 
-    def _wait(self, work: Any, peer: int, way: str) -> None:
+    def _wait(self, work: Any, peer: int, direction: str) -> None:
         if work is None:
             return
-        began = time.monotonic()
+        start = time.monotonic()
         try:
             work.wait(_span(self.comm.timeout))
         except RuntimeError as error:
-            waited = f"Rank {self.comm.rank} waited {time.monotonic() - began:.1f} s for {self.label}"
-            whom = f"{way} rank {peer}"
+            waited = f"Rank {self.comm.rank} waited {time.monotonic() - start:.1f} s for {self.label}"
+            peers = f"{direction} rank {peer}"
             if self.collective:
-                lost = ", ".join(f"rank {rank}" for rank in self.comm.missing(self.label))
-                whom = f"with all ranks of {self.comm.size}, of which {lost or 'some rank'} did not come"
+                lost = ", ".join(f"rank {rank}" for rank in self.comm.unreported(self.label))
+                peers = f"with all ranks of {self.comm.size}, of which {lost or 'some rank'} did not come"
             raise CommError(
-                f"{waited} {whom}: {_reason(error)}",
-                hint="That rank is lost, stuck or late; look at its own error first.",
+                f"{waited} {peers}: {reason_of(error)}",
+                hint=LATE_HINT,
             ) from error
 
 
 def _watcher_of(group: dist.ProcessGroup) -> Watcher:
-    # A connection of its own: the store's other users may block in it.
+    # A connection of its own: other users of the store may block in it.
     store: Any = dist.PrefixStore("weft watcher", store_of(group).clone())  # pyright: ignore
     return Watcher(store, group.rank(), dist.get_process_group_ranks(group), lambda: _abort(group))
 
@@ -264,12 +264,12 @@ def store_of(group: dist.ProcessGroup) -> Any:
 
 
 def _abort(group: dist.ProcessGroup) -> None:
-    """End the kernels that wait for peers; the group's communicator can not be used any more."""
+    """End the kernels that wait for peers; the communicator of the group cannot be used any more."""
     group._get_backend(torch.device("cuda")).abort()
 
 
 def _one_buffer(messages: list[Message]) -> torch.Tensor:
-    """All of the buffer that messages lie in side by side."""
+    """Return the buffer in which messages lie side by side."""
     first = messages[0][1]
     return first.as_strided((sum(buffer.numel() for _, buffer in messages),), (1,))
 
@@ -282,10 +282,5 @@ def _splits(messages: list[Message], size: int) -> list[int]:
 
 
 def _span(seconds: float) -> timedelta:
-    """A time-out as torch takes it; endless ones become the longest that it counts."""
+    """Convert a timeout for torch; an infinite one becomes the longest that it accepts."""
     return timedelta(seconds=min(seconds, 1e6))
-
-
-def _reason(error: RuntimeError) -> str:
-    """The end of a backend's message, without its source locations."""
-    return str(error).splitlines()[0].split("] ")[-1].strip() if str(error) else type(error).__name__

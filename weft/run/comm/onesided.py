@@ -1,8 +1,8 @@
 """One-sided messages: written once in the sender's memory and read there, by peers that share a window.
 
-A message costs a few words: where it lies. A ring that passes one on passes these words. Peers that are
-not in the window are served by the process group. On CPUs messages are used where they lie; on GPUs each is
-copied once to the buffer of its receiver, on a side stream.
+Only a descriptor is sent, which says where the message lies; a ring forwards the descriptor. Peers outside
+the window are served by the process group. On CPUs messages are used in place; on GPUs each is copied once
+to the buffer of its receiver, on a side stream.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from torch import Tensor
 
 from weft.core.errors import CommError
 from weft.run import streams
-from weft.run.comm import Borrower, Comm, Message, Transit, rollcall
+from weft.run.comm import LATE_HINT, Borrower, Comm, Message, PendingExchange, rollcall
 from weft.run.comm.group import GroupComm
 from weft.run.comm.watcher import Watcher
-from weft.run.comm.window import HALVES, Late, Window, Words
+from weft.run.comm.window import HALVES, Descriptor, LatePeerError, Window
 
 ALIGN = 256
-Meet = Callable[[Comm], tuple[Window | None, str]]
+Rendezvous = Callable[[Comm], tuple[Window | None, str]]
 
 
 class OneSidedComm:
-    """`base` is for agreement and for peers out of reach; the window is made by the first call.
+    """`base` serves agreement and peers outside the window, which the first call makes.
 
-    sync    when a rank may write its memory again.
-            barrier: calls alternate between two halves, so a call waits only for peers that are still in
-            the call before the last. flags: one half, so every peer must have left the last call.
+    sync    when a rank may write its memory again. barrier: calls alternate between two halves, so a call
+            waits only for peers that are in the call before the last. flags: one half, so every peer must
+            have left the last call.
     """
 
     def __init__(
         self,
         base: Comm,
-        meet: Meet,
+        rendezvous: Rendezvous,
         timeout: float,
         *,
         group: dist.ProcessGroup | None = None,
@@ -53,24 +53,24 @@ class OneSidedComm:
         self.rank, self.size, self.bytes_sent = base.rank, base.size, 0
         self.window: Window | None = None
         self.reason = "no call yet"
-        self._meet, self._strict = meet, strict
+        self._rendezvous, self._strict = rendezvous, strict
         self.watcher: Watcher | None = None
-        """Sees who is late where streams wait, which the host does not."""
+        """Finds late ranks where streams wait and the host does not."""
         self._halves = HALVES if sync == "barrier" else 1
-        self._lent: list[Half] = []
-        self._met = False
+        self._lent: list[CallMemory] = []
+        self._is_met = False
         self.calls = 0
-        self._boxes: defaultdict[tuple[int, int], _Box] = defaultdict(_Box)
-        """By peer and tag, while a message is under way: plans come and go without end."""
-        self._landed: dict[int, Words] = {}
-        """Messages of this call that were copied, by the address of the copy: what is passed on is theirs."""
+        self._inboxes: defaultdict[tuple[int, int], _Inbox] = defaultdict(_Inbox)
+        """By peer and tag, while a message is under way."""
+        self._landed: dict[int, Descriptor] = {}
+        """Messages of this call by the address of their copy: forwarding a copy sends this descriptor."""
         self.borrowers: WeakSet[Borrower] = WeakSet()
 
-    def begin(self, device: torch.device) -> Half | None:
+    def begin(self, device: torch.device) -> CallMemory | None:
         self.base.begin(device)
-        if not self._met:
-            self.window, self.reason = self._meet(self.base)
-            self._met = True
+        if not self._is_met:
+            self.window, self.reason = self._rendezvous(self.base)
+            self._is_met = True
             if self.window is not None and self.window.lands and isinstance(self.base, GroupComm):
                 self.watcher = self.base.watcher
                 self.watcher.on_failure.append(self.window.release)
@@ -81,28 +81,28 @@ class OneSidedComm:
         if window is None or device.type != window.device_type:
             return None
         if not self._lent:
-            self._lent = [Half(self, window, number) for number in range(self._halves)]
+            self._lent = [CallMemory(self, window, number) for number in range(self._halves)]
         self.calls += 1
         self._landed.clear()
         try:
             half = window.turn(self.calls, self._halves, self.timeout)
-        except Late as late:
+        except LatePeerError as late:
             raise self.late(late, "op 0 (leave to write again)", self.timeout) from late
         return self._lent[half]
 
     def close(self) -> None:
-        """Give the memory back; the ranks would have to meet again."""
+        """Free the memory; the next call makes a new window."""
         for borrower in self.borrowers:
             borrower.unbind()
         if self.window is not None:
             self.window.close()
-        self.window, self._lent, self._met = None, [], False
+        self.window, self._lent, self._is_met = None, [], False
 
     def end(self) -> None:
         assert self.window is not None
         self.window.arrive(self.calls)
 
-    def post(self, sends: list[Message], receives: list[Message], label: str, tag: int) -> Transit:
+    def post(self, sends: list[Message], receives: list[Message], label: str, tag: int) -> PendingExchange:
         self.bytes_sent += sum(buffer.numel() * buffer.element_size() for _, buffer in sends)
         window = self.window
         if window is None or any(
@@ -119,102 +119,102 @@ class OneSidedComm:
         ready = streams.record(device)
         going = [message for message in sends if message[0] in near]
         for peer, buffer in going:
-            self._tell(window, peer, buffer, label, tag)
+            self._put(window, peer, buffer, label, tag)
         if going:
             self.watch(streams.record(device), ready, label, [(rollcall.SEND, peer) for peer, _ in going])
         coming: dict[int, tuple[int, Tensor]] = {}
         for peer, buffer in receives:
             if peer in near:
-                box = self._boxes[peer, tag]
-                box.expected += 1
-                coming[peer] = box.expected, buffer
-        return OneSidedTransit(self, (label, tag, ready), coming, dict(far_receives), by_group)
+                inbox = self._inboxes[peer, tag]
+                inbox.expected += 1
+                coming[peer] = inbox.expected, buffer
+        return OneSidedExchange(self, (label, tag, ready), coming, dict(far_receives), by_group)
 
     def warm_up(self, device: torch.device) -> None:
         self.base.warm_up(device)
 
     def collective(self, device: torch.device) -> bool:
-        """A window may join some ranks only; the group serves all of them where it joins none."""
+        """A window may join some ranks only; without one the group serves all of them."""
         return device.type != "cpu" and self.base.collective(device)
 
-    def all_to_all(self, sends: list[Message], receives: list[Message], label: str) -> Transit:
+    def all_to_all(self, sends: list[Message], receives: list[Message], label: str) -> PendingExchange:
         before = self.base.bytes_sent
         transit = self.base.all_to_all(sends, receives, label)
         self.bytes_sent += self.base.bytes_sent - before
         return transit
 
-    def gather_numbers(self, numbers: list[int]) -> list[list[int]]:
-        return self.base.gather_numbers(numbers)
+    def all_gather_ints(self, numbers: list[int]) -> list[list[int]]:
+        return self.base.all_gather_ints(numbers)
 
-    def _tell(self, window: Window, peer: int, buffer: Tensor, label: str, tag: int) -> None:
+    def _put(self, window: Window, peer: int, buffer: Tensor, label: str, tag: int) -> None:
         place = window.place(buffer) or self._origin(buffer)
         if place is None:
-            raise CommError(f"{label}: the message to rank {peer} is not in memory that begin() lent.")
+            raise CommError(f"{label}: the message to rank {peer} must lie in memory that begin() lent.")
         try:
-            window.put(peer, Words(tag, *place, buffer.numel()), self.timeout)
-        except Late as late:
-            raise self.late(late, label, self.timeout, way="to") from late
+            window.put(peer, Descriptor(tag, *place, buffer.numel()), self.timeout)
+        except LatePeerError as late:
+            raise self.late(late, label, self.timeout, direction="to") from late
 
     def _origin(self, buffer: Tensor) -> tuple[int, int] | None:
-        """Where the message lies of which a buffer is a copy, or a part of one."""
-        for at, words in self._landed.items():
-            offset = buffer.data_ptr() - at
-            if offset >= 0 and offset + buffer.numel() <= words.num_bytes:
-                return words.owner, words.offset + offset
+        """Return where the message lies of which a buffer is a copy, or part of a copy."""
+        for start, message in self._landed.items():
+            offset = buffer.data_ptr() - start
+            if offset >= 0 and offset + buffer.numel() <= message.num_bytes:
+                return message.owner, message.offset + offset
         return None
 
-    def note_copy(self, buffer: Tensor, words: Words) -> None:
-        """Remember what a buffer is a copy of; what else was copied to its bytes is there no more."""
-        start, end = buffer.data_ptr(), buffer.data_ptr() + words.num_bytes
-        for at, other in list(self._landed.items()):
-            if at < end and start < at + other.num_bytes:
-                del self._landed[at]
-        self._landed[start] = words
+    def note_copy(self, buffer: Tensor, message: Descriptor) -> None:
+        """Record of which message a buffer is a copy; drop earlier copies that it overwrites."""
+        start, end = buffer.data_ptr(), buffer.data_ptr() + message.num_bytes
+        for other, earlier in list(self._landed.items()):
+            if other < end and start < other + earlier.num_bytes:
+                del self._landed[other]
+        self._landed[start] = message
 
     def watch(
-        self, done: streams.Event, ready: streams.Event, label: str, messages: list[rollcall.Message]
+        self, done: streams.Event, ready: streams.Event, label: str, messages: list[rollcall.Endpoint]
     ) -> None:
         if self.watcher is not None:
-            self.watcher.watch([_Point(done)], ready, label, messages, self.timeout)
+            self.watcher.watch([_EventWork(done)], ready, label, messages, self.timeout)
 
-    def words(self, peer: int, label: str, tag: int, number: int) -> Words:
-        """Those of the n-th message from a peer and tag, of all that are under way together."""
+    def receive(self, peer: int, label: str, tag: int, number: int) -> Descriptor:
+        """Wait for the n-th of the messages of a peer and tag that are under way together."""
         assert self.window is not None
-        began, box = time.monotonic(), self._boxes[peer, tag]
-        while number not in box.words:
+        start, inbox = time.monotonic(), self._inboxes[peer, tag]
+        while number not in inbox.messages:
             try:
-                words = self.window.wait(peer, began + self.timeout - time.monotonic())
-            except Late as late:
-                raise self.late(late, label, time.monotonic() - began) from late
-            found = self._boxes[peer, words.tag]
-            found.arrived += 1
-            found.words[found.arrived] = words
-            if found.arrived > found.expected:  # it comes in order, so what is waited for never will
-                raise self.late(Late(peer, "it runs another call"), label, time.monotonic() - began)
-        words = box.words.pop(number)
-        if not box.words and box.arrived == box.expected:
-            del self._boxes[peer, tag]
-        return words
+                message = self.window.wait(peer, start + self.timeout - time.monotonic())
+            except LatePeerError as late:
+                raise self.late(late, label, time.monotonic() - start) from late
+            other = self._inboxes[peer, message.tag]
+            other.arrived += 1
+            other.messages[other.arrived] = message
+            if other.arrived > other.expected:  # messages arrive in order, so the expected one never will
+                raise self.late(LatePeerError(peer, "it runs another call"), label, time.monotonic() - start)
+        message = inbox.messages.pop(number)
+        if not inbox.messages and inbox.arrived == inbox.expected:
+            del self._inboxes[peer, tag]
+        return message
 
-    def late(self, late: Late, label: str, seconds: float, way: str = "from") -> CommError:
-        """The error of a late peer. Streams that wait for it too are let go on, or no host could end."""
+    def late(self, late: LatePeerError, label: str, seconds: float, direction: str = "from") -> CommError:
+        """Return the error of a late peer, and end the waits of streams for it, or no host could end."""
         assert self.window is not None
         self.window.release()
-        what = f"Rank {self.rank} waited {seconds:.1f} s for {label} {way} rank {late.peer}: {late}."
-        return CommError(what, hint="That rank is lost, stuck or late; look at its own error first.")
+        what = f"Rank {self.rank} waited {seconds:.1f} s for {label} {direction} rank {late.peer}: {late}."
+        return CommError(what, hint=LATE_HINT)
 
 
 @dataclass
-class _Box:
-    """Messages of one tag from one peer: how many were asked for and have come, and those not yet taken."""
+class _Inbox:
+    """Messages of one tag from one peer: counts of those expected and arrived, and those not yet read."""
 
     expected: int = 0
     arrived: int = 0
-    words: dict[int, Words] = field(default_factory=dict)
+    messages: dict[int, Descriptor] = field(default_factory=dict)
 
 
-class _Point(NamedTuple):
-    """An event, as the watcher polls it."""
+class _EventWork(NamedTuple):
+    """An event with the interface that the watcher polls."""
 
     event: streams.Event
 
@@ -222,8 +222,8 @@ class _Point(NamedTuple):
         return self.event.query()
 
 
-class Half:
-    """Memory that one call writes its messages into."""
+class CallMemory:
+    """The half of a window that one call writes its messages into."""
 
     def __init__(self, comm: OneSidedComm, window: Window, number: int) -> None:
         self.near, self.lands, self.end = window.near, window.lands, comm.end
@@ -232,13 +232,13 @@ class Half:
     def reserve(self, num_bytes: int) -> None:
         try:
             has_moved = self._window.reserve(num_bytes, self._comm.timeout)
-        except Late as late:
+        except LatePeerError as late:
             raise self._comm.late(late, "op 0 (leave to write again)", self._comm.timeout) from late
         for borrower in self._comm.borrowers if has_moved else ():
             borrower.unbind()
 
     def lend(self, sizes: dict[str, int], borrower: Borrower | None = None) -> dict[str, Tensor]:
-        """Buffers for a program's messages, aligned and apart."""
+        """Return aligned buffers for the messages of a program."""
         if borrower is not None:
             self._comm.borrowers.add(borrower)
         ends = list(accumulate(-(-size // ALIGN) * ALIGN for size in sizes.values()))
@@ -247,19 +247,19 @@ class Half:
         return {name: block[at : at + size] for (name, size), at in zip(sizes.items(), starts, strict=False)}
 
 
-class OneSidedTransit:
-    """Messages of one post. Those in the window stay there until the call ends: no send is awaited."""
+class OneSidedExchange:
+    """Messages of one post. Those in the window stay until the call ends, so sends are not waited for."""
 
     def __init__(
         self,
         comm: OneSidedComm,
-        what: tuple[str, int, streams.Event],
+        post: tuple[str, int, streams.Event],
         coming: dict[int, tuple[int, Tensor]],
         received: dict[int, Tensor],
-        by_group: Transit | None,
+        by_group: PendingExchange | None,
     ) -> None:
         self.comm, self.coming, self.received, self.by_group = comm, coming, received, by_group
-        self.label, self.tag, self.ready = what
+        self.label, self.tag, self.ready = post
 
     def wait_for(self, peer: int) -> Tensor | None:
         if self.by_group is not None and peer in self.received:
@@ -268,25 +268,24 @@ class OneSidedTransit:
         if peer not in self.coming:
             return None
         number, buffer = self.coming.pop(peer)
-        words = self.comm.words(peer, self.label, self.tag, number)
+        message = self.comm.receive(peer, self.label, self.tag, number)
         window = self.comm.window
         assert window is not None
-        found = window.get(words.owner, words.offset, words.num_bytes)
-        if found.numel() != buffer.numel():
+        view = window.get(message.owner, message.offset, message.num_bytes)
+        if view.numel() != buffer.numel():
             raise CommError(
-                f"{self.label}: rank {peer} sent {found.numel()} bytes, expected {buffer.numel()}.",
+                f"{self.label}: rank {peer} sent {view.numel()} bytes, expected {buffer.numel()}.",
                 hint="The ranks run different plans.",
             )
-        if window.lands:
-            done = window.land(found, buffer, self.ready)
-            self.comm.watch(done, self.ready, self.label, [(rollcall.RECEIVE, peer)])
-            self.comm.note_copy(buffer, words)
-            streams.wait(buffer.device, done)
-            return buffer
-        return found
+        if not window.lands:
+            return view
+        done = window.land(view, buffer, self.ready)
+        self.comm.watch(done, self.ready, self.label, [(rollcall.RECEIVE, peer)])
+        self.comm.note_copy(buffer, message)
+        streams.wait(buffer.device, done)
+        return buffer
 
     def wait_sent(self, peer: int) -> None:
-        """What lies in the window is read there until the call ends; only others have buffers to wait for."""
         if self.by_group is not None:
             self.by_group.wait_sent(peer)
 

@@ -1,4 +1,4 @@
-"""The C of csrc/signals.c: lines, counters and bells in memory that processes share."""
+"""Bindings of csrc/signals.c: lines, counters and doorbells in memory that processes share."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 from weft.run.build import Library
 
-LINE = 64
-WORDS = 7
-Words = ctypes.c_int64 * WORDS
+LINE_BYTES = 64
+LINE_WORDS = 7
+Line = ctypes.c_int64 * LINE_WORDS
 
 _LIBRARY = Library(
     "signals",
@@ -24,15 +24,14 @@ _LIBRARY = Library(
 
 @cache
 def library() -> Any:
-    found = ctypes.CDLL(str(_LIBRARY.path()))
-    at, number = ctypes.c_void_p, ctypes.c_uint64
-    found.weft_write.argtypes = [at, number, Words]
-    found.weft_read.argtypes = [at, number, Words]
-    found.weft_set.argtypes = [at, number]
-    found.weft_get.argtypes, found.weft_get.restype = [at], number
-    found.weft_rung.argtypes, found.weft_rung.restype = [at], ctypes.c_uint32
-    found.weft_ring.argtypes = [at]
-    found.weft_sleep.argtypes = [at, ctypes.c_uint32, ctypes.c_int64]
+    c = ctypes.CDLL(str(_LIBRARY.path()))
+    address, number = ctypes.c_void_p, ctypes.c_uint64
+    c.weft_write.argtypes = c.weft_read.argtypes = [address, number, Line]
+    c.weft_set.argtypes = [address, number]
+    c.weft_get.argtypes, c.weft_get.restype = [address], number
+    c.weft_rung.argtypes, c.weft_rung.restype = [address], ctypes.c_uint32
+    c.weft_ring.argtypes = [address]
+    c.weft_sleep.argtypes = [address, ctypes.c_uint32, ctypes.c_int64]
     for name in ("weft_write", "weft_set", "weft_ring", "weft_sleep"):
-        getattr(found, name).restype = None
-    return found
+        getattr(c, name).restype = None
+    return c

@@ -1,14 +1,14 @@
-"""Symmetric memory of GPUs as a Window: messages are copied once over NVLink, by copy engines.
+"""Symmetric memory of GPUs as a Window: each message is copied once over NVLink, by copy engines.
 
 Written against torch.distributed._symmetric_memory of torch 2.13, which is still marked as alpha. Its
 sequence of calls is tested against a stand-in that keeps the same rules; NOT YET RUN ON A GPU.
 
-The words of a message travel by host memory. The sender first queues a signal behind the packing of the
-message, on its stream, and then sends the words; the receiver first has the words, and then queues a wait for
-the signal and a copy, on a side stream. So whatever a stream waits for has been queued before, on every
-device: a peer that does not come is a time-out of the host, which names it. What is left to the device is a
-peer that has queued its signal and never runs it; waits of the device have no time-out, since torch's would
-trap and end the process: the watcher names the rank, and `release` ends the waits.
+Descriptors travel through host memory. The sender first queues a signal behind the packing of the message, on
+its stream, and then sends the descriptor; the receiver first receives the descriptor, and then queues a wait
+for the signal and a copy, on a side stream. So whatever a stream waits for has been queued before, on every
+device, and a late peer is a timeout of the host, which names it. The device waits only for a peer that has
+queued its signal and never runs it. Such waits have no timeout, since torch's would trap and end the process:
+the watcher names the rank, and `release` ends the waits.
 """
 
 from __future__ import annotations
@@ -22,42 +22,49 @@ from torch import Tensor
 
 from weft.core.errors import CommError
 from weft.run import streams
-from weft.run.comm import Comm, shm
-from weft.run.comm.block import Block, Handle, Leave, Source, TorchSource, symmetric_backend
-from weft.run.comm.window import HALVES, Late, Window, Words
+from weft.run.comm import Comm, reason_of, shm
+from weft.run.comm.symmetric_block import (
+    CallEnd,
+    SymmetricAllocator,
+    SymmetricBlock,
+    SymmetricHandle,
+    TorchAllocator,
+    symmetric_backend,
+)
+from weft.run.comm.window import HALVES, Descriptor, LatePeerError, Window
 
 GRANULE = 1 << 21
 """Bytes that sizes are rounded up to, as CUDA does."""
 BARRIER = 0
-"""The channel of barriers; messages have the others."""
+"""The channel of barriers; messages use the others."""
 ENDLESS = 0
-"""torch's time-out of a wait that has none."""
+"""torch's value for no timeout."""
 ROUNDS, ROUND_SECONDS = 40, 0.05
 CLOSE_SECONDS = 5.0
-"""For the hosts of the peers to end the last calls."""
+"""Time for the hosts of the peers to end the last calls."""
 
 
 class SymmetricWindow(Window):
-    """One rank's memory for messages, its peers', and a signal pad for this group and time-out alone.
+    """Memory of this rank and its peers for messages, and a signal pad of this group and timeout only.
 
-    A pad belongs to an allocation, and its words are counted by rank and channel of a group, so that two
-    groups would meet in one word: hence a small allocation for signals beside the block for messages.
+    A pad belongs to an allocation, and its words are indexed by rank and channel of a group, so two groups
+    would share words: hence a small allocation for signals beside the block for messages.
     """
 
     lands = True
 
     def __init__(
         self,
-        source: Source,
+        source: SymmetricAllocator,
         base: Comm,
-        mail: shm.ShmWindow,
-        signals: tuple[Tensor, Handle],
+        host_window: shm.ShmWindow,
+        signals: tuple[Tensor, SymmetricHandle],
     ) -> None:
-        self.rank, self.near, self.device_type = mail.rank, mail.near, source.device.type
-        self._source, self._base, self._mail, self._device = source, base, mail, source.device
+        self.rank, self.near, self.device_type = host_window.rank, host_window.near, source.device.type
+        self._source, self._base, self._host, self._device = source, base, host_window, source.device
         self._pad_memory, self._signals = signals
         self._channels = self._signals.signal_pad_size // 4 // base.size - 1
-        self._block: Block | None = None
+        self._block: SymmetricBlock | None = None
         self._half = 0
         self._put, self._waited = dict.fromkeys(self.near, 0), dict.fromkeys(self.near, 0)
         self._in_call = dict.fromkeys(self.near, 0)
@@ -66,11 +73,11 @@ class SymmetricWindow(Window):
 
     def reserve(self, num_bytes: int, timeout: float) -> bool:
         newest = self._source.blocks.get(self._device)
-        size, met = (newest.half_bytes, self._source.group in newest.handles) if newest else (0, False)
-        rows = self._base.gather_numbers([num_bytes, size, int(met)])
+        size, is_mapped = (newest.half_bytes, self._source.group in newest.handles) if newest else (0, False)
+        rows = self._base.all_gather_ints([num_bytes, size, int(is_mapped)])
         needed = max(row[0] for row in rows)
         if newest is None or size < needed or any(row[1:] != rows[0][1:] for row in rows):
-            # A rank whose memory differs needs another; its group can only meet in new memory of all.
+            # Ranks whose memory differs need another block; the group can only map new memory of all ranks.
             newest = self._grow(max(max(row[:2]) for row in rows))
         if self._source.group not in newest.handles:
             newest.handles[self._source.group] = self._source.rendezvous(newest.memory)
@@ -80,19 +87,19 @@ class SymmetricWindow(Window):
         self._await_readers(timeout)  # another group may have written this half last
         return True
 
-    def _grow(self, half_bytes: int) -> Block:
+    def _grow(self, half_bytes: int) -> SymmetricBlock:
         size, memory, reason = HALVES * (-(-max(half_bytes, 1) // GRANULE) * GRANULE), None, ""
         try:
             memory = self._source.empty(size)
         except RuntimeError as error:
-            reason = f" ({_first_line(error)})"
+            reason = f" ({reason_of(error)})"
         if late := _without(self._base, ok=memory is not None):
             raise CommError(
                 f"Symmetric memory of {size:,} bytes for messages does not fit on rank {late[0]}{reason}.",
                 hint="Set WEFT_TRANSPORT=group, or leave more memory of the GPU free.",
             )
         assert memory is not None
-        block = self._source.blocks[self._device] = Block(memory)
+        block = self._source.blocks[self._device] = SymmetricBlock(memory)
         return block
 
     def allocate(self, half: int, num_bytes: int) -> Tensor:
@@ -120,7 +127,7 @@ class SymmetricWindow(Window):
         offset = x.data_ptr() - self._block.memory.data_ptr()
         return (self.rank, offset) if 0 <= offset < self._block.memory.numel() else None
 
-    def put(self, peer: int, words: Words, timeout: float) -> None:
+    def put(self, peer: int, descriptor: Descriptor, timeout: float) -> None:
         self._in_call[peer] += 1
         if self._in_call[peer] > self._channels:
             # A signal waits on the stream until the one before it on its channel was taken: two ranks that
@@ -132,15 +139,15 @@ class SymmetricWindow(Window):
             )
         self._put[peer] += 1
         self._signals.put_signal(peer, self._channel(self._put[peer]), ENDLESS)
-        self._mail.put(peer, words, timeout)
+        self._host.put(peer, descriptor, timeout)
 
-    def wait(self, peer: int, timeout: float) -> Words:
-        words = self._mail.wait(peer, timeout)
+    def wait(self, peer: int, timeout: float) -> Descriptor:
+        descriptor = self._host.wait(peer, timeout)
         self._waited[peer] += 1
-        # In the order of the peer's stream, so it holds up no other message of this peer.
+        # In the order of the peer's stream, so it delays no other message of this peer.
         with streams.on(streams.side(self._device, "land")):
             self._signals.wait_signal(peer, self._channel(self._waited[peer]), ENDLESS)
-        return words
+        return descriptor
 
     def land(self, message: Tensor, into: Tensor, ready: streams.Event) -> streams.Event:
         with streams.on(streams.side(self._device, "land")):
@@ -156,10 +163,10 @@ class SymmetricWindow(Window):
         return self._half
 
     def _await_readers(self, timeout: float) -> None:
-        """Order the stream behind the copies of what a half held; the host waits for their hosts only."""
+        """Order the stream behind the copies of the old contents of a half; the host waits for hosts only."""
         assert self._block is not None
         if (last := self._block.last[self._half]) is not None:
-            last.mail.barrier(last.call, timeout)
+            last.host_window.barrier(last.call, timeout)
             streams.wait(self._device, last.event)
 
     def arrive(self, call: int) -> None:
@@ -170,17 +177,17 @@ class SymmetricWindow(Window):
                 streams.wait(self._device, ended)
                 self._signals.barrier(BARRIER, ENDLESS)
                 left = self._under_way["leave"] = streams.record(self._device)
-            self._block.last[self._half] = Leave(self._mail, call, left)
-        self._mail.arrive(call)
+            self._block.last[self._half] = CallEnd(self._host, call, left)
+        self._host.arrive(call)
 
     def release(self) -> None:
-        """End the kernels that wait for signals: give this rank every signal, and take those it puts.
+        """End the kernels that wait for signals: set all signals of this rank, and clear those it puts.
 
-        What they let through is wrong, so the group must have failed before.
+        The data that they then read is wrong, so the group must have failed before.
         """
         own, others = self._signals.get_signal_pad(self.rank), sorted(self.near)
         at = BARRIER * self._base.size + self.rank
-        for _ in range(ROUNDS):  # each wait takes its signal away from the next
+        for _ in range(ROUNDS):  # each wait clears its signal for the next
             with streams.on(streams.side(self._device, "release")):
                 self._signals.memset32(own, 0, 1, own.numel())
                 for peer in others:
@@ -190,11 +197,11 @@ class SymmetricWindow(Window):
                 return
 
     def close(self) -> None:
-        """Give the memory back once the peers have copied what they were sent; a lost peer needs nothing."""
-        with suppress(Late, RuntimeError):  # RuntimeError: of a device that has failed
+        """Free the memory once the peers have copied their messages; a lost peer is not waited for."""
+        with suppress(LatePeerError, RuntimeError):  # RuntimeError: of a device that has failed
             for last in self._block.last if self._block else ():
                 if last is not None:
-                    last.mail.barrier(last.call, CLOSE_SECONDS)
+                    last.host_window.barrier(last.call, CLOSE_SECONDS)
                     last.event.synchronize()
         self._block = None
         del self._pad_memory, self._signals
@@ -203,38 +210,40 @@ class SymmetricWindow(Window):
         return 1 + number % self._channels
 
 
-def meet(group: dist.ProcessGroup, base: Comm) -> tuple[Window | None, str]:
-    """A window over the GPUs of all ranks, or None and why not; all ranks call it together."""
-    mail, reason = shm.meet(base)
+def rendezvous(group: dist.ProcessGroup, base: Comm) -> tuple[Window | None, str]:
+    """Return a window over the GPUs of all ranks, or None and why not; all ranks call it together."""
+    host_window, reason = shm.rendezvous(base)
     reason = reason or _missing()
     if late := _without(base, ok=not reason):
         return None, reason or f"rank {late[0]} has no symmetric memory"
-    assert mail is not None
-    source = TorchSource(group, torch.device("cuda", torch.cuda.current_device()))
-    return window_of(source, base, mail)
+    assert host_window is not None
+    source = TorchAllocator(group, torch.device("cuda", torch.cuda.current_device()))
+    return window_of(source, base, host_window)
 
 
-def window_of(source: Source, base: Comm, mail: shm.ShmWindow) -> tuple[SymmetricWindow | None, str]:
-    """Try to meet, and agree on whether all ranks could."""
+def window_of(
+    source: SymmetricAllocator, base: Comm, host_window: shm.ShmWindow
+) -> tuple[SymmetricWindow | None, str]:
+    """Map symmetric memory of all ranks; return None and why not, on all ranks, if any of them fails."""
     memory, handle, reason = None, None, ""
     try:
         memory = source.empty(GRANULE)
     except RuntimeError as error:  # no driver API, no handle that another process can open
-        reason = _first_line(error)
+        reason = reason_of(error)
     if not (late := _without(base, ok=memory is not None)):
         assert memory is not None
         try:
             handle = source.rendezvous(memory)
         except RuntimeError as error:  # no peer access, or two ranks on one GPU
-            reason = _first_line(error)
+            reason = reason_of(error)
         late = _without(base, ok=handle is not None)
     if late or memory is None or handle is None:
         return None, reason or f"rank {late[0]} has no symmetric memory"
-    return SymmetricWindow(source, base, mail, (memory, handle)), ""
+    return SymmetricWindow(source, base, host_window, (memory, handle)), ""
 
 
 def _missing() -> str:
-    """Why this process has no symmetric memory; empty if it may have some."""
+    """Return why this process has no symmetric memory; "" if it may have some."""
     if not torch.cuda.is_available():
         return "symmetric memory needs a GPU"
     backend = symmetric_backend(torch.device("cuda", torch.cuda.current_device()))
@@ -242,9 +251,5 @@ def _missing() -> str:
 
 
 def _without(base: Comm, *, ok: bool) -> list[int]:
-    """The ranks that say no; all ranks ask together."""
-    return [rank for rank, (theirs,) in enumerate(base.gather_numbers([int(ok)])) if not theirs]
-
-
-def _first_line(error: RuntimeError) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+    """Return the ranks that pass ok=False; all ranks call it together."""
+    return [rank for rank, (is_ok,) in enumerate(base.all_gather_ints([int(ok)])) if not is_ok]

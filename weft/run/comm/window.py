@@ -1,7 +1,7 @@
-"""Window: memory of every rank that its peers read, and a few words from one rank to another.
+"""Window: memory of every rank that its peers read, and descriptors sent from one rank to another.
 
-What a transport needs to be one-sided. Each rank has two halves of memory to write; which of them a call
-writes alternates, so that the peers may still read what the call before left in the other one.
+This is what a one-sided transport needs. Each rank writes to two halves of its memory in turn, so that peers
+may still read what the call before left in the other half.
 """
 
 from __future__ import annotations
@@ -15,72 +15,72 @@ from weft.run.streams import Event
 HALVES = 2
 
 
-class Words(NamedTuple):
-    """What a rank tells a peer: where a message of some plan lies."""
+class Descriptor(NamedTuple):
+    """Where a message of some plan lies."""
 
     tag: int
     owner: int
-    """Whose memory it lies in: the rank that wrote it, not the one that passes it on."""
+    """The rank in whose memory it lies: its writer, not a rank that passes it on."""
     offset: int
     num_bytes: int
 
 
 class Window(Protocol):
-    """One rank's view of the memory of some ranks of a group, in the group's ranks."""
+    """One rank's view of the memory of some ranks of a group, in group ranks."""
 
     rank: int
     near: frozenset[int]
-    """The peers whose memory this one reads."""
+    """The peers whose memory this rank reads."""
     device_type: str
     lands: bool = False
     """Whether messages are copied out, once, by `land`; else they are read in place."""
 
     def reserve(self, num_bytes: int, timeout: float) -> bool:
-        """Make every half of every rank large enough, all ranks together; whether memory has moved."""
+        """Grow the halves of all ranks, all ranks together; return whether memory has moved."""
         del num_bytes, timeout
         return False
 
     def allocate(self, half: int, num_bytes: int) -> Tensor:
-        """At least so many bytes of this rank's own half; what was given before stays where it is."""
+        """Return at least so many bytes of this rank's half; earlier allocations stay valid."""
         ...
 
     def get(self, owner: int, offset: int, num_bytes: int) -> Tensor:
-        """Bytes in some rank's memory, in place. Out of bounds raises."""
+        """Return a view of a rank's memory; out of bounds raises."""
         ...
 
     def place(self, x: Tensor) -> tuple[int, int] | None:
-        """(owner, offset) of a tensor that lies in this window."""
+        """Return (owner, offset) of a tensor that lies in this window."""
         ...
 
-    def put(self, peer: int, words: Words, timeout: float) -> None:
-        """Tell a peer, after all that was written before."""
+    def put(self, peer: int, descriptor: Descriptor, timeout: float) -> None:
+        """Send a descriptor to a peer, after all earlier writes."""
         ...
 
-    def wait(self, peer: int, timeout: float) -> Words:
-        """The next words from a peer, in the order in which it put them; late raises Late."""
+    def wait(self, peer: int, timeout: float) -> Descriptor:
+        """Return the next descriptor from a peer, in the order of its puts; raise LatePeerError."""
         ...
 
     def land(self, message: Tensor, into: Tensor, ready: Event) -> Event:
-        """Start to copy a message whose words have come, behind `ready`; return the event of its end."""
+        """Start to copy a message whose descriptor has arrived, behind `ready`; return its end."""
         raise AssertionError(f"{message.shape} is read in place, not copied to {into.shape} behind {ready}")
 
     def turn(self, call: int, halves: int, timeout: float) -> int:
-        """The half that a call writes, once no peer reads it any more; late raises Late."""
+        """Return the half that a call writes, once no peer reads it; raise LatePeerError."""
         ...
 
     def arrive(self, call: int) -> None:
-        """This rank has read all messages of a call; calls grow by one."""
+        """Signal that this rank has read all messages of a call; calls are numbered upwards."""
         ...
 
     def release(self) -> None:
-        """After a failure: end whatever still waits for peers on this device."""
+        """End all waits for peers on this device, after a failure."""
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
 
 
-class Late(Exception):  # noqa: N818 - told on as a CommError by who knows what was waited for
-    """Nothing came from `peer` in time."""
+class LatePeerError(Exception):
+    """Nothing came from `peer` in time; the caller turns it into a CommError that names the operation."""
 
     def __init__(self, peer: int, reason: str) -> None:
         super().__init__(reason)

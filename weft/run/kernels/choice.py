@@ -1,4 +1,4 @@
-"""Choice: which backend computes what on which GPU, as a table that can be read and tested without one."""
+"""Choose the backend of a kernel on a GPU, by a table that can be read and tested without one."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
 
-from weft.run.kernels import package_rules, rules
-from weft.run.kernels.rules import Work
+import torch
 
-Judge = Callable[[str, Work], str]
-"""Say why a backend that can serve must not (a failed parity test), or nothing."""
+from weft.run.kernels import rules
+from weft.run.kernels.rules import KernelSpec
 
-RULES: dict[str, Callable[[Work, str], str]] = {
-    "fa4": package_rules.fa4,
+ParityCheck = Callable[[str, KernelSpec], str]
+"""Return why a backend that can serve must not be used (a failed parity test), or ""."""
+
+RULES: dict[str, Callable[[KernelSpec, str], str]] = {
+    "fa4": rules.fa4,
     "cudnn": rules.cudnn,
     "flash": rules.flash,
-    "cudnn_sparse": package_rules.cudnn_sparse,
+    "cudnn_sparse": rules.cudnn_sparse,
     "triton": rules.triton,
     "gather": rules.gather,
     "exact": rules.exact,
@@ -42,80 +45,67 @@ _DENSE = ("fa4", "flash", "cudnn", "triton")
 _DENSE_NEWER = ("fa4", "cudnn", "flash", "triton")
 _SPARSE = ("cudnn_sparse", "fa4", "triton", "gather")
 
-WHY = {
-    "fa4": "the fastest dense kernel where it is installed; sparse where its block rules fit",
-    "flash": "in torch, with log-sum-exp, on every GPU",
-    "cudnn": "in torch; it has the matrix instructions of sm_90 and sm_100, torch's flash has not",
-    "cudnn_sparse": "block-sparse with the matrix instructions of sm_90 and sm_100",
-    "triton": "weft's own block-sparse kernels",
-    "gather": "no block-sparse kernel fits: rows are gathered for torch's flash attention",
-    "exact": "float32 or float64 operands, or a GPU that no 16-bit backend serves",
-}
+_FAMILIES = {(8, 7): "sm_86", (10, 1): "sm_100", (10, 3): "sm_100", (12, 1): "sm_120"}
+_CUDNN = 91500
+"""The last version of cuDNN that is wrong for lengths that 128 does not divide; torch avoids it too."""
 
 
 @dataclass(frozen=True)
-class Machine:
-    """A GPU architecture (sm_90, gfx942) and the backends whose packages or libraries are installed."""
+class GpuPlatform:
+    """A GPU architecture (sm_90, gfx942) and the backends whose packages are installed."""
 
     arch: str
     installed: frozenset[str] = frozenset()
     activated: bool = False
-    """Whether the user activated FA3 or FA4 in torch, which then is what `flash` calls."""
+    """Whether FA3 or FA4 is activated in torch; `flash` then calls it."""
     deterministic: bool = False
-    """Whether the user asked torch for deterministic algorithms."""
+    """Whether torch.use_deterministic_algorithms is on."""
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The backend for a piece of work, why it, and why not those before it."""
+class Choice(NamedTuple):
+    """The backend for a spec."""
 
     backend: str
-    reason: str
-    candidates: tuple[str, ...]
-    """Those that can serve, in order."""
     passed: dict[str, str]
-    """Those that come first and were passed over, with the reason."""
+    """Backends that come before it in the order, with the reason why they are not used."""
 
 
-def order(work: Work, machine: Machine) -> tuple[str, ...]:
-    """Backends by preference; only those without a reason to refuse are taken."""
-    if work.dtype not in rules.HALF:
+def order(spec: KernelSpec, platform: GpuPlatform) -> tuple[str, ...]:
+    """Return the backends to try, in order."""
+    if spec.dtype not in rules.HALF:
         return ("exact",)
-    if work.sparse:
+    if spec.sparse:
         return (*_SPARSE, "exact")
-    newer = machine.arch in ("sm_90", "sm_100") and not machine.activated
+    newer = platform.arch in ("sm_90", "sm_100") and not platform.activated
     return (*(_DENSE_NEWER if newer else _DENSE), "exact")
 
 
-def cannot(backend: str, work: Work, machine: Machine) -> str:
-    """Return why a backend cannot do this work on this machine; "" if it can."""
-    if why := RULES[backend](work, machine.arch):
+def refusal(backend: str, spec: KernelSpec, platform: GpuPlatform, check: ParityCheck | None = None) -> str:
+    """Return why a backend cannot compute this spec on this platform, or fails `check`; "" if it can."""
+    if why := RULES[backend](spec, platform.arch):
         return why
-    if not work.positive and backend != "exact":
+    if not spec.positive and backend != "exact":
         return "it takes a scale above 0."
-    if machine.deterministic and work.backward and backend in NOT_DETERMINISTIC:
+    if platform.deterministic and spec.backward and backend in NOT_DETERMINISTIC:
         return "its backward is not deterministic, which torch.use_deterministic_algorithms asks for."
-    if backend in NEEDS and backend not in machine.installed:
+    if backend in NEEDS and backend not in platform.installed:
         return f"it needs {NEEDS[backend]}, which is not here."
-    return ""
+    return check(backend, spec) if check else ""
 
 
-def decide(work: Work, machine: Machine, judge: Judge | None = None) -> Choice:
-    """Choose the first backend of the order that can serve and that `judge` has nothing against."""
-    refusals = {name: cannot(name, work, machine) for name in order(work, machine)}
-    candidates = tuple(name for name, why in refusals.items() if not why)
-    for name in candidates:
-        if judge is None or not (why := judge(name, work)):
-            first = tuple(refusals).index(name)
-            passed = {other: refusals[other] for other in tuple(refusals)[:first]}
-            return Choice(name, WHY[name], candidates, passed)
-        refusals[name] = why
+def decide(spec: KernelSpec, platform: GpuPlatform, check: ParityCheck | None = None) -> Choice:
+    """Choose the first backend of the order that can serve and that passes `check`."""
+    passed: dict[str, str] = {}
+    for name in order(spec, platform):
+        if not (why := refusal(name, spec, platform, check)):
+            return Choice(name, passed)
+        passed[name] = why
     raise AssertionError("exact always serves")
 
 
 @cache
 def installed() -> frozenset[str]:
-    """Return the backends whose Python packages are here; nothing is imported."""
+    """Return the backends whose Python packages are installed, without importing them."""
     return frozenset(name for name, needs in DISTRIBUTIONS.items() if all(map(_is_installed, needs)))
 
 
@@ -124,3 +114,25 @@ def _is_installed(distribution: str) -> bool:
         return bool(version(distribution))
     except PackageNotFoundError:
         return False
+
+
+def platform_of(device: torch.device) -> GpuPlatform:
+    """Return the platform of a GPU, with the settings of torch that matter."""
+    cudnn = (torch.backends.cudnn.version() or 0) > _CUDNN and torch.backends.cuda.cudnn_sdp_enabled()
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)
+    strict = torch.are_deterministic_algorithms_enabled()
+    return GpuPlatform(
+        arch_of(device),
+        installed() | ({"cudnn"} if cudnn else set()),
+        activated=current() is not None,
+        deterministic=strict and not torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+
+
+@cache
+def arch_of(device: torch.device) -> str:
+    """Return the architecture of a GPU: sm_90, gfx942."""
+    if torch.version.hip:
+        return torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return _FAMILIES.get((major, minor), f"sm_{major}{minor}")

@@ -1,4 +1,4 @@
-"""The compiled CPU kernel: block-sparse attention at the speed of its density, forward and backward."""
+"""The compiled CPU kernel: block-sparse attention, forward and backward, in time proportional to density."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ import ctypes
 import platform
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from weft.core.errors import InputError, MissingError
 from weft.run.build import Library
-from weft.run.kernels import Sums, packed
-from weft.run.kernels.tiles import Tiles
-from weft.run.merge import merged
+
+if TYPE_CHECKING:
+    from weft.run.kernels import Accumulator, Sums
+    from weft.run.kernels.tiles import Tiles
 
 SOURCES = Path(__file__).parent / "csrc"
-# Strict IEEE order except for contraction: -ffast-math would undo the rounding trick of 2^x.
+# Strict IEEE order, except that a*b+c may become an FMA: -ffast-math would break the rounding in exp2.
 FLAGS = ["-O3", "-ffp-contract=fast", "-fno-math-errno", "-std=gnu11"]
-# Lanes of one vector, and the flags that allow them, by instruction set.
+# By instruction set: W, the float32 lanes of a vector, and the compiler flags that enable it.
 ISAS = {
     "avx512": ["-DW=16", "-mavx512f", "-mavx2", "-mfma"],
     "avx2": ["-DW=8", "-mavx2", "-mfma"],
@@ -50,7 +51,7 @@ class _Args(ctypes.Structure):
 
 
 class Cpu:
-    """float32 and bfloat16 on the CPU; float16 is widened, float64 is for the other kernels."""
+    """Attention in float32 and bfloat16 on the CPU; float16 is cast to float32, float64 is not supported."""
 
     name = "cpu"
     grouped = False
@@ -58,29 +59,23 @@ class Cpu:
     def __init__(self, isa: str | None = None) -> None:
         self.isa = isa or isas()[0]
         if self.isa not in isas():
-            raise InputError(f"This machine does not run {self.isa}.", hint=f"It runs {', '.join(isas())}.")
+            raise InputError(f"This CPU has no {self.isa}.", hint=f"Use one of {', '.join(isas())}.")
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        tiles: Tiles,
-        scale: float,
-        into: Sums | None = None,
-        *,
-        fresh: bool = False,
+        self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float, into: Accumulator | None = None
     ) -> Sums:
         q, k, v = (_ready(x) for x in (q, k, v))
         if into is None:
             out = torch.empty(q.shape, dtype=torch.float32)
             lse = torch.empty(q.shape[:-1], dtype=torch.float32)
         else:
-            out, lse = into
-        if out.dtype != torch.float32:  # a fresh one in 16 bits
-            return merged(self.attend(q, k, v, tiles, scale), into, fresh=fresh)
+            out, lse, _ = into
+        if out.dtype != torch.float32:  # a 16-bit accumulator: compute in float32, then merge
+            from weft.run.kernels.merge import merged
+
+            return merged(self.attend(q, k, v, tiles, scale), into)
         tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse.unsqueeze(-1)}
-        self._call(tensors, tiles, scale, backward=False, accumulate=into is not None and not fresh)
+        self._call(tensors, tiles, scale, backward=False, accumulate=into is not None and not into.fresh)
         return out, lse
 
     def attend_backward(
@@ -88,7 +83,7 @@ class Cpu:
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = (_ready(x) for x in (q, k, v))
         grad = _ready(grad.float())
-        out, lse = packed(done[0].float()), done[1]
+        out, lse = _ready(done[0].float()), done[1]
         grads = [torch.empty(x.shape, dtype=torch.float32) for x in (q, k, v)]
         tensors = {"q": q, "k": k, "v": v, "out": out, "lse": lse.unsqueeze(-1), "grad": grad}
         tensors |= dict(zip(("dq", "dk", "dv"), grads, strict=True))
@@ -106,7 +101,7 @@ class Cpu:
     ) -> None:
         q, k = tensors["q"], tensors["k"]
         if 0 in (*q.shape, *k.shape):
-            raise InputError(f"q {list(q.shape)} or k {list(k.shape)} is empty.")
+            raise InputError(f"q and k must not be empty, got {list(q.shape)} and {list(k.shape)}.")
         args = _Args(scale=scale, bf16=q.dtype == torch.bfloat16, accumulate=accumulate)
         for name, x in tensors.items():
             setattr(args, name, _Tensor(x))
@@ -117,18 +112,18 @@ class Cpu:
             args.starts, args.kv = lists.starts.data_ptr(), lists.kv.data_ptr()
         threads = torch.get_num_threads()
         if _library().weft_attend(ctypes.byref(args), backward, self.isa.encode(), threads):
-            raise MemoryError("The CPU kernel could not get its working memory.")
+            raise MemoryError("The CPU kernel cannot allocate its workspace.")
 
 
 @cache
 def isas() -> tuple[str, ...]:
-    """Instruction sets that this machine runs, the fastest first."""
+    """Return the instruction sets that this CPU has, the fastest first."""
     names = (_library().weft_isa(i) for i in range(3))
     return tuple(name.decode() for name in names if name)
 
 
-def missing() -> str:
-    """Why the kernel cannot serve here; empty if it can."""
+def unavailable_reason() -> str:
+    """Return why the kernel cannot run on this machine; "" if it can."""
     try:
         isas()
     except MissingError as error:
@@ -145,16 +140,16 @@ def _library() -> Any:
 
 
 def library_path() -> Path:
-    """The shared library: each direction once for every instruction set of this kind of machine."""
-    isas = ISAS if platform.machine() in ("x86_64", "AMD64") else {"base": ISAS["base"]}
-    units: list[tuple[str, tuple[str, ...]]] = [("dispatch.c", ("-O2",))]
-    for isa, flags in isas.items():
+    """Return the path of the library: forward and backward for each instruction set of this architecture."""
+    flags_by_isa = ISAS if platform.machine() in ("x86_64", "AMD64") else {"base": ISAS["base"]}
+    sources: list[tuple[str, tuple[str, ...]]] = [("dispatch.c", ("-O2",))]
+    for isa, flags in flags_by_isa.items():
         for name in ("forward", "backward"):
-            units.append((f"{name}.c", (*FLAGS, *flags, f"-DISA={isa}")))
-    what, instead = "The compiled CPU kernel", "backend='exact'"
-    return Library("attend", SOURCES, tuple(units), what, instead).path()
+            sources.append((f"{name}.c", (*FLAGS, *flags, f"-DISA={isa}")))
+    return Library("attend", SOURCES, tuple(sources), "The compiled CPU kernel", "backend='exact'").path()
 
 
 def _ready(x: Tensor) -> Tensor:
-    """A dtype the kernel reads."""
-    return packed(x if x.dtype in (torch.float32, torch.bfloat16) else x.float())
+    """Return x in a dtype that the kernel reads, contiguous along the last axis."""
+    x = x if x.dtype in (torch.float32, torch.bfloat16) else x.float()
+    return x if x.stride(-1) == 1 else x.contiguous()

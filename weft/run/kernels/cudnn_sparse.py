@@ -1,6 +1,6 @@
 """cudnn.block_sparse_attention, of nvidia-cudnn-frontend: block-sparse attention, forward and backward.
 
-It never ran on a GPU for weft: `make test-cuda` compiles what is called here, `parity` tests it at first use.
+Weft has not run it on a GPU: `make test-cuda` compiles these calls, and `parity` tests it at first use.
 """
 
 from __future__ import annotations
@@ -11,38 +11,29 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from weft.run.kernels import Merging, Sums, aligned
+from weft.run.kernels import Sums, aligned
 from weft.run.kernels.lists import block_sizes, padded_lists
-from weft.run.kernels.machine import arch_of
-from weft.run.kernels.package_rules import cudnn_sparse
-from weft.run.kernels.packages import check, load
+from weft.run.kernels.packages import PackageKernel
 from weft.run.kernels.tiles import Tiles
 
 SM90_ALIGNMENT = 128
-"""Bytes that its forward on sm_90 for blocks of 64 takes for granted of pointers."""
+"""Alignment of pointers, in bytes, that its forward on sm_90 for blocks of 64 assumes."""
 
 
-class CudnnSparse(Merging):
+class CudnnSparse(PackageKernel):
     """16-bit operands and results, float32 log-sum-exp. Gradients are added in any order."""
 
-    name = "cudnn_sparse"
-    grouped = True
-
-    def __init__(self, package: Any = None, arch: str = "") -> None:
-        """Tests give a stand-in of the package's module and the architecture that it stands for."""
-        self._package = package or load(self.name, "cudnn.block_sparse_attention", "cudnn")
-        self._arch = arch
+    name, module, extra = "cudnn_sparse", "cudnn.block_sparse_attention", "cudnn"
 
     def attend_alone(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Sums:
-        arch = self._arch or arch_of(q.device)
-        check(cudnn_sparse, arch, q, k, tiles, scale, backward=False)
+        arch = self.check(q, k, tiles, scale)
         rows, kernel = q.shape[2], (arch, tiles.block_q)
         if kernel == ("sm_90", 64) and rows % 64:
             q = pad(q, (0, 0, 0, -rows % 64))
         ready = {("sm_90", 64): _far_aligned, ("sm_100", 128): _compact}.get(kernel, aligned)
         q, k, v = (ready(x) for x in (q, k, v))
         lists, options = self._options(tiles, q, scale)
-        # Packed heads would need lists that all heads of a group share.
+        # Packed heads would require lists that all heads of a group share.
         result = self._package.block_sparse_attention_forward(
             q, k, v, lists.index, pack_gqa=False, allow_empty_block_nums=lists.has_empty, **options
         )
@@ -51,8 +42,7 @@ class CudnnSparse(Merging):
     def attend_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, done: Sums, tiles: Tiles, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        arch = self._arch or arch_of(q.device)
-        check(cudnn_sparse, arch, q, k, tiles, scale, backward=True)
+        arch = self.check(q, k, tiles, scale, backward=True)
         out, lse = done
         ready = _compact if arch == "sm_100" else aligned
         operands = (ready(x.to(q.dtype)) for x in (grad, q, k, v, out))
@@ -63,9 +53,9 @@ class CudnnSparse(Merging):
         return result["dq_tensor"], result["dk_tensor"], result["dv_tensor"]
 
     def _options(self, tiles: Tiles, q: Tensor, scale: float) -> tuple[Any, dict[str, Any]]:
-        """The lists of kv blocks, and what both directions are told besides them.
+        """Return the lists of kv blocks and the options of both directions.
 
-        Counts are passed always: a fixed count would have to be even on sm_100.
+        Counts are always passed: a fixed count would have to be even on sm_100.
         """
         lists = padded_lists(tiles, q.device, batch=q.shape[0])
         return lists, {
@@ -78,16 +68,16 @@ class CudnnSparse(Merging):
 
 
 def _far_aligned(x: Tensor) -> Tensor:
-    """Also begin where the forward on sm_90 takes it for granted."""
+    """Align x as the forward on sm_90 assumes."""
     x = aligned(x)
     is_aligned = x.storage_offset() * x.element_size() % SM90_ALIGNMENT == 0
     return x if is_aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def _compact(x: Tensor) -> Tensor:
-    """Without gaps in memory, heads or tokens first: kernels of sm_100 take no part of a larger tensor.
+    """Return x without gaps, heads or tokens first: kernels of sm_100 take no view of a larger tensor.
 
-    The stride of a batch of one counts as well, so `is_contiguous` is not enough.
+    The stride of a batch of one matters too, so `is_contiguous` is not enough.
     """
     x = aligned(x)
     _, heads, tokens, dim = x.shape

@@ -1,55 +1,51 @@
-"""torch's own fused attention in float32 or float64, whose result does not depend on the number of ranks."""
+"""Exact kernel: torch's fused attention in float32 or float64, the same on any number of ranks."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.run.kernels import Merging, Sums, aligned, packed
-from weft.run.kernels.reference import Reference, widen
+from weft.run.kernels import Sums, aligned, packed
+from weft.run.kernels.merge import MergingKernel
+from weft.run.kernels.reference import ReferenceKernel, widen
 from weft.run.kernels.rows import Grads, attend_rows, backward_rows
 from weft.run.kernels.tiles import Tiles
 
 _aten: Any = torch.ops.aten
-_written_out = Reference()
+_written_out = ReferenceKernel()
 LSE_ROWS = 32
-"""Rows that memory-efficient attention's backward reads at a time: past the last they must weigh nothing."""
+"""Rows that memory-efficient attention's backward reads at a time; rows past the end must have weight 0."""
 
 
-class Exact(Merging):
-    """Flash attention of torch with its log-sum-exp, on CPU, and memory-efficient attention on GPUs.
+class Exact(MergingKernel):
+    """Torch's flash attention on CPUs, and its memory-efficient attention on GPUs.
 
-    16-bit inputs are widened first: partial outputs are merged over ranks, and rounding each of them
-    to 16 bits would make the result depend on the number of ranks.
+    16-bit inputs are widened first: rounding the partial outputs of each rank to 16 bits would make the
+    result depend on the number of ranks.
     """
 
     name = "exact"
     grouped = False
 
     def __init__(self, ops: Any = None) -> None:
-        """`ops` has torch's operators for GPUs; tests give stand-ins that check what CUDA checks."""
+        """`ops` replaces torch's operators for GPUs in tests."""
         self._ops = ops
 
     def attend_alone(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Sums:
-        q, k, v = (_ready(x) for x in (q, k, v))
-
-        def forward(q: Tensor, k: Tensor, v: Tensor) -> Sums:
-            return self._forward(q, k, v, scale)
-
+        q, k, v = (packed(widen(x)) for x in (q, k, v))
+        forward = partial(self._forward, scale=scale)
         return attend_rows(forward, q, k, v, tiles) if tiles.sparse else forward(q, k, v)
 
     def attend_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, done: Sums, tiles: Tiles, scale: float
     ) -> Grads:
-        grad, q, k, v = (_ready(x) for x in (grad, q, k, v))
-        out, lse = _ready(done[0]), done[1]
-
-        def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Grads:
-            return self._backward(grad, q, k, v, out, lse, scale)
-
+        grad, q, k, v = (packed(widen(x)) for x in (grad, q, k, v))
+        out, lse = packed(widen(done[0])), done[1]
+        backward = partial(self._backward, scale=scale)
         if not tiles.sparse:
             return backward(grad, q, k, v, out, lse)
         return backward_rows(backward, grad, q, k, v, (out, lse), tiles)
@@ -84,13 +80,8 @@ class Exact(Merging):
         return dq, dk, dv
 
 
-def _ready(x: Tensor) -> Tensor:
-    """What torch's kernels take."""
-    return packed(widen(x))
-
-
 def _in_fours(x: Tensor) -> Tensor:
-    """Rows as memory-efficient attention loads them: of 16 bytes, from addresses that 16 divides."""
+    """Pad and align rows to 16 bytes, as memory-efficient attention loads them."""
     short = -x.shape[-1] % 4
     return F.pad(x, (0, short)) if short else aligned(x)
 
@@ -100,7 +91,7 @@ def _dense(q: Tensor, k: Tensor) -> Tiles:
 
 
 def _in_whole_reads(lse: Tensor) -> Tensor:
-    """An lse whose rows past the end, which are read as well, weigh nothing."""
+    """Pad an lse to whole reads, with +inf: rows past the end get weight 0."""
     rows = -(-lse.shape[2] // LSE_ROWS) * LSE_ROWS
     padded = lse.new_full((*lse.shape[:2], rows), torch.inf)
     padded[..., : lse.shape[2]].copy_(lse)

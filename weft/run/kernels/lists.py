@@ -1,4 +1,4 @@
-"""Lists: the padded lists of blocks that block-sparse packages read, made once for each Tiles and device."""
+"""Padded lists of blocks, as block-sparse packages read them, made once for each Tiles and device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.run.kernels.tiles import Blocks, Tiles
 
 @dataclass(frozen=True, eq=False)
 class PaddedLists:
-    """The active blocks of every row of blocks, strictly ascending: a ragged last block is the last entry.
+    """Active blocks of every row of blocks, strictly ascending: a ragged last block is the last entry.
 
     FlashAttention-4 masks the ragged end of a list's last entry only, and checks no order.
     """
@@ -20,15 +20,15 @@ class PaddedLists:
     counts: Tensor
     """int32 [batch, heads, rows]."""
     index: Tensor
-    """int32 [batch, heads, rows, width]; behind a row's count it holds 0, which is a block that exists."""
+    """int32 [batch, heads, rows, width]; entries past a row's count are 0, which is a valid block."""
     has_empty: bool
-    """Whether a count may be 0. Of tiles that were chosen on a device nobody knows."""
+    """Whether a count may be 0; True if tiles were selected on a device."""
 
 
 def padded_lists(
     tiles: Tiles, device: torch.device, *, batch: int = 1, inverted: bool = False
 ) -> PaddedLists:
-    """The kv blocks of each q block, or `inverted` the q blocks of each kv block, for each of a batch."""
+    """Return the kv blocks of each q block, or if `inverted` the q blocks of each kv block."""
     key = "padded lists", device, batch, inverted
     return tiles.cached(key, lambda: _pad(tiles, device, batch, inverted=inverted))
 
@@ -39,7 +39,7 @@ def _pad(tiles: Tiles, device: torch.device, batch: int, *, inverted: bool) -> P
         blocks = blocks.inverted
     width, has_empty = blocks.kv_blocks, True
     if tiles.active is not None:
-        # Known on the host: a list as wide as its longest row, not as all blocks there are.
+        # On the host the longest row is known: the list need not be as wide as all blocks.
         lengths = tiles.active.sum(1 if inverted else 2)
         width, has_empty = int(lengths.max(initial=1)), not bool(lengths.all())
     counts, index = _rows(blocks, width)
@@ -60,7 +60,7 @@ def _rows(blocks: Blocks, width: int) -> tuple[Tensor, Tensor]:
 
 
 def block_sizes(tiles: Tiles, device: torch.device) -> Tensor | None:
-    """How many keys each kv block has, int32 [kv blocks], if the last one is ragged."""
+    """Return the keys of each kv block, int32 [kv blocks], if the last one is ragged."""
     ragged = tiles.kv_len % tiles.block_k
     if not ragged:
         return None

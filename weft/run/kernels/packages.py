@@ -1,8 +1,7 @@
-"""Packages: load an optional one when it is first used, and refuse what it cannot do before it is called."""
+"""Kernels of optional packages: load the package at its first use, and check its rule before each call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
@@ -10,41 +9,49 @@ from typing import Any
 from torch import Tensor
 
 from weft.core.errors import InputError, MissingError
-from weft.run.kernels.rules import Work
+from weft.run.kernels.choice import RULES, arch_of
+from weft.run.kernels.merge import MergingKernel
+from weft.run.kernels.rules import KernelSpec
 from weft.run.kernels.tiles import Tiles
 
-Rule = Callable[[Work, str], str]
 
+class PackageKernel(MergingKernel):
+    """A kernel of a package's module that an extra of weft installs."""
 
-def load(backend: str, module: str, extra: str) -> Any:
-    """Import a module of a package that an extra of weft installs."""
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise MissingError(
-            f"backend={backend!r} needs the package of {module}: {error}.",
-            hint=f"Add it with: pip install 'weft[{extra}]'",
-        ) from error
+    name: str
+    grouped = True
+    module: str
+    extra: str
 
+    def __init__(self, package: Any = None, arch: str = "") -> None:
+        """Tests replace the package's module and the architecture."""
+        self._arch = arch
+        try:
+            self._package = package or import_module(self.module)
+        except ImportError as error:
+            raise MissingError(
+                f"backend={self.name!r} needs the package of {self.module}: {error}.",
+                hint=f"Add it with: pip install 'weft[{self.extra}]'",
+            ) from error
 
-def check(rule: Rule, arch: str, q: Tensor, k: Tensor, tiles: Tiles, scale: float, *, backward: bool) -> None:
-    """Raise if the package of a rule does not serve these operands."""
-    backend = rule.__name__
-    blocks = (tiles.block_q, tiles.block_k) if tiles.sparse else (0, 0)
-    dtype = str(q.dtype).removeprefix("torch.")
-    work = Work(tiles.sparse, backward, q.shape[3], dtype, *blocks, group=q.shape[1] // k.shape[1])
-    if why := _refusal(rule, work, arch):
-        raise InputError(
-            f"backend={backend!r} cannot compute the {work} on {arch}: {why}",
-            hint="backend='auto' takes one that can.",
-        )
-    if not scale > 0:
-        # Both find the largest score before they scale it, and mask with -inf.
-        raise InputError(
-            f"scale must be > 0 for backend={backend!r}, got {scale}.", hint="backend='exact' takes any."
-        )
+    def check(self, q: Tensor, k: Tensor, tiles: Tiles, scale: float, *, backward: bool = False) -> str:
+        """Return the architecture; raise if the package does not serve these operands there."""
+        arch = self._arch or arch_of(q.device)
+        spec = KernelSpec.of_operands(q, k, tiles, scale, backward=backward)
+        if why := _refusal(self.name, spec, arch):
+            raise InputError(
+                f"backend={self.name!r} cannot compute the {spec} on {arch}: {why}",
+                hint="backend='auto' takes one that can.",
+            )
+        if not scale > 0:
+            # Both packages find the largest score before they scale it, and mask with -inf.
+            raise InputError(
+                f"scale must be > 0 for backend={self.name!r}, got {scale}.",
+                hint="backend='exact' takes any.",
+            )
+        return arch
 
 
 @lru_cache(1024)
-def _refusal(rule: Rule, work: Work, arch: str) -> str:
-    return rule(work, arch)
+def _refusal(backend: str, spec: KernelSpec, arch: str) -> str:
+    return RULES[backend](spec, arch)

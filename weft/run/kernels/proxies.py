@@ -1,4 +1,4 @@
-"""Proxies: a vector per block of tokens, from which the scores of pairs of blocks are made."""
+"""Proxies: one vector per block of tokens, whose products are the scores of pairs of blocks."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from torch import Tensor
 from weft.core.errors import InputError
 
 
-def at_a_time(device: torch.device) -> int:
-    """Numbers to hold at a time: what stays in the caches, or what keeps a GPU busy."""
+def elements_per_chunk(device: torch.device) -> int:
+    """Return how many numbers to compute at a time: they fit into CPU caches, or keep a GPU busy."""
     return 1 << 20 if device.type == "cpu" else 1 << 24
 
 
 def pool(x: Tensor, block: int, *, length: int | None = None) -> Tensor:
-    """Means of blocks of tokens: [..., tokens, D] to [..., blocks, D], in float32 or better.
+    """Average blocks of tokens: [..., tokens, D] to [..., blocks, D], in float32 or better.
 
-    Tokens from `length` on are padding and not counted; the last block is the mean of what it has.
+    Tokens from `length` on are padding and ignored.
     """
     length = x.shape[-2] if length is None else length
     if not 1 <= length <= x.shape[-2] or block < 1:
-        raise InputError(f"{length} of {x.shape[-2]} tokens cannot be pooled in blocks of {block}.")
+        raise InputError(f"Cannot pool {length} of {x.shape[-2]} tokens in blocks of {block}.")
     dtype = torch.promote_types(x.dtype, torch.float32)
     means = x.new_empty(*x.shape[:-2], -(-length // block), x.shape[-1], dtype=dtype)
-    whole = length // block
-    blocks, body = means[..., :whole, :], x[..., : whole * block, :].detach()
+    full = length // block
+    blocks, body = means[..., :full, :], x[..., : full * block, :].detach()
     if x.device.type != "cpu":
-        torch.mean(body.unflatten(-2, (whole, block)), -2, dtype=dtype, out=blocks)
+        torch.mean(body.unflatten(-2, (full, block)), -2, dtype=dtype, out=blocks)
     else:
         _pool_in_cache(body, block, blocks)
     if length % block:
-        torch.mean(x[..., whole * block : length, :].detach(), -2, dtype=dtype, out=means[..., -1, :])
+        torch.mean(x[..., full * block : length, :].detach(), -2, dtype=dtype, out=means[..., -1, :])
     return means
 
 
 def _pool_in_cache(x: Tensor, block: int, means: Tensor) -> None:
-    """A few blocks at a time: half precision is widened in the cache and not in memory."""
-    step = max(1, at_a_time(x.device) // (block * x.shape[-1]))
+    """Pool a few blocks at a time, so that half precision is widened in the cache and not in memory."""
+    step = max(1, elements_per_chunk(x.device) // (block * x.shape[-1]))
     for place in np.ndindex(x.shape[:-2]):
         for at in range(0, means.shape[-2], step):
-            part = x[place][at * block : (at + step) * block].to(means.dtype)
-            torch.mean(part.unflatten(0, (-1, block)), dim=1, out=means[place][at : at + step])
+            chunk = x[place][at * block : (at + step) * block].to(means.dtype)
+            torch.mean(chunk.unflatten(0, (-1, block)), dim=1, out=means[place][at : at + step])
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,8 +88,8 @@ class Proxies:
 
 
 @dataclass(frozen=True, eq=False)
-class Given:
-    """Scores that the caller has: [B, H, q blocks, kv blocks]."""
+class PrecomputedScores:
+    """Scores of the caller: [B, H, q blocks, kv blocks]."""
 
     all: Tensor
 
@@ -106,10 +106,10 @@ class Given:
         return self.all[:, heads, rows].detach()
 
 
-Source = Proxies | Given
+ScoreSource = Proxies | PrecomputedScores
 
 
-def source_of(source: Proxies | Tensor) -> Source:
+def score_source(source: Proxies | Tensor) -> ScoreSource:
     if isinstance(source, Proxies):
         return source
     scores = source[None] if source.ndim == 3 else source
@@ -118,4 +118,4 @@ def source_of(source: Proxies | Tensor) -> Source:
             f"Scores of shape {tuple(source.shape)} cannot be selected from.",
             hint="Expected [heads, q blocks, kv blocks], with a batch before them or not.",
         )
-    return Given(scores)
+    return PrecomputedScores(scores)

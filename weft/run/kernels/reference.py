@@ -1,16 +1,17 @@
-"""The reference: dense scores, any dtype, differentiable. The judge of every other kernel."""
+"""Reference kernel: dense scores, any dtype, differentiable. All other kernels are compared with it."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from weft.run.kernels import Merging, Sums, guarded
+from weft.run.kernels import Sums, guarded
+from weft.run.kernels.merge import MergingKernel
 from weft.run.kernels.tiles import Tiles
 
 
-class Reference(Merging):
-    """Softmax attention written out, in float32 or better."""
+class ReferenceKernel(MergingKernel):
+    """Softmax attention as written in papers, in float32 or better."""
 
     name = "reference"
     grouped = False
@@ -42,5 +43,5 @@ class Reference(Merging):
 
 
 def widen(x: Tensor) -> Tensor:
-    """The dtype that sums are kept in: float64 stays, everything else is float32."""
+    """Convert x to the dtype of sums: float64 stays, everything else becomes float32."""
     return x if x.dtype in (torch.float64, torch.float32) else x.float()

@@ -1,6 +1,6 @@
-"""Rows: sparse tiles by a kernel for dense ones, one call for each distinct row of blocks.
+"""Compute sparse tiles by a dense kernel: one call for each distinct row of blocks, over gathered keys.
 
-Heads that need the same keys for a row of blocks share a call; its keys are gathered first.
+Heads that read the same keys in a row of blocks share a call.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from weft.run.kernels.tiles import Tiles
 Grads = tuple[Tensor, Tensor, Tensor]
 Forward = Callable[[Tensor, Tensor, Tensor], Sums]
 Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Grads]
-"""Of the gradient of the output, q, k, v, the output and its lse."""
+"""(grad, q, k, v, out, lse) to (dq, dk, dv)."""
 
 
-class Row(NamedTuple):
-    """Queries and keys of one call, as positions among (head, token) pairs; both have `heads` heads."""
+class RowGroup(NamedTuple):
+    """Queries and keys of one call: positions among (head, token) pairs of `heads` heads."""
 
     heads: int
     queries: Tensor
@@ -30,13 +30,15 @@ class Row(NamedTuple):
 
 
 def attend_rows(forward: Forward, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> Sums:
-    """Attention over sparse tiles; `forward` computes dense ones."""
+    """Compute attention over sparse tiles; `forward` computes dense ones."""
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     lse = q.new_full(q.shape[:-1], -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
     queries, keys, values = (_flat(x) for x in (q, k, v))
     for row in rows_of(tiles, q.device):
-        part = forward(*(_pick(x, at, row.heads) for x, at in _operands(row, queries, keys, values)))
-        for into, x in zip((out, lse.unsqueeze(-1)), (part[0], part[1].unsqueeze(-1)), strict=True):
+        row_out, row_lse = forward(
+            *(_pick(x, at, row.heads) for x, at in _operands(row, queries, keys, values))
+        )
+        for into, x in ((out, row_out), (lse.unsqueeze(-1), row_lse.unsqueeze(-1))):
             into.view(len(into), -1, into.shape[-1]).index_copy_(1, row.queries, _flat(x))
     return out, lse
 
@@ -44,7 +46,7 @@ def attend_rows(forward: Forward, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles)
 def backward_rows(
     backward: Backward, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, done: Sums, tiles: Tiles
 ) -> Grads:
-    """Gradients of sparse tiles, in float32 or better; `backward` computes those of dense ones."""
+    """Compute gradients of sparse tiles, in float32 or better; `backward` computes dense ones."""
     wide = torch.promote_types(q.dtype, torch.float32)
     grads = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v)]
     dq, dk, dv = (x.view(len(x), -1, x.shape[-1]) for x in grads)
@@ -54,18 +56,18 @@ def backward_rows(
         slope, out, lse = (_pick(x, row.queries, row.heads) for x in by_query)
         operands = [_pick(x, at, row.heads) for x, at in _operands(row, queries, keys, values)]
         parts = backward(slope, operands[0], operands[1], operands[2], out, lse.squeeze(-1))
-        # A position is at most once in a row, so that no two additions meet.
+        # No position is twice in a row, so the additions are deterministic.
         for into, at, x in zip((dq, dk, dv), (row.queries, row.keys, row.keys), parts, strict=True):
             into.index_add_(1, at, _flat(x).to(wide))
     return grads[0], grads[1], grads[2]
 
 
-def rows_of(tiles: Tiles, device: torch.device) -> tuple[Row, ...]:
-    """The rows of some tiles, with their positions on the device."""
+def rows_of(tiles: Tiles, device: torch.device) -> tuple[RowGroup, ...]:
+    """Return the distinct rows of blocks, with positions on the device."""
     return tiles.cached(("rows", device), lambda: tuple(_rows(tiles, device)))
 
 
-def _rows(tiles: Tiles, device: torch.device) -> Iterator[Row]:
+def _rows(tiles: Tiles, device: torch.device) -> Iterator[RowGroup]:
     active = tiles.host
     for row in range(active.shape[1]):
         alike: dict[bytes, list[int]] = {}
@@ -80,10 +82,10 @@ def _rows(tiles: Tiles, device: torch.device) -> Iterator[Row]:
                 torch.from_numpy(np.add.outer(np.array(heads) * length, tokens).ravel()).to(device)
                 for length, tokens in ((tiles.q_len, queries), (tiles.kv_len, keys))
             )
-            yield Row(len(heads), *at)
+            yield RowGroup(len(heads), *at)
 
 
-def _operands(row: Row, q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
+def _operands(row: RowGroup, q: Tensor, k: Tensor, v: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
     return (q, row.queries), (k, row.keys), (v, row.keys)
 
 
@@ -93,5 +95,5 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _pick(x: Tensor, at: Tensor, heads: int) -> Tensor:
-    found = x.index_select(1, at)
-    return found.view(found.shape[0], heads, -1, found.shape[-1])
+    picked = x.index_select(1, at)
+    return picked.view(picked.shape[0], heads, -1, picked.shape[-1])

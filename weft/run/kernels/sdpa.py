@@ -1,12 +1,13 @@
-"""Fused attention of torch on GPUs, in 16 bits with its log-sum-exp: flash attention's and cuDNN's.
+"""Fused attention of torch on GPUs, in 16 bits with its log-sum-exp: flash attention and cuDNN.
 
-Both compute dense tiles. Sums of partial results are kept in float32 by `weft.run.merge`. To activate
-FlashAttention-3 or -4 in torch, for the whole process, is up to the user: `flash` calls what is active.
+Both compute dense tiles; `weft.run.kernels.merge` sums partial results in float32. Users may activate
+FlashAttention-3 or -4 in torch for the whole process: `flash` calls what is active.
 """
 # ruff: noqa: FBT003 - torch's operators take their flags by position
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.core.errors import InputError
-from weft.run.kernels import Merging, Sums, aligned
+from weft.run.kernels import Sums, aligned
+from weft.run.kernels.merge import MergingKernel
 from weft.run.kernels.rows import Grads, attend_rows, backward_rows
 from weft.run.kernels.rules import FLASH_DIMS
 from weft.run.kernels.tiles import Tiles
@@ -24,14 +26,14 @@ LAST_TRAINED_DIM = 192
 """Torch's flash attention has no backward for head dims from 193 to 224 on sm_86, sm_89 and sm_120."""
 
 
-class Flash(Merging):
+class Flash(MergingKernel):
     """torch.ops.aten._scaled_dot_product_flash_attention and its backward."""
 
     name = "flash"
     grouped = True
 
     def __init__(self, ops: Any = None) -> None:
-        """`ops` has torch's operators; tests give stand-ins that check what CUDA checks."""
+        """`ops` replaces torch's operators in tests."""
         self._ops = ops or _aten
         self._seeds: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
@@ -46,7 +48,7 @@ class Flash(Merging):
         return self.backward(grad, q, k, v, *done, scale)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Sums:
-        """(out in 16 bits, lse) of dense tiles."""
+        """Return (out in 16 bits, lse) of dense tiles."""
         width = q.shape[-1]
         q, k, v = (_ready(x) for x in (q, k, v))
         out, lse, *_ = self._ops._scaled_dot_product_flash_attention(q, k, v, 0.0, False, False, scale=scale)
@@ -55,7 +57,7 @@ class Flash(Merging):
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
     ) -> Grads:
-        """(dq, dk, dv) of dense tiles, in 16 bits."""
+        """Return (dq, dk, dv) of dense tiles, in 16 bits."""
         width = q.shape[-1]
         grad, out = grad.to(q.dtype), out.to(q.dtype)
         grad, q, k, v, out = (_ready(x) for x in (grad, q, k, v, out))
@@ -68,26 +70,22 @@ class Flash(Merging):
         return dq, dk, dv
 
     def seeds(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """A state of the random generator: without dropout it is taken and not read."""
+        """Return a random generator state, which is required but not read without dropout."""
         if device not in self._seeds:
             kind, count = (torch.int64, ()) if torch.version.hip else (torch.uint64, (2,))
-            self._seeds[device] = (
-                torch.zeros(count, dtype=kind, device=device),
-                torch.zeros((), dtype=kind, device=device),
-            )
+            seed, offset = (torch.zeros(shape, dtype=kind, device=device) for shape in (count, ()))
+            self._seeds[device] = seed, offset
         return self._seeds[device]
 
     def _check(self, tiles: Tiles) -> None:
         if tiles.sparse:
-            raise InputError(
-                f"backend={self.name!r} was given sparse tiles.", hint="It computes dense ones; use 'auto'."
-            )
+            raise InputError(f"backend={self.name!r} takes dense tiles, not sparse ones.", hint="Use 'auto'.")
 
 
 class Cudnn(Flash):
     """torch.ops.aten._scaled_dot_product_cudnn_attention and its backward.
 
-    It does not take a single key; torch's flash attention computes those.
+    It does not support a single key, which torch's flash attention computes.
     """
 
     name = "cudnn"
@@ -129,30 +127,24 @@ class Cudnn(Flash):
         return self._seeds[device]
 
 
-class Gather(Flash):
-    """Sparse tiles by torch's flash attention: the keys of each distinct row of blocks are gathered."""
+class GatheredFlash(Flash):
+    """Compute sparse tiles by flash attention over the gathered keys of each distinct row of blocks."""
 
     name = "gather"
     grouped = False
 
     def attend_alone(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, scale: float) -> Sums:
-        def forward(q: Tensor, k: Tensor, v: Tensor) -> Sums:
-            return self.forward(q, k, v, scale)
-
-        return attend_rows(forward, q, k, v, tiles)
+        return attend_rows(partial(self.forward, scale=scale), q, k, v, tiles)
 
     def attend_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, done: Sums, tiles: Tiles, scale: float
     ) -> Grads:
-        def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Grads:
-            return self.backward(grad, q, k, v, out, lse, scale)
-
         grad, out = grad.to(q.dtype), done[0].to(q.dtype)
-        return backward_rows(backward, grad, q, k, v, (out, done[1]), tiles)
+        return backward_rows(partial(self.backward, scale=scale), grad, q, k, v, (out, done[1]), tiles)
 
 
 def _ready(x: Tensor) -> Tensor:
-    """What torch's flash attention takes: head dims in eights, and one that has a backward everywhere."""
+    """Pad the head dim to a multiple of 8 that torch's flash attention has a backward for on all GPUs."""
     width = x.shape[-1]
     padded = FLASH_DIMS if width > LAST_TRAINED_DIM else -(-width // 8) * 8
     return aligned(x) if padded == width else F.pad(x, (0, padded - width))

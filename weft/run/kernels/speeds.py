@@ -1,12 +1,12 @@
-"""Speeds: how fast the kernels are that calls get on a device, on dense and on sparse tiles, both ways.
+"""Measure the speed of a device's kernels on dense and sparse tiles, forward and backward.
 
-Times are the shortest of many short calls: whatever disturbs a machine makes a call longer, never shorter.
+Times are the shortest of many short calls: disturbances make a call longer, never shorter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -14,34 +14,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.run.kernels import Kernel, Sums, choose
-from weft.run.kernels.choice import Judge
-from weft.run.kernels.rules import Work
+from weft.run.kernels import AttentionKernel, Sums, choose
+from weft.run.kernels.choice import ParityCheck
+from weft.run.kernels.rules import KernelSpec
 from weft.run.kernels.tiles import Tiles
-from weft.run.stopwatch import device_seconds
-from weft.simulate.costs import BACKWARD_WORK
+from weft.run.measure.stopwatch import device_seconds
+from weft.simulate.costs import BACKWARD_FLOPS_RATIO
 
 RESOLUTION = 0.05
-"""Of a tile's time. Smaller differences are none: they are those of two long times, and all noise."""
+"""Share of a tile's time; smaller differences of two long times are noise."""
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Of the attention that is timed: enough to fill a device, and blocks that all kernels have."""
+class TimingSizes:
+    """Sizes of the timed attention: enough to fill a device, and blocks that all kernels take."""
 
     heads: int
     tokens: int
     repeats: int
     block: int = 64
     few: int = 1
-    """Tiles in each row of blocks of one sparse call."""
+    """Tiles in each row of blocks of one sparse call; `some` of the other."""
     some: int = 8
 
     @staticmethod
-    def of(device: torch.device, *, quick: bool = False) -> Sizes:
+    def of(device: torch.device, *, quick: bool = False) -> TimingSizes:
         if device.type == "cuda":
-            return Sizes(heads=16, tokens=8192, repeats=12 if quick else 30, some=16)
-        return Sizes(heads=2, tokens=512, repeats=2, some=4) if quick else Sizes(1, 1024, repeats=20)
+            return TimingSizes(heads=16, tokens=8192, repeats=12 if quick else 30, some=16)
+        return (
+            TimingSizes(heads=2, tokens=512, repeats=2, some=4) if quick else TimingSizes(1, 1024, repeats=20)
+        )
 
     @property
     def rows(self) -> int:
@@ -53,19 +55,23 @@ class Sizes:
 
 
 class Speeds:
-    """The kernels of calls of one dtype and head dim. All ranks make one together, if there is a judge."""
+    """The kernels for one dtype and head dim. With `check`, all ranks construct it together."""
 
     def __init__(
-        self, backend: str, dtype: str, head_dim: int, device: torch.device, sizes: Sizes, judge: Judge | None
+        self,
+        backend: str,
+        dtype: str,
+        head_dim: int,
+        device: torch.device,
+        sizes: TimingSizes,
+        check: ParityCheck | None,
     ) -> None:
         self.device, self.sizes, self.head_dim = device, sizes, head_dim
         block = sizes.block
-        dense = Work(sparse=False, backward=False, head_dim=head_dim, dtype=dtype)
-        sparse = Work(
-            sparse=True, backward=False, head_dim=head_dim, dtype=dtype, block_q=block, block_k=block
-        )
-        self.kernel = choose(backend, dtype, str(device), dense, judge).name
-        self.selected: Kernel = choose(backend, dtype, str(device), sparse, judge)
+        dense = KernelSpec(sparse=False, backward=False, head_dim=head_dim, dtype=dtype)
+        sparse = replace(dense, sparse=True, block_q=block, block_k=block)
+        self.kernel = choose(backend, dtype, str(device), dense, check).name
+        self.selected: AttentionKernel = choose(backend, dtype, str(device), sparse, check)
         self.sparse_kernel = self.selected.name.rpartition("sparse ")[2]
         shape = (1, sizes.heads, sizes.tokens, head_dim)
         draw = [torch.randn(shape, device=device) for _ in range(4)]
@@ -93,12 +99,12 @@ class Speeds:
         return self.flops(self.sizes.tiles) / self._seconds(call, self.sizes.repeats)
 
     def fields(self, times: Mapping[str, float]) -> dict[str, float | str]:
-        """Return what these times mean, as fields of a Topology."""
+        """Convert times to fields of a Topology."""
         derive = self._separate_kernels if self.device.type == "cuda" else self._one_kernel
         return derive(times)
 
     def _one_kernel(self, times: Mapping[str, float]) -> dict[str, float | str]:
-        """A kernel that takes rows of tiles, one after the other: each of the two has its price."""
+        """Fit a kernel that computes rows of tiles in turn, with a cost per row and per tile."""
         sizes, call = self.sizes, times["call"]
         tile = (times["dense"] - times["few"]) / (sizes.tiles - sizes.few * sizes.rows)
         sparse = (times["some"] - times["few"]) / ((sizes.some - sizes.few) * sizes.rows)
@@ -108,8 +114,8 @@ class Speeds:
         around = call + sizes.rows * row
         back = (times["dense backward"] - around) / sizes.tiles
         sparse_back = (times["some backward"] - around) / (sizes.some * sizes.rows) - extra
-        back = _same(back, BACKWARD_WORK * tile)
-        work = BACKWARD_WORK * self.flops(1)
+        back = _same(back, BACKWARD_FLOPS_RATIO * tile)
+        work = BACKWARD_FLOPS_RATIO * self.flops(1)
         return {
             "flops": self.flops(1) / tile,
             "backward_flops": work / back,
@@ -120,27 +126,27 @@ class Speeds:
         }
 
     def _separate_kernels(self, times: Mapping[str, float]) -> dict[str, float | str]:
-        """Kernels of a GPU take all rows at once; dense and sparse tiles have their own."""
+        """Fit the kernels of a GPU for dense and for sparse tiles, which compute all rows at once."""
         tiles, call = self.sizes.tiles, times["call"]
         counts = {"dense": tiles, "some": self.sizes.some * self.sizes.rows}
         names = {"flops": "dense", "sparse_flops": "some"}
         names |= {"backward_flops": "dense backward", "sparse_backward_flops": "some backward"}
-        found: dict[str, float | str] = {"call_seconds": call, "kernel": f"{self.kernel}, measured"}
+        fields: dict[str, float | str] = {"call_seconds": call, "kernel": f"{self.kernel}, measured"}
         for name, key in names.items():
-            work = self.flops(counts[key.split()[0]]) * (BACKWARD_WORK if "backward" in key else 1)
-            found[name] = work / max(times[key] - call, times[key] / 2)
-        return found | {"sparse_kernel": f"{self.sparse_kernel}, measured"}
+            work = self.flops(counts[key.split()[0]]) * (BACKWARD_FLOPS_RATIO if "backward" in key else 1)
+            fields[name] = work / max(times[key] - call, times[key] / 2)
+        return fields | {"sparse_kernel": f"{self.sparse_kernel}, measured"}
 
     @property
     def _scale(self) -> float:
         return self.head_dim**-0.5
 
     def flops(self, tiles: int) -> float:
-        """Return the FLOPs of a forward over so many tiles."""
+        """Return the FLOPs of a forward over `tiles` tiles."""
         return 4 * self.head_dim * self.sizes.block**2 * tiles
 
     def _sparse(self, count: int) -> Tiles:
-        """Return tiles of which each row of blocks has as many, at random."""
+        """Return random tiles, `count` in each row of blocks."""
         sizes = self.sizes
         blocks = sizes.tokens // sizes.block
         order = np.random.default_rng(0).random((sizes.heads, blocks, blocks)).argsort(-1)
@@ -161,5 +167,5 @@ class Speeds:
 
 
 def _same(value: float, other: float) -> float:
-    """Return `other` where both are the same within the resolution."""
+    """Return `other` if both are equal within the resolution."""
     return other if abs(value / other - 1) < RESOLUTION else value

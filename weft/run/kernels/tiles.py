@@ -1,4 +1,4 @@
-"""Tiles: the part of a mask that one Attend computes, in the rows and columns of its operands."""
+"""Tiles: the submask that one Attend computes, in the rows and columns of its operands."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from weft.core.schedule import Attend, Piece
 Places = tuple[Tensor, ...]
 """Heads, q blocks and kv blocks of an attend, on a device."""
 _HOST = torch.device("cpu")
-TILES_AT_ONCE = 1 << 24
-"""For which places in a list are found at once: each takes 16 bytes for that long."""
-PLACES_AT_ONCE = 1 << 18
-"""The same on the host, where what they take should stay in a cache."""
+TILES_PER_CHUNK = 1 << 24
+"""Tiles converted to a list at a time on a GPU: each takes 16 bytes meanwhile."""
+HOST_TILES_PER_CHUNK = 1 << 18
+"""Tiles converted at a time on the host, where they should fit into a cache."""
 
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """The compact list of active kv blocks of every (head, q block), ascending, as int32 tensors.
+    """Active kv blocks of every (head, q block), ascending, as int32 tensors in CSR format.
 
-    Row (head, i) has kv[starts[head · q_blocks + i] : starts[head · q_blocks + i + 1]]. What `kv` has behind
-    its last row means nothing: a list that is made on a device has room for all that it might have to hold.
+    Row (head, i) has kv[starts[head · q_blocks + i] : starts[head · q_blocks + i + 1]]. `kv` may be longer
+    than the last row: a list that is made on a device is allocated for the largest possible count.
     """
 
     heads: int
@@ -40,10 +40,9 @@ class Blocks:
 
     @staticmethod
     def of(active: BoolArray | Tensor, room: int | None = None) -> Blocks:
-        """From booleans [heads, q blocks, kv blocks], on their device and without a look at their values.
+        """Convert booleans [heads, q blocks, kv blocks] on their device, without reading values back.
 
-        `room` is for how many tiles `kv` is made; by default for as many as there are on the host, and for
-        all that there could be on a device.
+        `room` is the length of `kv`: by default the number of active tiles on the host, of all on a device.
         """
         if isinstance(active, np.ndarray):
             return _host_blocks(active)
@@ -56,17 +55,17 @@ class Blocks:
         columns = torch.arange(kv_blocks, dtype=torch.int32, device=tiles.device)
         kv = torch.zeros(room + 1, dtype=torch.int32, device=tiles.device)
         firsts = starts[:-1].view(heads, q_blocks, 1)
-        at_once = max(1, TILES_AT_ONCE // max(1, q_blocks * kv_blocks))
+        at_once = max(1, TILES_PER_CHUNK // max(1, q_blocks * kv_blocks))
         for some in (slice(head, head + at_once) for head in range(0, heads, at_once)):
-            part = tiles[some]
-            # Every active tile has its place; all others share one behind the end.
-            places = torch.where(part, firsts[some] + part.cumsum(-1) - 1, room)
-            kv.scatter_(0, places.reshape(-1), columns.expand_as(part).reshape(-1))
+            chunk = tiles[some]
+            # Every active tile has an index of its own; all others share the one behind the end.
+            places = torch.where(chunk, firsts[some] + chunk.cumsum(-1) - 1, room)
+            kv.scatter_(0, places.reshape(-1), columns.expand_as(chunk).reshape(-1))
         return Blocks(heads, q_blocks, kv_blocks, starts, kv[:room])
 
     @cached_property
     def active(self) -> Tensor:
-        """The same as booleans [heads, q blocks, kv blocks], on the device of the list."""
+        """The tiles as booleans [heads, q blocks, kv blocks], on the device of the list."""
         rows, nowhere = self.heads * self.q_blocks, self.heads * self.q_blocks * self.kv_blocks
         if self.kv.device == _HOST:
             starts, tiles = self.starts.numpy(), np.zeros(nowhere, dtype=np.bool_)
@@ -82,7 +81,7 @@ class Blocks:
 
     @cached_property
     def inverted(self) -> Blocks:
-        """By kv block: the q blocks that read it. Gradients of keys need no atomic additions with it."""
+        """By kv block: the q blocks that read it. With it gradients of keys need no atomic additions."""
         turned = self.active.mT
         return Blocks.of(turned.numpy() if turned.device == _HOST else turned, room=self.kv.shape[0])
 
@@ -98,15 +97,15 @@ class Blocks:
 
 
 def _host_blocks(active: BoolArray) -> Blocks:
-    """Of tiles on the host, by numpy: masks that change wait for it."""
+    """Convert tiles on the host by numpy, which is faster; masks that change wait for it."""
     heads, q_blocks, kv_blocks = active.shape
     flat = active.reshape(-1, kv_blocks)
     starts = np.zeros(len(flat) + 1, dtype=np.int32)
     # Torch's memory: NumPy asks for huge pages, and a system that has to make them first takes longer.
     listed = torch.empty(int(np.count_nonzero(flat)), dtype=torch.int32)
     kv = listed.numpy()
-    # Some rows at a time, whose places stay in a cache: fresh memory for all of them would cost more.
-    at_once = max(1, PLACES_AT_ONCE // max(1, kv_blocks))
+    # A chunk of rows at a time stays in a cache: fresh memory for all of them would cost more.
+    at_once = max(1, HOST_TILES_PER_CHUNK // max(1, kv_blocks))
     for first in range(0, len(flat), at_once):
         some = flat[first : first + at_once]
         places, rows = np.flatnonzero(some), np.arange(len(some) + 1) * kv_blocks
@@ -120,9 +119,9 @@ def _host_blocks(active: BoolArray) -> Blocks:
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """Active [heads, q blocks, kv blocks] of operands made of whole blocks; only the last may be ragged.
+    """Active [heads, q blocks, kv blocks] of operands made of blocks, of which only the last may be ragged.
 
-    Where every tile is active and the operands are one dense rectangle, `active` and `listed` are None.
+    `active` and `listed` are None where every tile is active.
     """
 
     active: BoolArray | None
@@ -131,9 +130,9 @@ class Tiles:
     q_len: int
     kv_len: int
     runs: HeadRuns = ()
-    """Heads of which the mask leaves nothing out, and others."""
+    """Runs of heads with and without masked tiles."""
     listed: Blocks | None = None
-    """In place of `active`: tiles that were chosen on a device and are known there only."""
+    """Instead of `active`: tiles that were selected on a device and are known only there."""
     _made: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @staticmethod
@@ -152,7 +151,7 @@ class Tiles:
 
     @cached_property
     def by_heads(self) -> tuple[tuple[int, int, Tiles], ...]:
-        """Parts of the heads, (first, end, tiles), for which a GPU has different kernels; one or more."""
+        """(first, end, tiles) of groups of heads that a GPU computes by different kernels."""
         if len(self.runs) < 2 or self.active is None:
             return ((0, 0, self),)
         sizes = self.block_q, self.block_k, self.q_len, self.kv_len
@@ -163,13 +162,13 @@ class Tiles:
         return self.active is not None or self.listed is not None
 
     def cached(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What was made of these tiles under a key, such as lists on a device: a schedule runs many times."""
+        """Return what `make` returned for a key, such as lists on a device."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
 
     def lists(self, device: torch.device) -> Blocks:
-        """The lists of blocks on a device."""
+        """Return the lists of blocks on a device."""
         assert self.sparse, "a dense rectangle has no list of blocks"
         return self.cached(("lists", device), lambda: self._lists(device))
 
@@ -179,13 +178,9 @@ class Tiles:
         assert self.active is not None
         return Blocks.of(self.active).to(device)
 
-    def mask(self, device: torch.device) -> Tensor:
-        """The active tiles as booleans on a device."""
-        return self.cached(("mask", device), lambda: self.lists(device).active)
-
     @cached_property
     def host(self) -> BoolArray:
-        """The active tiles in host memory. Tiles that were chosen on a device are waited for and copied."""
+        """The active tiles in host memory; waits for tiles that were selected on a device."""
         if self.active is not None:
             return self.active
         assert self.listed is not None, "a dense rectangle has no tiles"
@@ -193,7 +188,7 @@ class Tiles:
 
     @cached_property
     def token_mask(self) -> Tensor | None:
-        """[heads, query rows, key rows]; only for the reference, it is as large as the scores."""
+        """[heads, query rows, key rows]; only for the reference kernel, as large as the scores."""
         if not self.sparse:
             return None
         full = self.host.repeat(self.block_q, axis=1).repeat(self.block_k, axis=2)
@@ -201,29 +196,28 @@ class Tiles:
 
 
 class TileSet:
-    """The tiles of one mask, by the attends that compute them; each is made when it is first asked for."""
+    """The tiles of one mask by Attend, made at first use."""
 
     def __init__(self, mask: BlockMask, places: dict[int, Places] | None = None) -> None:
-        """`places` is shared by the masks of one executor: where the blocks of its attends are."""
+        """`places` (indices of the blocks of each Attend) is shared by the masks of one executor."""
         self.mask = mask
         self.places: dict[int, Places] = {} if places is None else places
         self._by_op: dict[int, tuple[Attend, Tiles]] = {}
         self._by_pieces: dict[tuple[Piece, Piece], Tiles] = {}
 
     def of(self, op: Attend) -> Tiles:
-        known = self._by_op.get(id(op))
-        if known is None:
-            # Forward and backward attend the same pieces, and share what was made of their tiles.
+        cached = self._by_op.get(id(op))
+        if cached is None:
+            # Forward and backward attend the same pieces, and share the cache of their tiles.
             key = op.q, op.kv
             if key not in self._by_pieces:
                 tiles = self.mask.on_device
-                found = Tiles.of(self.mask, op) if tiles is None else self._there(op, tiles)
-                self._by_pieces[key] = found
-            known = self._by_op[id(op)] = op, self._by_pieces[key]  # with the op: its id stays its own
-        return known[1]
+                self._by_pieces[key] = Tiles.of(self.mask, op) if tiles is None else self._select(op, tiles)
+            cached = self._by_op[id(op)] = op, self._by_pieces[key]  # keeps op alive, and so its id unique
+        return cached[1]
 
-    def _there(self, op: Attend, tiles: Tensor) -> Tiles:
-        """Of a mask that was made on a device: its lists are made there, and nothing is waited for."""
+    def _select(self, op: Attend, tiles: Tensor) -> Tiles:
+        """Select the tiles of an Attend on the device of the mask, without waiting for it."""
         mask = self.mask
         if id(op) not in self.places:
             rows, cols = op.q.tokens.blocks(mask.block_q), op.kv.tokens.blocks(mask.block_k)

@@ -1,8 +1,8 @@
-"""Copy many boxes in one launch: a program for each tile of rows of a box, from a table on the device.
+"""Triton: copy many boxes in one launch, one program for each tile of rows of a box.
 
-A box is a contiguous run, repeated along up to five dims with strides of their own at either end. Bases are
-addresses; base 0 is 0, so that memory that never moves is in the table itself. Importing this module imports
-triton.
+A box is a contiguous run, repeated along up to five dims with strides in source and target. Their table
+is on the device. Bases are addresses; base 0 is 0, for fixed memory, whose addresses are in the table itself.
+Importing this module imports triton.
 """
 # ruff: noqa: PLR0913 - a launch has as many arguments as it has
 
@@ -29,7 +29,7 @@ def base_of(bases, which):
 
 @triton.jit
 def pointer_to(address, offset, DTYPE: tl.constexpr, VEC: tl.constexpr):
-    """A pointer of which the compiler knows what `boxes.Plan` made sure of."""
+    """Return a pointer with the alignment that `boxes.box_table` guarantees."""
     BYTES: tl.constexpr = VEC * DTYPE.primitive_bitwidth // 8
     pointer = address.to(tl.pointer_type(DTYPE)) + offset * VEC
     return tl.multiple_of(pointer, BYTES if BYTES < 16 else 16)

@@ -1,7 +1,7 @@
 """Triton: block-sparse flash attention over an index list.
 
 One program computes BQ query rows of one head. Names of the rows and columns of the mask's blocks are
-BLOCK_Q and BLOCK_K; a program's tiles BQ and BK divide them, so that a tile never meets two blocks.
+BLOCK_Q and BLOCK_K; a program's tiles BQ and BK divide them, so that a tile never spans two blocks.
 Rows have D numbers and are computed with DPAD, a power of two; what is behind D is 0 and is not stored.
 Importing this module imports triton.
 """
@@ -18,7 +18,7 @@ INFINITY = tl.constexpr(float("inf"))
 
 @triton.jit
 def in_numbers(strides, UNIT: tl.constexpr):
-    """Strides that are given in units of UNIT numbers, so that the compiler knows that rows are aligned."""
+    """Convert strides from units of UNIT numbers, so that the compiler knows that rows are aligned."""
     return strides[0] * UNIT, strides[1] * UNIT, strides[2] * UNIT
 
 
@@ -62,7 +62,7 @@ def line_of(starts, head, row, rows, columns, DENSE: tl.constexpr):
 def tile_of(blocks, first, step, steps, BLOCK: tl.constexpr, TILE: tl.constexpr, DENSE: tl.constexpr):
     """The first token of the step-th tile of a list of blocks; past the last one, some token.
 
-    Loops ask for the next tile before they need it. Loads whose address was itself loaded in the same step
+    Loops prefetch the next tile. Loads whose address was itself loaded in the same step
     are not pipelined everywhere: Triton 3.7 left out those of grad_keys.
     """
     PARTS: tl.constexpr = BLOCK // TILE
@@ -75,7 +75,7 @@ def tile_of(blocks, first, step, steps, BLOCK: tl.constexpr, TILE: tl.constexpr,
 
 @triton.jit
 def fetch(at, known, other, EVEN: tl.constexpr):
-    """A load inside the loop; EVEN says that no block is ragged, and no mask is made."""
+    """Load inside the loop; without a mask if EVEN (no block is ragged)."""
     return tl.load(at) if EVEN else tl.load(at, mask=known, other=other)
 
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.run.kernels.gpu import on_device
+from weft.run.kernels.triton_attention import on_device
 from weft.run.kernels.triton_forward import INFINITY, corner
 
 ROWS = 16
@@ -53,7 +53,7 @@ def merge_rows(
 def merge_on_device(
     into: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], *, fresh: bool
 ) -> tuple[Tensor, Tensor]:
-    """See `weft.run.merge.merged`."""
+    """See `weft.run.kernels.merge.merged`."""
     out, lse, new_out, new_lse = *into, *new
     batch, heads, rows, head_dim = out.shape
     if not out.numel():

@@ -22,10 +22,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from weft.core.errors import InputError
-from weft.run.kernels.gpu import on_device
-from weft.run.kernels.select import Rows, wanted
+from weft.run.kernels.select import ScoreRows, target_mass
+from weft.run.kernels.triton_attention import on_device
 
-MOST = 1 << 13  # blocks that a program holds in registers; NVIDIA spills none up to here, AMD up to 2048
+MAX_BLOCKS = (
+    1 << 13
+)  # blocks that a program holds in registers; NVIDIA spills none up to here, AMD up to 2048
 HIGHEST = tl.constexpr(2**31 - 1)  # above the key of +inf
 LOWEST = tl.constexpr(-(2**31))  # below the key of -inf
 
@@ -108,8 +110,8 @@ def write_lists(
     tl.store(kv + tl.load(starts + row) + place, tl.arange(0, WIDTH), mask=chosen)
 
 
-class Writer:
-    """Lists of rows, one chunk after another, in memory that has room for all of them."""
+class TritonSelection:
+    """Select by Triton; the lists of chunks are appended in memory with room for all of them."""
 
     def __init__(self, room: int, device: torch.device) -> None:
         self._kv = torch.empty(room, dtype=torch.int32, device=device)
@@ -118,28 +120,28 @@ class Writer:
     def kv(self) -> Tensor:
         return self._kv
 
-    def pick(self, rows: Rows, allowed: Tensor) -> Tensor:
-        """How many each row has [rows], int32; `allowed` as in `Budget`."""
+    def pick(self, rows: ScoreRows, allowed: Tensor) -> Tensor:
+        """Return the counts of rows, int32; `allowed` as in `Budget`."""
         count, size = rows.scores.shape
-        if size > MOST:
+        if size > MAX_BLOCKS:
             raise InputError(
-                f"backend='triton' selects from at most {MOST} kv blocks, not {size}.",
+                f"backend='triton' selects from at most {MAX_BLOCKS} kv blocks, not {size}.",
                 hint="Take larger blocks or backend='torch'.",
             )
         scores = rows.scores.contiguous()
         mass = rows.mass() if allowed.is_floating_point() else None
-        # A row can have no more than its blocks, and 32 bits are enough for a count.
-        target = allowed.clamp(max=size) if mass is None else wanted(allowed, mass.sum(-1))
+        # A row has at most all blocks, so that counts fit into 32 bits.
+        target = allowed.clamp(max=size) if mass is None else target_mass(allowed, mass.sum(-1))
         kept = None if rows.kept is None else rows.kept.to(torch.int8)
         shape = {"WIDTH": triton.next_power_of_2(size), "KEPT": kept is not None, "MASS": mass is not None}
         shape["num_warps"] = min(16, max(1, shape["WIDTH"] // 256))
-        # What is not there is never read: any pointer will do.
-        given = (scores, scores if kept is None else kept, scores if mass is None else mass)
+        # Missing operands are never read: any pointer will do.
+        operands = (scores, scores if kept is None else kept, scores if mass is None else mass)
         cuts, counts = (torch.empty(count, dtype=torch.int32, device=scores.device) for _ in range(2))
         needs = torch.empty(count, dtype=torch.int64, device=scores.device)
-        _launch(find_cuts, count, *given, target, cuts, needs, counts, size, **shape)
+        _launch(find_cuts, count, *operands, target, cuts, needs, counts, size, **shape)
         ends = counts.cumsum(0) + self._end
-        _launch(write_lists, count, *given, ends - counts, cuts, needs, self._kv, size, **shape)
+        _launch(write_lists, count, *operands, ends - counts, cuts, needs, self._kv, size, **shape)
         self._end = ends[-1:]
         return counts
 

@@ -1,8 +1,7 @@
-"""Tuning: the fastest configuration of a Triton kernel for a kind of work, the same on all ranks.
+"""Tuning: measure the fastest configuration of each Triton kernel, the same on all ranks.
 
-Measured where an executor is made, when all ranks are there: to measure in a step would make the others wait,
-and ranks would choose differently. A table belongs to the ranks of one `Comm`. Its entries are made by all
-of them together, so that it is always the same on each.
+Configurations are measured when all ranks make an executor: in a step the other ranks would have to wait, and
+ranks would choose differently. A table belongs to the ranks of one `Comm`, which make its entries together.
 """
 
 from __future__ import annotations
@@ -23,55 +22,55 @@ from weft.core.mask import BlockMask
 from weft.core.schedule import Attend, Schedule
 from weft.run.agree import gather_text
 from weft.run.comm import Comm
-from weft.run.kernels import Kernel, make
+from weft.run.kernels import AttentionKernel, make
 from weft.run.kernels.composite import Composite
 from weft.run.kernels.parity_sample import TOLERANCE
 from weft.run.kernels.tiles import Blocks, Tiles
 from weft.run.kernels.triton_configs import BLOCKS, Config, configs, padded
-from weft.run.stopwatch import device_seconds
+from weft.run.measure.stopwatch import device_seconds
 
 if TYPE_CHECKING:
-    from weft.run.kernels.gpu import Gpu
+    from weft.run.kernels.triton_attention import TritonAttention
 
 _log = logging.getLogger(__name__)
 
 SECONDS = 20.0
-"""A rank begins no measurement for an executor later than this; the last one may have to compile."""
+"""No measurement for an executor starts later than this; the last one may have to compile."""
 SHARE_OF_TIMEOUT = 0.3
-"""Of the time that the other ranks wait, at most so much is spent on measuring."""
+"""Share of the timeout of the other ranks that may be spent on measuring."""
 LENGTHS = (7, 14)
-"""Powers of two: shorter and longer operands count as these. At 16,384 tokens all of a GPU is busy."""
+"""Exponents of 2: shorter and longer operands count as these. 16,384 tokens occupy all of a GPU."""
 DENSITIES = 5
 """Classes of sparse masks: more than a half of the tiles active, a quarter, ... and less than a sixteenth."""
 HEADS, REPEATS = 8, 5
 
 
-class Key(NamedTuple):
-    """A kind of work: what a choice holds for."""
+class TuningKey(NamedTuple):
+    """The kind of launch that a configuration is chosen for."""
 
     target: str
     kernel: str
     head_dim: int
-    """As it is padded."""
+    """Padded."""
     block_q: int
     block_k: int
     dtype: str
     group: int
     density: int
-    """0 for dense tiles; else the class of the call's mask."""
+    """0 for dense tiles; else the class of the mask."""
     q_length: int
     k_length: int
-    """Powers of two."""
+    """Exponents of 2."""
 
 
-Table = dict[Key, Config]
+TunedConfigs = dict[TuningKey, Config]
 
-_tables: WeakKeyDictionary[Comm, Table] = WeakKeyDictionary()
-_measured: dict[tuple[Key, torch.device], int] = {}
+_tables: WeakKeyDictionary[Comm, TunedConfigs] = WeakKeyDictionary()
+_measured: dict[tuple[TuningKey, torch.device], int] = {}
 
 
 def length_class(tokens: int) -> int:
-    """Return the power of two that is above a number of tokens, within bounds."""
+    """Return the exponent of the power of two above a number of tokens, within bounds."""
     return min(max(tokens.bit_length(), LENGTHS[0]), LENGTHS[1])
 
 
@@ -83,45 +82,43 @@ def density_class(mask: BlockMask) -> int:
     return next(n for n in range(1, DENSITIES + 1) if n == DENSITIES or density > 2.0**-n)
 
 
-def options(key: Key) -> tuple[Config, ...]:
-    """Return the configurations to choose from; the first is taken where nothing was measured."""
+def candidates(key: TuningKey) -> tuple[Config, ...]:
+    """Return the configurations to choose from; the first is the default."""
     return configs(*key[:5])
 
 
-def request(comm: Comm, schedule: Schedule, kernel: Kernel, device: torch.device) -> str:
-    """Return the keys that this rank wants measured, as JSON for all ranks; "" where it cannot measure."""
+def request(comm: Comm, schedule: Schedule, kernel: AttentionKernel, device: torch.device) -> str:
+    """Return the keys that this rank wants measured, as JSON for all ranks; "" if it cannot measure."""
     if not _triton_kernels(kernel) or not _can_measure(device):
         return ""
     table = _tables.setdefault(comm, {})
     return json.dumps(sorted(keys_of(schedule, comm.rank, kernel, device) - table.keys()))
 
 
-def settle(comm: Comm, schedule: Schedule, kernel: Kernel, device: torch.device, requests: list[str]) -> None:
-    """Measure what the ranks requested, each key on one of them, and give all ranks the same choices.
-
-    Whether the ranks meet again here follows from `requests` alone, which all of them have.
-    """
-    asked: dict[Key, list[int]] = {}
+def tune(
+    comm: Comm, schedule: Schedule, kernel: AttentionKernel, device: torch.device, requests: list[str]
+) -> None:
+    """Measure the requested keys, each on one rank, and share the results among all."""
+    ranks_of: dict[TuningKey, list[int]] = {}
     for rank, text in enumerate(requests):
         for row in json.loads(text or "[]"):
-            asked.setdefault(Key(*row), []).append(rank)
-    keys, table = sorted(asked), _tables.setdefault(comm, {})
+            ranks_of.setdefault(TuningKey(*row), []).append(rank)
+    keys, table = sorted(ranks_of), _tables.setdefault(comm, {})
     if keys:
-        waits = getattr(comm, "timeout", SECONDS / SHARE_OF_TIMEOUT)
-        deadline = time.monotonic() + min(SECONDS, SHARE_OF_TIMEOUT * waits)
-        own = [at for at, key in enumerate(keys) if asked[key][at % len(asked[key])] == comm.rank]
+        timeout = getattr(comm, "timeout", SECONDS / SHARE_OF_TIMEOUT)
+        deadline = time.monotonic() + min(SECONDS, SHARE_OF_TIMEOUT * timeout)
+        own = [at for at, key in enumerate(keys) if ranks_of[key][at % len(ranks_of[key])] == comm.rank]
         places = {at: fastest(keys[at], device, deadline) for at in own}
         for text in gather_text(comm, json.dumps(places)):
-            table |= {keys[int(at)]: options(keys[int(at)])[place] for at, place in json.loads(text).items()}
+            table |= {
+                keys[int(at)]: candidates(keys[int(at)])[place] for at, place in json.loads(text).items()
+            }
     for each in _triton_kernels(kernel):
         each.tuned, each.density = table, density_class(schedule.attention[1])
 
 
-def keys_of(schedule: Schedule, rank: int, kernel: Kernel, device: torch.device) -> set[Key]:
-    """Return the keys of a rank's attentions that leave a choice.
-
-    Those of gradients are left out under `torch.no_grad`: they then take the first configuration.
-    """
+def keys_of(schedule: Schedule, rank: int, kernel: AttentionKernel, device: torch.device) -> set[TuningKey]:
+    """Return the keys of a rank's attentions with several candidates; in no_grad without gradients."""
     assert isinstance(kernel, Composite)
     problem, mask = schedule.attention
     density = density_class(mask)
@@ -131,7 +128,7 @@ def keys_of(schedule: Schedule, rank: int, kernel: Kernel, device: torch.device)
     work = [("forward", forward)]
     if torch.is_grad_enabled():
         work += [("grad_queries", backward), ("grad_keys", backward)]
-    keys: set[Key] = set()
+    keys: set[TuningKey] = set()
     for op in schedule.ops:
         if not isinstance(op, Attend) or op.rank != rank:
             continue
@@ -141,20 +138,19 @@ def keys_of(schedule: Schedule, rank: int, kernel: Kernel, device: torch.device)
         for name, each in work:
             if _is_triton(each):
                 kind = each.target(device), name, head_dim, block_q, block_k
-                keys.add(Key(*kind, dtype, group, density, *lengths))
-    return {key for key in keys if len(options(key)) > 1}
+                keys.add(TuningKey(*kind, dtype, group, density, *lengths))
+    return {key for key in keys if len(candidates(key)) > 1}
 
 
-def fastest(key: Key, device: torch.device, deadline: float) -> int:
-    """Return the place of the fastest configuration in `options`, of those that the time is enough for.
+def fastest(key: TuningKey, device: torch.device, deadline: float) -> int:
+    """Return the index of the fastest candidate of those measured before the deadline; memoized.
 
-    One that fails is left out, and one whose result is not that of the first, which parity tests cover.
-    What a process has measured once it does not measure again.
+    Those that fail are left out, and those whose result differs from the first, which is parity tested.
     """
     if (key, device) not in _measured:
         seconds: dict[int, float] = {}
         expected: tuple[Tensor, ...] = ()
-        for at, config in enumerate(options(key)):
+        for at, config in enumerate(candidates(key)):
             if time.monotonic() > deadline:
                 break
             try:
@@ -163,10 +159,8 @@ def fastest(key: Key, device: torch.device, deadline: float) -> int:
                 _log.warning("%s of %s is left out: %s", config, key, error)
                 continue
             expected = expected or results
-            if all(
-                _is_near(*pair, TOLERANCE.get(key.dtype, 1e-3))
-                for pair in zip(results, expected, strict=True)
-            ):
+            tolerance = TOLERANCE.get(key.dtype, 1e-3)
+            if all(_is_near(*pair, tolerance) for pair in zip(results, expected, strict=True)):
                 seconds[at] = taken
             else:
                 _log.warning("%s of %s is left out: its result is wrong.", config, key)
@@ -174,15 +168,15 @@ def fastest(key: Key, device: torch.device, deadline: float) -> int:
     return _measured[key, device]
 
 
-def _is_near(found: Tensor, expected: Tensor, share: float) -> bool:
-    return bool((found - expected).abs().max() <= share * expected.abs().max())
+def _is_near(actual: Tensor, expected: Tensor, tolerance: float) -> bool:
+    return bool((actual - expected).abs().max() <= tolerance * expected.abs().max())
 
 
 @torch.no_grad()
-def measure(key: Key, config: Config, device: torch.device) -> tuple[float, tuple[Tensor, ...]]:
+def measure(key: TuningKey, config: Config, device: torch.device) -> tuple[float, tuple[Tensor, ...]]:
     """Return the seconds and the results of a kernel on random operands.
 
-    What else a gradient has to run takes equally long with each configuration.
+    A gradient is timed with its other kernels, which take equally long with each configuration.
     """
     random = torch.Generator(device).manual_seed(5)
     group = key.group
@@ -210,12 +204,12 @@ def measure(key: Key, config: Config, device: torch.device) -> tuple[float, tupl
     return median(device_seconds(call, device, REPEATS)), call()
 
 
-def _triton_kernels(kernel: Kernel) -> list[Gpu]:
+def _triton_kernels(kernel: AttentionKernel) -> list[TritonAttention]:
     pairs = [kernel.pair(sparse=sparse) for sparse in (False, True)] if isinstance(kernel, Composite) else []
     return [each for pair in pairs for each in pair if _is_triton(each)]
 
 
-def _is_triton(kernel: Kernel) -> TypeGuard[Gpu]:
+def _is_triton(kernel: AttentionKernel) -> TypeGuard[TritonAttention]:
     return kernel.name == "triton"
 
 

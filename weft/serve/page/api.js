@@ -1,12 +1,12 @@
-/** Talks to the server: the key, the one error envelope, streams, and whether it answers at all. */
+/** API client: the key, the error envelope, event streams, and whether the server is reachable. */
 
 const KEY = "weft-key";
-let answering = true;
+let isReachable = true;
 
-/** Tells "down" when the server stops answering, "up" when it does again, "key" when it wants one, "unlocked". */
+/** Dispatches "down" and "up" when the server becomes unreachable and reachable, "key" when it requires one, "unlocked". */
 export const link = new EventTarget();
 
-export class Refused extends Error {
+export class APIError extends Error {
   constructor(status, { message, code, param } = {}) {
     super(message || `The server answered ${status}.`);
     Object.assign(this, { status, code, param });
@@ -14,90 +14,78 @@ export class Refused extends Error {
 }
 
 export const pause = (milliseconds) => new Promise((done) => setTimeout(done, milliseconds));
-/** Until the time is over, the page is looked at again, or the server answers again. */
+/** Waits until the time is over, the page becomes visible, or the server is reachable again. */
 export function nap(milliseconds) {
+  const woken = new AbortController();
+  const events = [[document, "visibilitychange"], [link, "up"], [link, "unlocked"]];
   return new Promise((done) => {
-    const end = () => {
-      clearTimeout(timer);
-      document.removeEventListener("visibilitychange", end);
-      for (const name of ["up", "unlocked"]) link.removeEventListener(name, end);
-      done();
-    };
-    const timer = setTimeout(end, milliseconds);
-    document.addEventListener("visibilitychange", end);
-    for (const name of ["up", "unlocked"]) link.addEventListener(name, end);
-  });
+    for (const [target, name] of events) target.addEventListener(name, done, { signal: woken.signal });
+    setTimeout(done, milliseconds);
+  }).finally(() => woken.abort());
 }
 
-export const keyed = () => Boolean(sessionStorage.getItem(KEY));
+export const useKey = (value) => sessionStorage.setItem(KEY, value);
 
-export function useKey(value) {
-  sessionStorage.setItem(KEY, value);
-}
-
-function tell(now) {
-  if (now === answering) return;
-  answering = now;
+function setReachable(now) {
+  if (now === isReachable) return;
+  isReachable = now;
   link.dispatchEvent(new Event(now ? "up" : "down"));
 }
 
-/** The answer, or an error that says why there is none; status 0 is a server that cannot be reached. */
-export async function ask(path, { method = "GET", body, headers = {}, signal } = {}) {
+/** Returns the response, or throws an APIError; its status is 0 if the server is unreachable. */
+export async function request(path, { method = "GET", body, headers = {}, signal } = {}) {
   const key = sessionStorage.getItem(KEY);
   if (key) headers = { ...headers, Authorization: `Bearer ${key}` };
   if (body) headers = { ...headers, "Content-Type": "application/json" };
-  let answer;
+  let response;
   try {
-    answer = await fetch(path, { method, headers, signal, body: body && JSON.stringify(body) });
+    response = await fetch(path, { method, headers, signal, body: body && JSON.stringify(body) });
   } catch (error) {
     if (signal?.aborted) throw error;
-    tell(false);
-    throw new Refused(0, { message: "The server does not answer." });
+    setReachable(false);
+    throw new APIError(0, { message: "The server does not answer." });
   }
-  tell(true);
-  if (answer.ok) return answer;
-  const said = await answer.json().catch(() => ({}));
-  if (answer.status === 401) link.dispatchEvent(new Event("key"));
-  throw new Refused(answer.status, said.error);
+  setReachable(true);
+  if (response.ok) return response;
+  const { error } = await response.json().catch(() => ({}));
+  if (response.status === 401) link.dispatchEvent(new Event("key"));
+  throw new APIError(response.status, error);
 }
 
-export const json = async (path, options) => (await ask(path, options)).json();
+export const json = async (path, options) => (await request(path, options)).json();
 
-/** The server-sent events of an answer, as they come: their name and what they carry. */
-export async function* events(answer) {
-  const lines = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+/** Yields the server-sent events of a response: their names and data. */
+async function* events(response) {
+  const chunks = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
   try {
     for (;;) {
-      const { value, done } = await lines.read();
+      const { value, done } = await chunks.read();
       if (done) return;
-      const parts = (text + value).replaceAll("\r\n", "\n").split("\n\n");
-      text = parts.pop();
-      for (const part of parts) {
-        const event = read(part);
-        if (event) yield event;
-      }
+      const blocks = (text + value).replaceAll("\r\n", "\n").split("\n\n");
+      text = blocks.pop();
+      yield* blocks.map(parse).filter(Boolean);
     }
   } finally {
-    await lines.cancel().catch(() => {});
+    await chunks.cancel().catch(() => {});
   }
 }
 
-function read(part) {
+function parse(block) {
   let name = "message";
   const data = [];
-  for (const line of part.split("\n")) {
+  for (const line of block.split("\n")) {
     if (line.startsWith("event:")) name = line.slice(6).trim();
     if (line.startsWith("data:")) data.push(line.slice(5));
   }
   return data.length ? { name, data: JSON.parse(data.join("\n")) } : null;
 }
 
-/** What happens to a job until it has ended or is gone; a stream that breaks is opened again. */
+/** Yields the events of a job until it ends or is deleted; reconnects a broken stream. */
 export async function* follow(path, signal) {
   for (let wait = 500; !signal.aborted; wait = Math.min(2 * wait, 5000)) {
     try {
-      for await (const event of events(await ask(path, { signal }))) {
+      for await (const event of events(await request(path, { signal }))) {
         wait = 500;
         yield event;
         if (event.name === "done") return;
@@ -109,13 +97,11 @@ export async function* follow(path, signal) {
   }
 }
 
-/** An address that an <img> or <video> can load: with a key, the bytes themselves. */
+/** Returns a URL that an <img> or <video> can load: with a key, a blob. */
 export async function media(path) {
-  return keyed() ? URL.createObjectURL(await (await ask(path)).blob()) : path;
+  return sessionStorage.getItem(KEY) ? URL.createObjectURL(await (await request(path)).blob()) : path;
 }
 
 export const home = (job) => `v1/${job.object}s/${job.id}`;
 
-export function random() {
-  return crypto.getRandomValues(new Uint32Array(1))[0];
-}
+export const random = () => crypto.getRandomValues(new Uint32Array(1))[0];

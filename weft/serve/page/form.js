@@ -1,20 +1,20 @@
-/** What is asked for: the form, its errors where they belong, and what the planner says of its size. */
+/** The request form: its fields, errors beside them, and the plan for its size. */
 
-import { Refused, ask, json, random } from "./api.js";
+import { APIError, json, random, request } from "./api.js";
 import { showPlan } from "./ranks.js";
 
 const form = document.getElementById("ask");
 const field = Object.fromEntries(["prompt", "width", "height", "frames", "steps", "seed"].map((name) => [name, form.elements[name]]));
-const places = { seconds: "num_frames", frames: "num_frames", steps: "num_inference_steps" };
+const PARAMS = { seconds: "num_frames", frames: "num_frames", steps: "num_inference_steps" };
 let facts = {};
-let once = null; // what was sent last without an answer: sent again, it is the same job
+let unanswered = null; // the last request without a response: a retry is the same job
 
 const kinds = form.elements.kind;
 const kind = () => kinds.value;
 const size = () => `${number("width")}x${number("height")}`;
 const number = (name) => (field[name].value === "" ? null : Number(field[name].value));
 
-/** What the model can make; what was typed already stays. */
+/** Applies the limits and defaults of the model; keeps what was typed already. */
 export function describe(model) {
   facts = model.weft ?? {};
   const able = facts.kinds ?? ["video", "image"];
@@ -30,13 +30,13 @@ export function describe(model) {
   changed();
 }
 
-/** The settings of a job that was made, to make it again or another like it. */
+/** Fills the form with the settings of a job. */
 export function reuse(job) {
   const [width, height] = job.size.split("x");
   kinds.value = job.object;
-  const said = { prompt: job.prompt, width, height, steps: job.weft.num_steps, seed: job.weft.seed };
-  if (job.object === "video") said.frames = job.weft.num_frames;
-  for (const [name, value] of Object.entries(said)) field[name].value = value;
+  const values = { prompt: job.prompt, width, height, steps: job.weft.num_steps, seed: job.weft.seed };
+  if (job.object === "video") values.frames = job.weft.num_frames;
+  for (const [name, value] of Object.entries(values)) field[name].value = value;
   changed();
   form.scrollIntoView({ block: "start" });
   field.prompt.focus({ preventScroll: true });
@@ -54,58 +54,57 @@ function changed() {
 }
 
 async function plan() {
-  const asked = { size: size(), frames: kind() === "video" ? number("frames") : 1, steps: number("steps") };
-  if (!number("width") || !number("height") || !asked.frames || !asked.steps) return;
-  plan.asked?.abort();
-  plan.asked = new AbortController();
+  const query = { size: size(), frames: kind() === "video" ? number("frames") : 1, steps: number("steps") };
+  if (!number("width") || !number("height") || !query.frames || !query.steps) return;
+  plan.pending?.abort();
+  plan.pending = new AbortController();
   try {
-    showPlan(await json(`v1/plan?${new URLSearchParams(asked)}`, { signal: plan.asked.signal }), asked);
-    for (const param of ["size", "num_frames", "num_inference_steps"]) complain(param, "");
+    showPlan(await json(`v1/plan?${new URLSearchParams(query)}`, { signal: plan.pending.signal }), query);
+    for (const param of ["size", "num_frames", "num_inference_steps"]) setError(param, "");
   } catch (error) {
-    if (!(error instanceof Refused)) return;
-    showPlan(null, asked, error.message);
-    if (error.status === 400) blame(error);
+    if (!(error instanceof APIError)) return;
+    showPlan(null, query, error.message);
+    if (error.status === 400) report(error);
   }
 }
 
-/** Writes an error beside its field; nothing takes it away. True if there is such a field. */
-function complain(param, message) {
-  const place = form.querySelector(`[data-param="${CSS.escape(places[param] ?? param ?? "")}"]`);
+/** Shows an error beside its field, or clears it; returns false if there is no such field. */
+function setError(param, message) {
+  const place = form.querySelector(`[data-param="${CSS.escape(PARAMS[param] ?? param ?? "")}"]`);
   if (!place) return false;
   place.querySelector(".error").textContent = message;
   for (const input of place.querySelectorAll("input, textarea")) input.setAttribute("aria-invalid", Boolean(message));
   return true;
 }
 
-function blame(error) {
-  if (!complain(error.param, error.message)) document.getElementById("ask-error").textContent = error.message;
+function report(error) {
+  if (!setError(error.param, error.message)) document.getElementById("ask-error").textContent = error.message;
 }
 
 function clear() {
-  for (const place of form.querySelectorAll("[data-param]")) complain(place.dataset.param, "");
+  for (const place of form.querySelectorAll("[data-param]")) setError(place.dataset.param, "");
   document.getElementById("ask-error").textContent = "";
 }
 
-/** True if every field has something a server could judge; else says what is missing. */
-function filled() {
+/** Returns whether every field has a value for the server to check; shows an error at those that do not. */
+function isFilled() {
   for (const input of Object.values(field)) {
     const { valueMissing, badInput } = input.validity;
     if (input.closest("[hidden]") || !(valueMissing || badInput)) continue;
-    const said = input === field.prompt ? "Say what to make." : input.validationMessage;
-    complain(input.closest("[data-param]").dataset.param, said);
+    const message = input === field.prompt ? "Enter a prompt." : input.validationMessage;
+    setError(input.closest("[data-param]").dataset.param, message);
   }
-  const blank = !field.prompt.value.trim();
-  if (blank) complain("prompt", "Say what to make.");
+  if (!field.prompt.value.trim()) setError("prompt", "Enter a prompt.");
   return !form.querySelector("[aria-invalid=true]");
 }
 
 async function body() {
-  const said = { prompt: field.prompt.value, size: size(), num_inference_steps: number("steps") };
-  if (number("seed") !== null) said.seed = number("seed");
-  if (kind() === "image") return { ...said, stream: true };
+  const fields = { prompt: field.prompt.value, size: size(), num_inference_steps: number("steps") };
+  if (number("seed") !== null) fields.seed = number("seed");
+  if (kind() === "image") return { ...fields, stream: true };
   const [picture] = document.getElementById("image-field").hidden ? [] : form.elements.image.files;
-  if (picture) said.input_reference = { image_url: await dataUrl(picture) };
-  return { ...said, num_frames: number("frames") };
+  if (picture) fields.input_reference = { image_url: await dataUrl(picture) };
+  return { ...fields, num_frames: number("frames") };
 }
 
 function dataUrl(file) {
@@ -117,43 +116,43 @@ function dataUrl(file) {
   });
 }
 
-async function send(tell) {
-  const said = await body();
-  const text = kind() + JSON.stringify(said);
-  if (once?.text !== text) once = { text, key: `page-${random()}-${random()}` };
-  const options = { method: "POST", body: said, headers: { "Idempotency-Key": once.key } };
-  tell(kind() === "video" ? await json("v1/videos", options) : await image(options));
-  once = null;
+async function send(onJob) {
+  const fields = await body();
+  const text = kind() + JSON.stringify(fields);
+  if (unanswered?.text !== text) unanswered = { text, key: `page-${random()}-${random()}` };
+  const options = { method: "POST", body: fields, headers: { "Idempotency-Key": unanswered.key } };
+  onJob(kind() === "video" ? await json("v1/videos", options) : await image(options));
+  unanswered = null;
 }
 
-/** With a key of ours the image is made even if nobody reads its answer, which would keep a connection busy. */
+/** With an Idempotency-Key the image is made even if its response, which would hold a connection, is not read. */
 async function image(options) {
-  const answer = await ask("v1/images/generations", options);
-  await answer.body.cancel();
-  return json(`v1/images/${answer.headers.get("X-Job-Id")}`);
+  const response = await request("v1/images/generations", options);
+  await response.body.cancel();
+  return json(`v1/images/${response.headers.get("X-Job-Id")}`);
 }
 
-/** `tell` gets each job that was accepted. */
-export function start(tell) {
+/** Calls `onJob` with each job that is accepted. */
+export function start(onJob) {
   form.addEventListener("submit", async (event) => {
     event.preventDefault();
     const make = document.getElementById("make");
     if (make.getAttribute("aria-disabled") === "true") return;
     clear();
     if (!facts.kinds) {
-      blame(new Error("The model is still being loaded. The form is ready when it is."));
-    } else if (filled()) {
+      report(new Error("The model is still loading. Try again when it is ready."));
+    } else if (isFilled()) {
       make.setAttribute("aria-disabled", "true");
-      await send(tell).catch(blame);
+      await send(onJob).catch(report);
       make.removeAttribute("aria-disabled");
     } else {
-      changed(); // what the server has to say of the others is to be seen too
+      changed(); // shows the server's errors of other fields too
     }
     form.querySelector("[aria-invalid=true]")?.focus();
   });
   form.addEventListener("input", (event) => {
     const place = event.target.closest("[data-param]");
-    if (place) complain(place.dataset.param, "");
+    if (place) setError(place.dataset.param, "");
     changed();
   });
   field.prompt.addEventListener("keydown", (event) => {
@@ -161,6 +160,6 @@ export function start(tell) {
   });
   document.getElementById("dice").addEventListener("click", () => {
     field.seed.value = random();
-    complain("seed", "");
+    setError("seed", "");
   });
 }

@@ -1,6 +1,6 @@
-/** What was made, videos and images together, the newest first; older ones by the page. */
+/** Results: videos and images together, the newest first; older ones page by page. */
 
-import { ask, home, json, media } from "./api.js";
+import { home, json, media, request } from "./api.js";
 import * as form from "./form.js";
 import * as loom from "./loom.js";
 import { bytes, fromTemplate, node, seconds } from "./words.js";
@@ -12,7 +12,7 @@ const place = document.getElementById("made");
 const results = new Map();
 const age = (job) => job.id.slice(6); // ids sort by time after their kind
 
-/** The next pages of one kind, read ahead only as far as the other kind needs. */
+/** The next pages of one kind, fetched only as far as merging with the other kind needs. */
 class Older {
   constructor(kind) {
     Object.assign(this, { kind, jobs: [], after: null, more: true });
@@ -30,34 +30,34 @@ class Older {
 
 let pages;
 
-/** From the newest again: what the server has now, in place of what was shown. */
+/** Replaces the results shown by those that the server has now. */
 export async function reload() {
-  const mine = (pages = KINDS.map((kind) => new Older(kind)));
+  const current = (pages = KINDS.map((kind) => new Older(kind)));
   const stale = new Set(results.keys());
   for (const id of await older()) stale.delete(id);
-  if (pages !== mine) return; // somebody began again meanwhile
+  if (pages !== current) return; // another reload began meanwhile
   for (const id of stale) remove(id);
-  for (const id of loom.ids()) await look(id);
+  for (const id of loom.ids()) await refresh(id);
 }
 
 async function older() {
-  const [found, from] = [[], pages];
-  while (found.length < PAGE) {
+  const [ids, from] = [[], pages];
+  while (ids.length < PAGE) {
     const heads = await Promise.all(from.map((page) => page.head()));
     const newest = heads.reduce((best, job) => (job && (!best || age(job) > age(best)) ? job : best), undefined);
     if (!newest) break;
     from.find((page) => page.jobs[0] === newest).jobs.shift();
     take(newest);
-    found.push(newest.id);
+    ids.push(newest.id);
   }
   document.getElementById("more").hidden = !from.some((page) => page.jobs.length || page.more);
   document.getElementById("none").hidden = results.size > 0;
-  return found;
+  return ids;
 }
 
-/** A job as the server has it: to the loom, and once it has ended, here. */
+/** Shows a job: on the loom, and here once it has ended. */
 export function take(job) {
-  const fresh = loom.show(job, () => look(job.id));
+  const fresh = loom.show(job, () => refresh(job.id));
   if (loom.active(job) || results.has(job.id)) return;
   const card = result(job, fresh);
   results.set(job.id, { job, card });
@@ -66,8 +66,8 @@ export function take(job) {
   document.getElementById("none").hidden = true;
 }
 
-/** One job by its id, which begins with its kind. */
-export async function look(id) {
+/** Fetches and shows a job by its id, which begins with its kind. */
+export async function refresh(id) {
   try {
     take(await json(home({ id, object: id.slice(0, 5) })));
   } catch (error) {
@@ -75,13 +75,13 @@ export async function look(id) {
   }
 }
 
-/** The newest of each kind, and those on the loom that are not among them. */
+/** Refreshes the newest jobs of each kind, and those on the loom that are not among them. */
 export async function poll() {
   const newest = await Promise.all(KINDS.map((kind) => json(`v1/${kind}?limit=${PAGE}&order=desc`)));
   const jobs = newest.flatMap((page) => page.data).sort((a, b) => (age(a) < age(b) ? -1 : 1));
   jobs.forEach(take);
-  const seen = new Set(jobs.map((job) => job.id));
-  for (const id of loom.ids()) if (!seen.has(id)) await look(id);
+  const listed = new Set(jobs.map((job) => job.id));
+  for (const id of loom.ids()) if (!listed.has(id)) await refresh(id);
 }
 
 function result(job, fresh) {
@@ -108,18 +108,18 @@ function result(job, fresh) {
   return card;
 }
 
-/** The picture or video itself; one that was waited for plays once by itself. */
+/** Shows the image or video; a video that was waited for plays once. */
 async function show(card, job, fresh) {
   const [width, height] = job.size.split("x").map(Number);
-  const shown = node(job.object === "video" ? "video" : "img", "", { width, height });
-  shown.classList.toggle("small", Math.max(width, height) <= 256);
+  const view = node(job.object === "video" ? "video" : "img", "", { width, height });
+  view.classList.toggle("small", Math.max(width, height) <= 256);
   const source = await media(`${home(job)}/content`).catch(() => null);
   if (!source) return;
-  if (job.object === "image") Object.assign(shown, { alt: job.prompt, loading: "lazy" });
-  else playable(shown, job, fresh);
-  shown.src = source;
+  if (job.object === "image") Object.assign(view, { alt: job.prompt, loading: "lazy" });
+  else playable(view, job, fresh);
+  view.src = source;
   card.querySelector(".frame").classList.add(job.object);
-  card.querySelector(".frame").append(shown);
+  card.querySelector(".frame").append(view);
   const link = card.querySelector(".download");
   Object.assign(link, { href: source, download: `${job.id}.${job.weft.output_format}` });
   link.setAttribute("aria-label", `Download, ${bytes(job.weft.bytes)}: ${job.prompt}`);
@@ -127,11 +127,11 @@ async function show(card, job, fresh) {
 }
 
 function playable(video, job, fresh) {
-  // Videos that load ahead keep connections, of which a browser has six: one that is not played has a picture.
+  // Preloading would hold connections, of which a browser has six: until it plays, a video is a thumbnail.
   Object.assign(video, { muted: true, loop: true, playsInline: true, preload: "none", tabIndex: 0 });
   video.setAttribute("aria-label", `Video: ${job.prompt}`);
   media(`${home(job)}/content?variant=thumbnail`).then((picture) => (video.poster = picture), () => {});
-  // The controls would hide a small picture: they come with the pointer or the focus.
+  // The controls would hide a small video: they appear with the pointer or the focus.
   for (const name of ["pointerenter", "focus"]) video.addEventListener(name, () => (video.controls = true));
   for (const name of ["pointerleave", "blur"]) {
     video.addEventListener(name, () => (video.controls = video.matches(":hover, :focus")));
@@ -146,20 +146,20 @@ function playable(video, job, fresh) {
   }
 }
 
-/** How long each part took, as one thread and in words. */
+/** Shows the seconds of each stage, as one thread and as text. */
 function times(card, timings) {
   const known = STAGES.filter((stage) => timings[stage]);
   const total = known.reduce((sum, stage) => sum + timings[stage], 0);
   for (const stage of known) {
-    const part = node("i", "", { class: stage });
-    part.style.setProperty("--part", timings[stage] / total);
-    card.querySelector(".thread").append(part);
+    const bar = node("i", "", { class: stage });
+    bar.style.setProperty("--part", timings[stage] / total);
+    card.querySelector(".thread").append(bar);
   }
-  const said = known.map((stage) => `${stage} ${seconds(timings[stage])}`).join(", ");
-  card.querySelector(".timings").textContent = `${seconds(total)}: ${said}`;
+  const text = known.map((stage) => `${stage} ${seconds(timings[stage])}`).join(", ");
+  card.querySelector(".timings").textContent = `${seconds(total)}: ${text}`;
 }
 
-/** A first press asks, a second does it. */
+/** Acts on the second press; the first asks for confirmation. */
 function confirmed(button, act) {
   const [text, label] = [button.textContent, button.getAttribute("aria-label")];
   const reset = () => {
@@ -178,7 +178,7 @@ function confirmed(button, act) {
 
 async function discard(job, card) {
   try {
-    await ask(home(job), { method: "DELETE" });
+    await request(home(job), { method: "DELETE" });
   } catch (error) {
     if (error.status !== 404) return void (card.querySelector(".error").textContent = error.message);
   }
@@ -198,6 +198,6 @@ function remove(id) {
 
 document.getElementById("more").addEventListener("click", async () => {
   const last = place.lastElementChild;
-  await older().catch(() => {}); // the notice says that the server does not answer
+  await older().catch(() => {}); // the notice shows that the server is unreachable
   last?.nextElementSibling?.querySelector("button")?.focus();
 });

@@ -1,10 +1,10 @@
-/** Jobs on their way: the preview that grows sharp, and the cloth, one thread a step, coloured by rank. */
+/** Queued and running jobs: the preview, and the cloth with one thread per step, colored by rank. */
 
-import { ask, follow, home } from "./api.js";
+import { follow, home, request } from "./api.js";
 import { world } from "./ranks.js";
-import { colour, fromTemplate, ranks as named, roughly, shape } from "./words.js";
+import { color, fromTemplate, ranks as named, roughly, shape } from "./words.js";
 
-const STREAMS = 3; // a browser has six connections to a server: the rest of the page needs some
+const STREAMS = 3; // a browser has six connections to a server, which the rest of the page needs too
 const STRANDS = 16;
 const THREADS = 60;
 const CELL = 10;
@@ -17,7 +17,7 @@ function speak(text) {
   document.getElementById("spoken").textContent = text;
 }
 
-/** A band of warps across which each step lays a thread. */
+/** The cloth: each step adds a thread across the warps. */
 class Cloth {
   constructor(svg, steps) {
     this.svg = svg;
@@ -32,7 +32,7 @@ class Cloth {
     return shape("rect", { class: "warp", x, width, y: row * CELL + 3.5, height: 3 });
   }
 
-  /** Threads up to a step, in the colours of the ranks that made it. */
+  /** Adds threads up to a step, in the colors of its ranks. */
   weave(step, ranks) {
     const until = Math.floor((step * this.threads) / this.steps);
     for (; this.laid < until; this.laid++) this.svg.append(this.thread(this.laid, ranks));
@@ -44,7 +44,7 @@ class Cloth {
     for (let row = 0; row < STRANDS; row++) {
       const [from, to] = [row, row + 1].map((strand) => Math.floor((strand * world) / STRANDS));
       const busy = ranks.some((rank) => rank === from || (rank > from && rank < to));
-      const dye = ranks.length === 0 ? "plain" : busy ? colour(from, world) : "rest";
+      const dye = ranks.length === 0 ? "plain" : busy ? color(from, world) : "rest";
       const wide = dye === "rest" ? 2 : CELL - 1;
       thread.append(shape("rect", { class: `weft ${dye}`, x: x + (CELL - wide) / 2, width: wide, y: row * CELL, height: CELL }));
       if ((row + column) % 2) thread.append(this.warp(row, x, CELL));
@@ -53,7 +53,7 @@ class Cloth {
   }
 }
 
-/** One job and its place on the page. */
+/** One job and its node on the page. */
 class Work {
   constructor(job) {
     this.node = fromTemplate("job");
@@ -69,16 +69,16 @@ class Work {
     this.at("cancel").setAttribute("aria-label", `Cancel ${job.object}: ${job.prompt}`);
     this.at("cancel").addEventListener("click", () => this.cancel());
     this.stop = null;
-    this.seen = 0;
+    this.step = 0;
     this.quarter = 0;
     this.show(job);
   }
 
   show(job) {
-    if (this.job && job.weft.step < this.seen && job.status === "in_progress") return; // a slower answer
+    if (this.job && job.weft.step < this.step && job.status === "in_progress") return; // an older response
     const first = !this.job;
     this.job = job;
-    this.seen = Math.max(this.seen, job.weft.step);
+    this.step = Math.max(this.step, job.weft.step);
     const { weft } = job;
     const queued = job.status === "queued" || (weft.step > 0 && !weft.ranks.length && weft.stage === "denoise");
     this.node.classList.toggle("waiting", queued && !weft.step);
@@ -90,7 +90,7 @@ class Work {
     const eta = weft.eta_seconds == null ? "" : `about ${roughly(weft.eta_seconds)} left`;
     this.at("left").textContent = [queued && weft.queue_position ? ahead : "", eta].filter(Boolean).join(" · ");
     this.at("where").textContent = weft.ranks.length ? [named(weft.ranks), weft.plan].filter(Boolean).join(" · ") : "";
-    this.cloth.weave(weft.step, first && weft.step > 1 ? [] : weft.ranks); // who made what was not seen, nobody knows
+    this.cloth.weave(weft.step, first && weft.step > 1 ? [] : weft.ranks); // the ranks of earlier steps are unknown
     this.at("cloth").setAttribute("aria-valuenow", job.progress);
     this.at("cloth").setAttribute("aria-valuetext", `${this.at("step").textContent}, ${this.at("left").textContent}`);
     const quarter = Math.floor(job.progress / 25);
@@ -108,7 +108,7 @@ class Work {
     canvas.setAttribute("aria-label", `Preview after step ${step}`);
   }
 
-  /** Hears of every step until the job has ended; then tells. */
+  /** Follows the events of the job; calls `ended` when it has ended. */
   async listen(ended) {
     const { signal } = (this.stop = new AbortController());
     for await (const { name, data } of follow(`${home(this.job)}/events`, signal)) {
@@ -120,16 +120,16 @@ class Work {
     ended();
   }
 
-  hush() {
+  disconnect() {
     this.stop?.abort();
     this.stop = null;
   }
 
   async cancel() {
     this.at("cancel").disabled = true;
-    this.hush();
+    this.disconnect();
     try {
-      await ask(home(this.job), { method: "DELETE" });
+      await request(home(this.job), { method: "DELETE" });
       speak("Cancelled.");
     } catch (error) {
       this.at("cancel").disabled = false;
@@ -141,7 +141,7 @@ class Work {
 }
 
 function remove(id) {
-  works.get(id)?.hush();
+  works.get(id)?.disconnect();
   works.get(id)?.node.remove();
   works.delete(id);
   title();
@@ -155,7 +155,7 @@ function title() {
 
 export const ids = () => [...works.keys()];
 
-/** A job as the server has it now: shown while it is on its way, and true the moment it has ended. */
+/** Shows a job while it is queued or running; returns whether it has just ended. */
 export function show(job, ended) {
   let work = works.get(job.id);
   if (active(job) && !work) {
@@ -170,7 +170,7 @@ export function show(job, ended) {
   }
   if (active(job)) {
     const streams = [...works.values()].filter((other) => other.stop).length;
-    if (!job.weft.ranks.length) work.hush(); // it waits: the streams are for those that run
+    if (!job.weft.ranks.length) work.disconnect(); // streams are for running jobs
     else if (!work.stop && streams < STREAMS) work.listen(ended);
   }
   sort();
@@ -178,7 +178,7 @@ export function show(job, ended) {
   return !active(job) && Boolean(work);
 }
 
-/** Those that run first, then by their place in the queue; but nothing moves under somebody's hands. */
+/** Sorts running jobs first, then by queue position, but not under the pointer or the focus. */
 function sort() {
   if (place.matches(":hover, :focus-within")) return;
   const order = ({ job }) => (job.status === "in_progress" ? 0 : (job.weft.queue_position ?? 1e6));

@@ -1,4 +1,4 @@
-/** Joins the parts: what is asked, what is on its way, what was made, and the machine. */
+/** Connects the form, the jobs, the results and the panel of ranks. */
 
 import { json, link, nap, pause, useKey } from "./api.js";
 import * as form from "./form.js";
@@ -17,8 +17,8 @@ async function begin() {
   await gallery.reload();
 }
 
-/** While there is something on the loom, the lists say what the streams do not: places in the queue, other jobs. */
-async function keepUp() {
+/** While jobs run, polls the lists for what streams do not have: queue positions and other jobs. */
+async function pollJobs() {
   for (;;) {
     await nap(document.hidden ? 15_000 : 2000);
     if (loom.ids().length) await gallery.poll().catch(() => {});
@@ -26,7 +26,7 @@ async function keepUp() {
 }
 
 link.addEventListener("down", () => {
-  notice.textContent = "The server does not answer. Trying again; what was asked for is kept there.";
+  notice.textContent = "The server does not answer. Retrying; its jobs are kept.";
   notice.hidden = false;
   notice.classList.remove("good");
 });
@@ -40,7 +40,7 @@ link.addEventListener("up", async () => {
 });
 
 link.addEventListener("key", () => {
-  document.getElementById("key-error").textContent = lock.dataset.tried ? "That is not the key of this server." : "";
+  document.getElementById("key-error").textContent = lock.dataset.tried ? "The key is wrong." : "";
   if (lock.hidden) {
     lock.hidden = false;
     document.querySelector("main").hidden = true;
@@ -58,15 +58,15 @@ lock.addEventListener("submit", async (event) => {
     document.querySelector("main").hidden = false;
     link.dispatchEvent(new Event("unlocked"));
   } catch {
-    // The server has said why: that it wants another key, or nothing at all.
+    // The "key" or "down" event has shown the reason.
   }
 });
 
 form.start(gallery.take);
 begin().catch(() => {});
-keepUp();
+pollJobs();
 watch((now) => {
   if (!described && now.status === "ok") begin().catch(() => {});
   const known = loom.ids();
-  for (const id of now.running.flatMap((batch) => batch.jobs)) if (!known.includes(id)) gallery.look(id);
+  for (const id of now.running.flatMap((batch) => batch.jobs)) if (!known.includes(id)) gallery.refresh(id);
 });

@@ -1,4 +1,4 @@
-/** How numbers and nodes are written: three digits, units, and never markup from outside. */
+/** Formats numbers with units, and creates nodes without parsing markup. */
 
 /** 0.00042 → "420 µs", 3.21 → "3.2 s", 125 → "2 min 5 s". */
 export function seconds(value) {
@@ -12,7 +12,7 @@ export function seconds(value) {
   return `${Math.floor(whole / 3600)} h ${Math.floor((whole % 3600) / 60)} min`;
 }
 
-/** A guess, no finer than it can be: 43.2 → "44 s", 125 → "2 min 10 s". */
+/** An estimate, rounded to what is known: 43.2 → "44 s", 125 → "2 min 10 s". */
 export function roughly(value) {
   const grain = value < 60 ? 1 : value < 600 ? 10 : 60;
   return seconds(Math.ceil(value / grain) * grain);
@@ -36,7 +36,7 @@ export function ranks(list) {
   return `rank${list.length > 1 ? "s" : ""} ${runs.map(([a, b]) => (a === b ? a : `${a}–${b}`)).join(", ")}`;
 }
 
-/** A node of HTML with its text and attributes; text is never read as markup. */
+/** Creates an HTML element; its text is never parsed as markup. */
 export function node(name, text = "", attributes = {}) {
   return fill(document.createElement(name), text, attributes);
 }
@@ -45,13 +45,13 @@ export function shape(name, attributes = {}, text = "") {
   return fill(document.createElementNS("http://www.w3.org/2000/svg", name), text, attributes);
 }
 
-function fill(made, text, attributes) {
-  if (text !== "") made.textContent = text;
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  return made;
+function fill(element, text, attributes) {
+  if (text !== "") element.textContent = text;
+  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+  return element;
 }
 
 export const fromTemplate = (id) => document.getElementById(id).content.firstElementChild.cloneNode(true);
 
-/** The class of a rank's colour: one each up to eight ranks, then one for each eighth of them. */
-export const colour = (rank, world) => `c${world <= 8 ? rank % 8 : Math.floor((rank * 8) / world)}`;
+/** The CSS class of a rank's color: one each up to eight ranks, then one for each eighth of them. */
+export const color = (rank, world) => `c${world <= 8 ? rank % 8 : Math.floor((rank * 8) / world)}`;

@@ -1,0 +1,206 @@
+"""Arguments, caches and plans that cannot be split are refused by name, before anything wrong is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import signature
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+diffusers = pytest.importorskip("diffusers")
+from diffusers import hooks  # noqa: E402
+
+import weft  # noqa: E402
+from tests.diffusers.toys import normal, on_ranks  # noqa: E402
+from tests.diffusers.zoo import ZOO  # noqa: E402
+from weft.core.errors import InputError  # noqa: E402
+from weft.core.layout import Layout  # noqa: E402
+from weft.core.mask import BlockMask  # noqa: E402
+from weft.core.problem import Problem  # noqa: E402
+from weft.diffusers.adapters import ADAPTERS  # noqa: E402
+from weft.diffusers.checks import check_plan  # noqa: E402
+from weft.diffusers.guidance import Guidance, Halves  # noqa: E402
+from weft.plan.choose import build  # noqa: E402
+from weft.train.dsv import DSV  # noqa: E402
+from weft.train.recipe import SparseConfig  # noqa: E402
+
+Change = Callable[[Any], Any]
+
+
+def run(
+    name: str, ranks: int = 2, *, before: Change | None = None, after: Change | None = None, **how: Any
+) -> Any:
+    """The outputs of two calls on all ranks, by a model that is changed before or after `parallelize`."""
+    given = how.pop("given", {})
+
+    def job(world: Any) -> Tensor:
+        model = ZOO[name].make()
+        if before:
+            before(model)
+        weft.parallelize(model, mesh=world, **{"cfg": "off", **how})
+        if after:
+            after(model)
+        with torch.no_grad():
+            model(**ZOO[name].inputs(), **given)
+            return model(**ZOO[name].inputs(), **given)[0]
+
+    return on_ranks(ranks, job)
+
+
+REFUSED = {
+    "skyreels": {"enable_diffusion_forcing": True},
+    "zimage": {"controlnet_block_samples": {0: normal(2, 4, 36)}},
+    "flux2": {"kv_cache_mode": "extract", "num_ref_tokens": 3},
+    "cosmos": {"block_controlnet_hidden_states": [normal(2, 45, 36)]},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_arguments_that_are_not_cut_are_refused_by_name(name: str) -> None:
+    with pytest.raises(InputError, match=f"called with ({'|'.join(REFUSED[name])}), which weft cannot split"):
+        run(name, given=REFUSED[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("skyreels", {"enable_diffusion_forcing": False}),
+        ("flux2", {"kv_cache": None, "kv_cache_mode": None, "num_ref_tokens": 0, "ref_fixed_timestep": 0.0}),
+    ],
+)
+def test_defaults_may_be_given(name: str, given: dict[str, Any]) -> None:
+    run(name, given=given)
+
+
+def test_every_argument_of_the_models_is_known() -> None:
+    """What a new release of Diffusers adds is looked at before it is let through."""
+    left: dict[str, set[str]] = {}
+    for name, adapter in ADAPTERS.items():
+        kind = getattr(diffusers, name, None)
+        if kind is None or not adapter.attention:
+            continue
+        plan = getattr(kind, "_cp_plan", None) or {}
+        assert adapter.replicated is not None
+        known = {"self", *adapter.replicated, *adapter.inputs.get("", {}), *plan.get("", {})}
+        if unknown := set(signature(kind.forward).parameters) - known:
+            left[name] = unknown
+    assert left == {
+        "SkyReelsV2Transformer3DModel": {"enable_diffusion_forcing"},
+        "Flux2Transformer2DModel": {"kv_cache", "kv_cache_mode", "num_ref_tokens", "ref_fixed_timestep"},
+        "CosmosTransformer3DModel": {"block_controlnet_hidden_states"},
+        "ZImageTransformer2DModel": {"controlnet_block_samples", "siglip_feats", "image_noise_mask"},
+    }
+
+
+def test_an_argument_of_a_subclass_is_let_through() -> None:
+    class Scaled(diffusers.WanTransformer3DModel):
+        def forward(self, *args: Any, scale: float = 1.0, **kwargs: Any) -> Any:
+            out, *rest = super().forward(*args, **kwargs)
+            return (out * scale, *rest)
+
+    plain, doubled = (
+        run("wan", before=lambda m: setattr(m, "__class__", Scaled), given={"scale": scale})[0]
+        for scale in (1.0, 2.0)
+    )
+    torch.testing.assert_close(doubled, plain * 2)
+
+
+CACHES: dict[str, Change] = {
+    "FBCHeadBlockHook": lambda m: hooks.apply_first_block_cache(m, hooks.FirstBlockCacheConfig(0.1)),
+    "PyramidAttentionBroadcastHook": lambda m: hooks.apply_pyramid_attention_broadcast(
+        m,
+        hooks.PyramidAttentionBroadcastConfig(
+            spatial_attention_block_skip_range=2, current_timestep_callback=lambda: 500
+        ),
+    ),
+    "FasterCache": lambda m: hooks.apply_faster_cache(
+        m,
+        hooks.FasterCacheConfig(
+            spatial_attention_block_skip_range=2,
+            current_timestep_callback=lambda: 500,
+            attention_weight_callback=lambda _: 0.3,
+            tensor_format="BFCHW",
+        ),
+    ),
+    "MagCacheHeadHook": lambda m: hooks.apply_mag_cache(
+        m, hooks.MagCacheConfig(num_inference_steps=4, mag_ratios=[1.0] * 4)
+    ),
+    "TaylorSeerCacheHook": lambda m: hooks.apply_taylorseer_cache(m, hooks.TaylorSeerCacheConfig()),
+}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", CACHES)
+def test_caches_that_were_applied_by_hand_are_refused_by_name(name: str, when: str) -> None:
+    """By weft: not by time-out, when ranks have decided differently."""
+    with pytest.raises(InputError, match=rf"cache of Diffusers, a {name}.*remove_hook\('"):
+        run("flux", **{when: CACHES[name]})
+
+
+def test_what_the_sentence_says_takes_a_cache_off() -> None:
+    def off(model: Any) -> None:
+        CACHES["TaylorSeerCacheHook"](model)
+        registry = hooks.HookRegistry.check_if_exists_or_initialize(model)
+        registry.remove_hook("taylorseer_cache", recurse=True)
+
+    torch.testing.assert_close(run("flux", after=off)[0], run("flux")[0])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "plan", "words"),
+    [
+        (2, "ulysses=3", "no strategy 'ulysses=3'"),
+        (2, "usp:3x1", r"usp:3x1 needs 3 ranks; there are 2\. Legal here: usp:1x2, usp:2x1"),
+        (3, "usp:2x2+balanced", "needs 4 ranks; there are 3"),
+        (2, ("ulysses", 2), "plan must be .* a tuple"),
+        (3, "a schedule for 2", "The plan is for 2 ranks, this world has 3"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused_by_parallelize(ranks: int, plan: Any, words: str) -> None:
+    if plan == "a schedule for 2":
+        tokens = Layout.even(8, 2)
+        problem = Problem(batch=1, heads=3, kv_heads=3, head_dim=8, q=tokens, kv=tokens, dtype="float64")
+        plan = build("ring", problem, BlockMask.dense(3, 8))
+
+    with pytest.raises(InputError, match=words):
+        on_ranks(ranks, lambda world: weft.parallelize(ZOO["wan"].make(), mesh=world, plan=plan))
+
+
+def test_guidance_on_halves_that_a_plan_does_not_fit() -> None:
+    def halves(plan: str, asked: str) -> bool:
+        guidance = Guidance(nn.Identity(), None, Halves(0, None, None))
+        check_plan(plan, 4, guidance, cfg=asked)
+        return guidance.halves is not None
+
+    assert halves("ulysses", "auto") and halves("ring+balanced", "on") and halves("usp:1x2", "on")
+    assert not halves("usp:2x2", "auto"), "nobody asked for them"
+    with pytest.raises(InputError, match="needs 4 ranks; there are 2"):
+        halves("usp:2x2", "on")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"heads": 2}, r"heads=2, width=36, depth=2; blocks.0.attn1 has 3 heads of 12 .* heads=3, width=36"),
+        ({"width": 24}, "heads=3, width=24, depth=2; .* width=36, depth=2"),
+        ({"depth": 1}, "depth=1; .* one of 2 attention modules"),
+        ({"depth": 3}, "depth=3; .* one of 2 attention modules"),
+    ],
+)
+@pytest.mark.parametrize("source", ["qk", "hidden"])
+def test_dsv_of_other_sizes_is_refused(sizes: dict[str, int], words: str, source: Any) -> None:
+    def dsv() -> DSV:
+        return DSV(
+            SparseConfig(cube=(1, 2, 2), source=source, profile_every=1),
+            **{"heads": 3, "width": 36, "depth": 2, **sizes},
+        )
+
+    def job(world: Any) -> None:
+        model = weft.parallelize(ZOO["wan"].make().train(), mesh=world, sparse=dsv())
+        model(**ZOO["wan"].inputs())
+
+    with pytest.raises(InputError, match=words):
+        on_ranks(2, job)

@@ -1,0 +1,1 @@
+"""Generate images and videos from a checkpoint, and resume after any step on other ranks."""

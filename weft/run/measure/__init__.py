@@ -1,0 +1,1 @@
+"""Traces of real runs, calibration of links, kernels and hosts, comparison with one process."""

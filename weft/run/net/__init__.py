@@ -1,0 +1,1 @@
+"""Channels between processes: listeners, mutual authentication, TLS, stores and private folders."""

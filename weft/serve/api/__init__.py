@@ -1,0 +1,1 @@
+"""HTTP interface of the server: an OpenAI-compatible API and its checks, over one engine."""

@@ -1,0 +1,1 @@
+"""Sparse attention by name: rules, mask producers and the masks kept between denoising steps."""

@@ -1,0 +1,1 @@
+"""Switching the sharded dim: models whose modules mix one dim at a time."""

@@ -1,0 +1,70 @@
+"""Run the modules of a model with stages: the model, its stages, and the modules between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.utils._pytree import PyTree
+
+from weft.hooks.input_check import is_recomputing
+from weft.hooks.wrap import Args, Forward, ForwardWrapper, Kwargs, wrap_module
+from weft.switching.declare import StageCall
+
+if TYPE_CHECKING:
+    from weft.switching.stages import Stages
+
+
+class StagedModelHook(ForwardWrapper):
+    """Runs the model; deep copies of it are wrapped alike if the stages say so."""
+
+    def __init__(self, stages: Stages) -> None:
+        self.stages = stages
+
+    def around(self, forward: Forward, args: Args, kwargs: Kwargs) -> PyTree:
+        return self.stages.run(forward, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, PyTree]) -> ForwardWrapper | None:
+        return self if self.stages.is_copied else None
+
+    def after_copy(self, new: nn.Module) -> None:
+        wrap_module(new, self)
+
+
+class StageHook(StagedModelHook):
+    """Runs a stage, or a module between stages.
+
+    When it is recomputed, outside of the model's forward, it has the placement and the dropout that it had.
+
+    at      the number of the stage; None: between stages.
+    inner   runs the module on this rank's shard, if not its forward alone.
+    """
+
+    def __init__(self, stages: Stages, module: nn.Module, at: int | None = None) -> None:
+        super().__init__(stages)
+        self.module, self.at, self._placement = module, at, stages.activation.replicated
+        self.inner: Callable[..., PyTree] | None = None
+
+    def around(self, forward: Forward, args: Args, kwargs: Kwargs) -> PyTree:
+        activation, dropout = self.stages.activation, self.stages.dropout
+        if not is_recomputing():
+            self._placement = activation.placement
+        elif not dropout.is_active and any(module.training for module in self.module.modules()):
+            activation.placement = self._placement
+            with dropout:
+                return self._run(forward, args, kwargs)
+        return self._run(forward, args, kwargs)
+
+    def _run(self, forward: Forward, args: Args, kwargs: Kwargs) -> PyTree:
+        stages, at = self.stages, self.at
+        if at is None:
+            return forward(*args, **kwargs)
+        if self.inner is not None:
+            forward = partial(self.inner, forward)
+        if stages.probe is not None:
+            return stages.probe.run_stage(at, forward, args, kwargs)
+        name = stages.modules[at].name
+        call = stages.enter(at, StageCall.of(name, args, kwargs))
+        return stages.leave(at, call, forward(*call.args, **call.kwargs))
