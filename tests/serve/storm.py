@@ -54,6 +54,8 @@ class Storm:
 class Left:
     """What a storm left: what each id is by the server, its digest, and how the server did."""
 
+    requests: int = 0
+    """How many were sent: the storm's own, and those sent while ranks were still to be killed."""
     jobs: dict[str, dict[str, Any]] = field(default_factory=dict)
     expected: dict[int, str] = field(default_factory=dict)
     found: dict[str, tuple[int, str]] = field(default_factory=dict)
