@@ -16,7 +16,7 @@ device = weft.device()
 dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 pipe = DiffusionPipeline.from_pretrained(folder, dtype=dtype).to(device)
 
-# The fifth of the blocks with the highest scores, from the second step on. These blocks change from step to step;
+# The fifth of the blocks with the highest scores, from the second step on. They change from step to step;
 # weft plans beside the run, so that ranks stay balanced without waiting for a plan.
 pipe = weft.parallelize(pipe, sparse="topk:0.2,dense_steps=1", check="first")
 
