@@ -57,10 +57,12 @@ soak: $(VENV)/test.stamp
 	$(PY) -m pytest -m soak --timeout 7200
 	$(PY) -m pytest --hypothesis-profile new
 
-# The wheel and the source package, in dist/.
+# The wheel and the source package, in dist/, with metadata that an index accepts.
 dist: $(VENV)/bin/python
-	$(PIP) install -q build
+	$(PIP) install -q build twine
+	rm -rf dist
 	$(PY) -m build
+	$(PY) -m twine check --strict dist/*
 
 # The pages, with their reference, in build/docs; a link or a name that leads nowhere is an error.
 docs: $(VENV)/docs.stamp

@@ -15,6 +15,7 @@ from weft import __version__
 from weft.cli.main import VERBS
 from weft.cli.packages import PACKAGES
 from weft.core.errors import MissingError
+from weft.core.install import install_command
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -138,7 +139,7 @@ def test_a_bare_installation_plans_and_says_what_the_rest_needs(tmp_path: Path) 
     for call, extra in BARE.items():
         code, words = found[call]
         assert code == (3 if extra else 0), (call, words)
-        assert not extra or words.endswith(f"Add it with: pip install 'weft[{extra}]'\n"), (call, words)
+        assert not extra or words.endswith(f"Add it with: {install_command(extra)}\n"), (call, words)
 
 
 def test_every_verb_was_tried_bare() -> None:

@@ -83,9 +83,11 @@ def __getattr__(name: str) -> object:
         if error.name != "torch":
             raise
         from weft.core.errors import MissingError
+        from weft.core.install import install_command
 
         raise MissingError(
-            f"weft.{name} needs torch, which is not installed.", hint="Add it with: pip install 'weft[torch]'"
+            f"weft.{name} needs torch, which is not installed.",
+            hint=f"Add it with: {install_command('torch')}",
         ) from error
     globals()[name] = attribute  # asked once: the next access does not come through here
     return attribute

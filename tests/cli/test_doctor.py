@@ -13,6 +13,7 @@ import pytest
 from weft.cli import doctor
 from weft.cli.main import main
 from weft.cli.packages import PACKAGES
+from weft.core.install import install_command
 from weft.run.spawn.nodes import LaunchOutcome
 
 PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
@@ -45,10 +46,10 @@ def test_json_holds_the_same_rows(capsys: pytest.CaptureFixture[str]) -> None:
 def test_without_torch_it_still_reports(without_torch: None, capsys: pytest.CaptureFixture[str]) -> None:
     found = rows()
     assert found["torch"].status == "missing"
-    assert found["torch"].add == "pip install 'weft[torch]'"
+    assert found["torch"].add == install_command("torch")
     doctor.run()
     shown = capsys.readouterr().out
-    assert "pip install 'weft[torch]'" in shown
+    assert install_command("torch") in shown
     assert shown.endswith("weft can plan here, but run nothing.\n")
     assert "\x1b" not in shown
 

@@ -21,6 +21,7 @@ from weft.core.errors import (
     ScheduleError,
     WeftError,
 )
+from weft.core.install import install_command
 
 
 def call(*args: str) -> int:
@@ -109,7 +110,7 @@ def test_a_package_that_is_not_there_comes_with_the_command_that_adds_it(
 ) -> None:
     verb.run = raising(ModuleNotFoundError("No module named 'torch'", name="torch.nn"))
     assert call("weave") == 3
-    assert capsys.readouterr().err.endswith("pip install 'weft[torch]'\n")
+    assert capsys.readouterr().err.endswith(f"{install_command('torch')}\n")
 
 
 def test_a_fault_of_weft_keeps_its_traceback(verb: ModuleType) -> None:

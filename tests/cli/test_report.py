@@ -11,6 +11,7 @@ import pytest
 from tests.report.toys import schedule, two_ranks
 from weft.cli.main import main
 from weft.core.codec import dumps
+from weft.core.install import install_command
 from weft.core.timeline import Timeline
 from weft.simulate.clusters import cluster
 from weft.simulate.events import simulate
@@ -153,5 +154,5 @@ def test_without_matplotlib_and_torch_there_are_still_svg_and_page(tmp_path):
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "pip install 'weft[report]'" in done.stdout
+    assert install_command("report") in done.stdout
     assert list((tmp_path / "figures").glob("*.svg")) and not list((tmp_path / "figures").glob("*.png"))

@@ -63,7 +63,7 @@ def ended(*words: str) -> object:
         ((__file__, "--nodes", "2", "--node", "2"), "--node 2"),
         ((__file__, "--nodes", "2", "--master", "127.0.0.1:29500"), "--nodes 2 requires --token-file"),
         ((__file__, "--nodes", "2"), "--master is ''"),
-        ((__file__, "--nodes", "2", "--master", "10.0.0.1"), "HOST:PORT"),
+        ((__file__, "--nodes", "2", "--master", "10.0.0.1:"), "HOST:PORT"),
         ((__file__, "--nodes", "2", "--master", "10.0.0.1:70000"), "HOST:PORT"),
     ],
 )
@@ -413,3 +413,62 @@ def test_ranks_end_with_a_launcher_that_is_killed(script, tmp_path) -> None:
         finally:
             launcher.kill()
     assert becomes_true(lambda: not any(running(int(p.read_text())) for p in pids))
+
+
+SLURM = {"SLURM_NNODES": "2", "SLURM_NODEID": "{node}", "SLURM_JOB_NODELIST": "{host},gpu[03-04]"}
+CLUSTERS = {
+    "LeaderWorkerSet": (
+        {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "{node}", "LWS_LEADER_ADDRESS": "{host}"},
+        {"PET_MASTER_PORT": "{port}"},
+    ),
+    "Slurm, one step": (
+        {**SLURM, "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "{host},gpu04"},
+        {"PET_MASTER_PORT": "{port}"},
+    ),
+    "Slurm": (SLURM, {"PET_MASTER_PORT": "{port}"}),
+    "torchrun": (
+        {
+            "PET_NNODES": "2",
+            "PET_NODE_RANK": "{node}",
+            "PET_MASTER_ADDR": "{host}",
+            "PET_MASTER_PORT": "{port}",
+        },
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_variables_of_a_cluster_are_the_defaults_of_nodes(cluster, script, token) -> None:
+    """The real command, once per machine; only the port differs from that of the cluster, to be free here."""
+    path = script("print(rank, os.environ['WORLD_SIZE'], os.environ['GROUP_RANK'], flush=True)")
+    port = free_port()
+    machines = []
+    for node in range(2):
+        variables = {
+            name: text.format(node=node, host="127.0.0.1", port=port)
+            for group in CLUSTERS[cluster]
+            for name, text in group.items()
+        }
+        machines.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "weft.cli.main", "run", path, "--ranks", "1", "--token-file", token],
+                env=os.environ | variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )
+        )  # fmt: skip
+    ends = [(*machine.communicate(timeout=120), machine.returncode) for machine in machines]
+    assert [(out, code) for out, _, code in ends] == [("0 2 0\n", 0), ("1 2 1\n", 0)], ends
+
+
+def test_options_win_over_the_variables_of_a_cluster_and_errors_name_them(
+    script, token, monkeypatch, capfd
+) -> None:
+    for name, value in {**SLURM, "SLURM_NODEID": "1"}.items():
+        monkeypatch.setenv(name, value)
+    path = script("print(os.environ['WORLD_SIZE'], flush=True)")
+    assert ended(path, "--ranks", "1", "--nodes", "1") == 0
+    assert capfd.readouterr().out == "1\n"
+    assert ended(path, "--ranks", "1") == 2
+    assert "SLURM_NNODES is set: pass --nodes 1 to use this machine alone." in " ".join(
+        capfd.readouterr().err.split()
+    )

@@ -21,6 +21,7 @@ from tests.serve.hosting import ROOT, Process, until  # noqa: E402
 from weft.cli.main import main  # noqa: E402
 from weft.cli.numbers import amount, duration  # noqa: E402
 from weft.core.errors import InputError  # noqa: E402
+from weft.core.install import install_command
 from weft.run.spawn.nodes import Nodes  # noqa: E402
 
 
@@ -88,7 +89,7 @@ def test_a_package_that_is_missing_is_named_with_what_adds_it(monkeypatch, engin
     real = packages.find_spec
     monkeypatch.setattr(packages, "find_spec", lambda name: None if name == "fastapi" else real(name))
     assert ended() == 3
-    assert "pip install 'weft[serve]'" in capfd.readouterr().err
+    assert install_command("serve") in capfd.readouterr().err
     assert engines == []
 
 

@@ -215,7 +215,7 @@ def test_what_a_package_raises_is_wrong_and_what_ends_the_context_is_raised() ->
 def test_a_package_that_is_missing_names_the_extra() -> None:
     with fake_cuda():
         (check,) = check_kernels.checks("fa4", context_of(device=torch.device("cuda", 0)))
-    assert check.note == "it needs flash-attn-4, which is not here: pip install 'weft[fa4]'."
+    assert check.note == "it needs flash-attn-4, which is not installed (the extra 'fa4' of weft)."
 
 
 @pytest.fixture

@@ -130,4 +130,4 @@ def test_pipeline_says_what_is_missing() -> None:
 
     with patch.object(check_pipeline, "find_spec", lambda _: None):
         (check,) = check_pipeline.checks(context_of())
-    assert check.status == "skipped" and "pip install 'weft[models]'" in check.note
+    assert check.status == "skipped" and "the extra 'models'" in check.note

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from tests.run.dense import error
 from tests.run.package_contracts import CudnnBlockSparse, FlashAttention4
 from tests.run.test_backends import check
 from weft.core.errors import InputError, MissingError
+from weft.core.install import install_command
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem
@@ -259,7 +261,9 @@ def test_a_package_that_is_missing_is_named_with_its_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
     extra = {"fa4": "fa4", "cudnn_sparse": "cudnn"}[backend]
-    with pytest.raises(MissingError, match=rf"backend='{backend}' needs .*pip install 'weft\[{extra}\]'"):
+    with pytest.raises(
+        MissingError, match=rf"backend='{backend}' needs .*{re.escape(install_command(extra))}"
+    ):
         make(backend)
 
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from weft.core.errors import InputError
+from weft.core.install import install_command
 from weft.train import progress_line
 from weft.train.journal import Journal, encode
 from weft.train.progress_line import ProgressLine
@@ -171,7 +172,7 @@ def test_without_tensorboard_it_says_so_once(tmp_path, monkeypatch, capsys):
     with closing(Journal(tmp_path, total=9, live=True)) as journal:
         for n in range(3):
             journal.write("step", n, loss=0.5)
-    assert capsys.readouterr().err.count("without TensorBoard (pip install 'weft[train]')") == 1
+    assert capsys.readouterr().err.count(f"without TensorBoard ({install_command('train')})") == 1
     assert len(records(tmp_path)) == 3 and not (tmp_path / "tensorboard").exists()
 
 

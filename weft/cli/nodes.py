@@ -1,7 +1,12 @@
-"""Options of commands that run on several machines, validated together."""
+"""Options of commands that run on several machines, validated together.
+
+Their defaults are the variables by which a cluster tells a process its place: those of LeaderWorkerSet,
+of Slurm (one task per node), and those that torchrun reads (PET_*, as Kubeflow sets them).
+"""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,9 +20,27 @@ if TYPE_CHECKING:
     from weft.run.net.tls import Certificate
     from weft.run.spawn.nodes import Nodes
 
-Count = Annotated[int, typer.Option("--nodes", help="Machines; give this command on each of them.")]
-Node = Annotated[int, typer.Option("--node", help="Which machine this is, from 0.")]
-Master = Annotated[str, typer.Option("--master", help="HOST:PORT at which machine 0 listens.")]
+COUNT_VARIABLES = [
+    "LWS_GROUP_SIZE",
+    "SLURM_STEP_NUM_NODES",
+    "SLURM_NNODES",
+    "SLURM_JOB_NUM_NODES",
+    "PET_NNODES",
+]
+NODE_VARIABLES = ["LWS_WORKER_INDEX", "SLURM_NODEID", "PET_NODE_RANK"]
+MASTER_VARIABLES = ["LWS_LEADER_ADDRESS", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "PET_MASTER_ADDR"]
+
+Count = Annotated[
+    int,
+    typer.Option("--nodes", help="Machines; give this command on each of them.", envvar=COUNT_VARIABLES),
+]
+Node = Annotated[int, typer.Option("--node", help="Which machine this is, from 0.", envvar=NODE_VARIABLES)]
+Master = Annotated[
+    str,
+    typer.Option(
+        "--master", help="HOST[:PORT] at which machine 0 listens; port 29500.", envvar=MASTER_VARIABLES
+    ),
+]
 TokenFile = Annotated[
     Path | None, typer.Option("--token-file", help="File with the secret that all machines share.")
 ]
@@ -38,6 +61,8 @@ def nodes_of(
     from weft.run.net import interfaces
     from weft.run.spawn.nodes import Nodes
 
+    if count == 1 and _source(NODE_VARIABLES, node):
+        node = 0  # --nodes 1 takes this machine alone, wherever in a cluster it is
     if count < 1 or not 0 <= node < count:
         raise InputError(
             f"--nodes {count} --node {node} is not a machine of a group.",
@@ -47,9 +72,12 @@ def nodes_of(
         return Nodes()
     host, port = meeting_point(master, count)
     if token_file is None:
+        source = _source(COUNT_VARIABLES, count)
+        alone = f" {source} is set: pass --nodes 1 to use this machine alone." if source else ""
         raise InputError(
             f"--nodes {count} requires --token-file, the secret by which machines authenticate each other.",
-            hint="Make one with openssl rand -hex 32 > token, chmod 600 it, and copy it to every machine.",
+            hint="Make one with openssl rand -hex 32 > token, chmod 600 it, and copy it to every machine."
+            + alone,
         )
     from weft.serve.api.auth import read_key
 
@@ -61,6 +89,11 @@ def nodes_of(
         count=count, node=node, master=(host, port), address=address, interface=name, token=token,
         certificate=certificate,
     )  # fmt: skip
+
+
+def _source(variables: list[str], value: int) -> str:
+    """Return the variable that has the value of an option, or ""."""
+    return next((name for name in variables if os.environ.get(name) == str(value)), "")
 
 
 def _certificate(cert: Path | None, key: Path | None) -> Certificate | None:

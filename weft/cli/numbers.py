@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 
 from weft.core.errors import InputError
 
+MASTER_PORT = "29500"  # torch's
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 BYTES = {
     "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
@@ -50,16 +52,19 @@ def amount(text: str, name: str) -> int:
 
 
 def meeting_point(master: str, nodes: int) -> tuple[str, int]:
-    """Return the host and port at which machine 0 listens.
+    """Return the host and port at which machine 0 listens; of Slurm's list of nodes, the first.
 
-    >>> meeting_point("10.0.0.1:29500", nodes=2)
-    ('10.0.0.1', 29500)
+    >>> meeting_point("10.0.0.1:29501", nodes=2), meeting_point("gpu[03-04,09],login1", nodes=3)
+    (('10.0.0.1', 29501), ('gpu03', 29500))
     """
-    host, _, port = master.rpartition(":")
+    first = re.sub(r"\[(\d+)[\d,-]*\]", r"\1", master).partition(",")[0]
+    host, _, port = first.rpartition(":")
+    if not re.search(r"[^:]:[^:\]]*$", first):  # no port, though an IPv6 address has colons
+        host, port = first, os.environ.get("PET_MASTER_PORT") or MASTER_PORT
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise InputError(
             f"{nodes} machines meet at machine 0, and --master is {master!r}.",
-            hint="Give its HOST:PORT, the same on every machine, such as 10.0.0.1:29500.",
+            hint="Give its HOST or HOST:PORT, the same on every machine, such as 10.0.0.1:29500.",
         )
     return host.strip("[]"), int(port)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from weft.core.errors import MissingError
+from weft.core.install import install_command
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,11 +20,7 @@ class Package:
 
     @property
     def add(self) -> str:
-        return command(self.extra)
-
-
-def command(extra: str) -> str:
-    return f"pip install 'weft[{extra}]'"
+        return install_command(self.extra)
 
 
 TORCH = Package(gives="running attention", extra="torch")
@@ -65,5 +62,5 @@ def missing_package(module: str, extra: str = "") -> MissingError | None:
     package = PACKAGES[name]
     return MissingError(
         f"This needs {name} (for {package.gives}), which is not installed.",
-        hint=f"Add it with: {command(extra or package.extra)}",
+        hint=f"Add it with: {install_command(extra or package.extra)}",
     )

@@ -15,6 +15,7 @@ from weft.cli.tables import table
 from weft.cli.workload import Workload, read_topology
 from weft.core.errors import InputError
 from weft.core.files import read_bytes
+from weft.core.install import install_command
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,7 +83,8 @@ def run(
         _show_run(run)
     if cases:
         _show(cases)
-    typer.echo(f"\n{page}" + ("" if has_png() else "  (SVG only; PNG too with: pip install 'weft[report]')"))
+    hint = "" if has_png() else f"  (SVG only; PNG too with: {install_command('report')})"
+    typer.echo(f"\n{page}{hint}")
 
 
 def _is_training(path: Path) -> bool:

@@ -135,7 +135,7 @@ def _missing(backend: str, ctx: CheckContext) -> str:
         return f"it computes on a GPU, not on {ctx.device.type}."
     if backend in choice.DISTRIBUTIONS and backend not in choice.installed():
         package = " and ".join(choice.DISTRIBUTIONS[backend])
-        return f"it needs {package}, which is not here: pip install 'weft[{EXTRAS[backend]}]'."
+        return f"it needs {package}, which is not installed (the extra {EXTRAS[backend]!r} of weft)."
     return ""
 
 

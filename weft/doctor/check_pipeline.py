@@ -24,7 +24,7 @@ ROUNDING_RATIO = 2.0
 
 def checks(ctx: CheckContext) -> Iterator[Check]:
     if find_spec("diffusers") is None:
-        yield Check(name=NAME, status="skipped", note="it needs diffusers: pip install 'weft[models]'.")
+        yield Check(name=NAME, status="skipped", note="it needs diffusers (the extra 'models' of weft).")
         return
     # Weights are representable in the dtype under test, so that float32 differs by rounding alone.
     pipe = _pipeline(ctx)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from weft.core.errors import InputError, MissingError
 from weft.core.files import read_json
+from weft.core.install import install_command
 from weft.video.saved_model import check_complete, is_own
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ def _load(cls: Any, directory: Path, dtype: torch.dtype | None) -> Any:
             raise InputError(f"Diffusers cannot load {directory}: {error}", hint=HINT) from error
         raise MissingError(
             f"Diffusers cannot load {directory} without accelerate: {error}",
-            hint="Add it with: pip install 'weft[models]'",
+            hint=f"Add it with: {install_command('models')}",
         ) from error
     except (OSError, LookupError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
         reason = f"{type(error).__name__}: {error}"[:500]

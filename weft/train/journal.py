@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft.core.errors import InputError
 from weft.core.files import parse_json, whole, writing
+from weft.core.install import install_command
 from weft.train.progress_line import ProgressLine
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class Journal:
         except (ImportError, OSError) as error:
             self._uses_board = False
             if self.live:
-                reason = error if isinstance(error, OSError) else "pip install 'weft[train]'"
+                reason = error if isinstance(error, OSError) else install_command("train")
                 self.live.print(f"without TensorBoard ({reason}); all numbers are in {self.path}")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from weft.core.errors import InputError, MissingError
+from weft.core.install import install_command
 from weft.run.kernels.choice import RULES, arch_of
 from weft.run.kernels.merge import MergingKernel
 from weft.run.kernels.rules import KernelSpec
@@ -31,7 +32,7 @@ class PackageKernel(MergingKernel):
         except ImportError as error:
             raise MissingError(
                 f"backend={self.name!r} needs the package of {self.module}: {error}.",
-                hint=f"Add it with: pip install 'weft[{self.extra}]'",
+                hint=f"Add it with: {install_command(self.extra)}",
             ) from error
 
     def check(self, q: Tensor, k: Tensor, tiles: Tiles, scale: float, *, backward: bool = False) -> str:

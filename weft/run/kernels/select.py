@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from weft.core.errors import InputError, MissingError
+from weft.core.install import install_command
 from weft.run.kernels.budget import Budget, Keep
 from weft.run.kernels.proxies import Proxies, ScoreSource, elements_per_chunk, score_source
 from weft.run.kernels.tiles import Blocks
@@ -73,7 +74,8 @@ def _choose(backend: str, device: torch.device) -> str:
     is_installed = find_spec("triton") is not None
     if backend == "triton" and not is_installed:
         raise MissingError(
-            "backend='triton' needs Triton.", hint="pip install triton, or use backend='torch'."
+            "backend='triton' needs triton.",
+            hint=f"Use backend='torch', or add it with: {install_command('gpu')}",
         )
     if backend == "auto":
         return "triton" if is_installed and device.type == "cuda" else "torch"

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.core.errors import InputError, MissingError
+from weft.core.install import install_command
 from weft.run.kernels import Accumulator, Sums, aligned, packed
 from weft.run.kernels.choice import arch_of
 from weft.run.kernels.tiles import Blocks, Tiles
@@ -42,7 +43,7 @@ class TritonAttention:
             self._backward = import_module("weft.run.kernels.triton_backward")
         except ImportError as error:
             raise MissingError(
-                f"backend='triton' needs triton: {error}.", hint="pip install triton"
+                f"backend='triton' needs triton: {error}.", hint=f"Add it with: {install_command('gpu')}"
             ) from error
         self._interpreted = _is_interpreted()
         self._interpreted_as = interpreted_as
