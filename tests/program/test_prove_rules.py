@@ -15,7 +15,7 @@ from weft.core.problem import Problem
 from weft.core.schedule import Piece
 from weft.plan.choose import build
 from weft.program.lower import lower_all
-from weft.program.prove import first_exchange_members, needs_warm_up, prove
+from weft.program.prove import prove
 from weft.program.slots import Slot
 from weft.program.steps import Cast, Fill, Post, Program, Step, Target, Wait
 from weft.program.workspace import Workspace
@@ -187,22 +187,6 @@ def test_collectives_that_do_not_fit_are_rejected(spoil: str) -> None:
         post.sends[-1][1].offset += 1
     with pytest.raises(ScheduleError, match=r"Rank \d, step \d+ .*: (not all ranks|the parts of its buffer)"):
         prove(programs)
-
-
-@pytest.mark.parametrize(("tokens", "ranks", "members"), [(5, 8, 6), (8, 8, 8), (7, 1, 0)])
-def test_a_group_whose_first_exchange_misses_a_rank_needs_a_warm_up(
-    tokens: int, ranks: int, members: int
-) -> None:
-    layout = Layout.even(tokens, ranks)
-    problem = Problem(batch=1, heads=2, kv_heads=2, head_dim=2, q=layout, kv=layout)
-    schedule = build("ring", problem, BlockMask.dense(2, tokens))
-    programs = lower_all(schedule)
-    prove(programs)
-    assert first_exchange_members(programs) == set(range(members))
-    assert needs_warm_up(programs) == (tokens < ranks)
-    near = lower_all(schedule, Target(near=frozenset(range(ranks))))
-    assert first_exchange_members(near) == set()  # they need no group
-    assert not needs_warm_up(near)
 
 
 def test_a_message_that_no_step_waits_for_is_rejected() -> None:

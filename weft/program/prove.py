@@ -61,24 +61,6 @@ def prove_schedule(schedule: Schedule) -> int:
     return steps
 
 
-def first_exchange_members(programs: Sequence[Program]) -> set[int]:
-    """Return the ranks that take part in the first exchange over the process group."""
-    members: defaultdict[int, set[int]] = defaultdict(set)
-    for program in programs:
-        for _, post in program.exchanges():
-            if any(peer not in program.target.near for peer, _ in post.sends + post.receives):
-                members[post.op].add(program.rank)
-    return members[min(members)] if members else set()
-
-
-def needs_warm_up(programs: Sequence[Program]) -> bool:
-    """Return whether some rank takes no part in the first exchange of its group.
-
-    NCCL connects the ranks of a group in its first exchange, and waits there for all of them.
-    """
-    return 0 < len(first_exchange_members(programs)) < len(programs)
-
-
 class _Rank:
     """Walks through the steps of one rank: what its memory holds, and which messages are in flight."""
 

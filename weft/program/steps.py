@@ -20,8 +20,6 @@ from weft.core.problem import Problem, Switch
 from weft.core.schedule import Piece
 from weft.program.slots import Slot
 
-COMPUTE, COMMUNICATION = "compute", "communication"
-
 
 @dataclass(frozen=True)
 class Target:
@@ -187,10 +185,6 @@ class Gradient(NamedTuple):
 
 
 Step = Post | Wait | Copy | View | Fill | Cast | Attention | Gradient
-
-
-def stream_of(step: Step) -> str:
-    return COMMUNICATION if isinstance(step, Post) else COMPUTE
 
 
 def span_name(step: Step, peer: int = -1) -> str:

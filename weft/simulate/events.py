@@ -157,7 +157,7 @@ class _Run:
                 continue
             seconds = self.prices.seconds(step)
             if seconds or type(step) in ATTENTIONS:
-                task = self.computing[rank] = SimulatedTask(rank, step, seconds, self.now)
+                task = self.computing[rank] = SimulatedTask(rank, step, seconds, self.now, self.now)
                 self.dirty[task] = None
                 if self.cores:
                     self._share_cores(task, 1)
@@ -205,7 +205,8 @@ class _Run:
 
     def _start(self, step: Post, src: int, dst: int, num_bytes: int) -> None:
         route = self.network.routes.get((src, dst)) or self.network.route(src, dst)
-        task = SimulatedTask(src, step, num_bytes + self.topology.half_bytes, self.now, route, dst, num_bytes)
+        left = num_bytes + self.topology.half_bytes
+        task = SimulatedTask(src, step, left, self.now, self.now, route, dst, num_bytes)
         self.count += 1
         heappush(self.events, (self.now + route.latency, self.count, 0, task))
 
@@ -230,8 +231,7 @@ class _Run:
         for rank, peer in ((dst, src), (src, dst)):
             if self.waiting[rank] == key:
                 self.waiting[rank] = None
-                if self.now > self.since[rank]:
-                    self._waited(rank, "wait", span_name(self.waits[rank]), op, peer)
+                self._waited(rank, "wait", span_name(self.waits[rank]), op, peer)
                 self._advance(rank)
 
     def _finish(self, task: SimulatedTask) -> None:
@@ -263,9 +263,7 @@ class _Run:
                 self.talking[end] += change
                 if (slowed := self.computing[end]) and self.talking[end] == (change > 0):
                     self.dirty[slowed] = None
-        if (
-            self.cores and task.route.near
-        ):  # a message to another machine waits for the network, not for a core
+        if self.cores and task.route.near:  # other messages wait for the network, not for a core
             self.sending[task.rank] += change
             self._share_cores(task, change if self.sending[task.rank] == (change > 0) else 0)
 

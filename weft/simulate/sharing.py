@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from weft.core.topology import Topology
 from weft.program.steps import Step
 
 
+@dataclass(eq=False, slots=True)
 class SharedResource:
     """A bandwidth that tasks share equally."""
 
-    __slots__ = ("capacity", "room", "tasks", "top")
-
-    def __init__(self, capacity: float) -> None:
-        self.capacity = capacity
-        self.tasks: dict[SimulatedTask, None] = {}
-        self.top = self.room = 0.0
-        """The highest rate of any of its tasks alone, and how many tasks of that rate fit."""
+    capacity: float
+    top: float = 0.0
+    """The highest rate of any of its tasks alone."""
+    room: float = 0.0
+    """How many tasks of that rate fit."""
+    tasks: dict[SimulatedTask, None] = field(default_factory=dict["SimulatedTask", None])
 
 
 class NetworkRoute(NamedTuple):
@@ -34,29 +35,23 @@ LOCAL = NetworkRoute(0.0, 1.0, (), near=True)
 """Of computation, whose amount is in seconds."""
 
 
+@dataclass(eq=False, slots=True)
 class SimulatedTask:
     """The amount left to do, its speed and since when it has that; `version` marks older events as stale.
 
     `step` is what a rank computes, or the Post of a message to rank `peer`.
     """
 
-    __slots__ = (
-        "left", "num_bytes", "peer", "rank", "route", "since", "speed", "start", "step", "version",
-    )  # fmt: skip
-
-    def __init__(  # noqa: PLR0913 - made a million times
-        self,
-        rank: int,
-        step: Step,
-        left: float,
-        start: float,
-        route: NetworkRoute = LOCAL,
-        peer: int = -1,
-        num_bytes: int = 0,
-    ) -> None:
-        self.rank, self.step, self.left, self.route, self.peer = rank, step, left, route, peer
-        self.start, self.since, self.speed, self.version = start, start, 0.0, 0
-        self.num_bytes = num_bytes
+    rank: int
+    step: Step
+    left: float
+    start: float
+    since: float
+    route: NetworkRoute = LOCAL
+    peer: int = -1
+    num_bytes: int = 0
+    speed: float = 0.0
+    version: int = 0
 
 
 class Network:
