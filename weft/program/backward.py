@@ -84,7 +84,7 @@ class BackwardLowering(AttentionLowering):
         for operand in (q, kv):
             operand.written += 1
             if operand.written == operand.readers:
-                self._add_local(operand)
+                self._add_home("d" + operand.hull.tensor, operand.sums[0])
 
     def _saved(self, name: str, q: Operand, dtype: str) -> Slot:
         if name not in self.program.slots:
@@ -155,9 +155,6 @@ class BackwardLowering(AttentionLowering):
             )
             result.sum.order = home.order
         self.add(index, result.sum, [CopySegment(slot, result.sum, shard)], started=started)
-
-    def _add_local(self, operand: Operand) -> None:
-        self._add_home("d" + operand.hull.tensor, operand.sums[0])
 
     def _keep_apart(self) -> None:
         """Give gradients that must outlive the next attention a place of their own: no kernel holds two."""

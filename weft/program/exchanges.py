@@ -9,7 +9,7 @@ from weft.core.schedule import Piece
 from weft.program.lowering import ALIGN, Lowering, Messages
 from weft.program.pieces import Message, cover
 from weft.program.slots import Slot
-from weft.program.steps import Copy, CopySegment, Fill, Post
+from weft.program.steps import Copy, CopySegment, Post
 
 Received = tuple[Slot, list[Slot]]
 """A message and the slot in it of each piece."""
@@ -147,23 +147,11 @@ def _stage(to: Lowering, index: int, packed: dict[int, Message], *, align: int =
         for slot, piece, number in zip(slots, pieces, pieces.numbers, strict=True):
             arrived = to.exact.get(number)
             places = to.sources(piece) if arrived is None else (arrived,)
-            segments += _collect(to, index, slot, cover(piece, places, slot))
+            segments += to.collect(index, slot, cover(piece, places, slot))
     _lay_side_by_side(f"out {index}", [messages[peer] for peer in sorted(messages)], align=align)
     if segments:
         to.steps.append(Copy(index, tuple(segments)))
     return messages
-
-
-def _collect(to: Lowering, index: int, target: Slot, segments: list[CopySegment]) -> list[CopySegment]:
-    """Wait for the sources of a slot; fill it first where they leave something out."""
-    piece = target.piece
-    assert piece is not None
-    for segment in segments:
-        to.wait_at(segment.source)
-    cells = sum(segment.piece.heads.size * segment.piece.tokens.size for segment in segments)
-    if cells < piece.heads.size * piece.tokens.size:
-        to.steps.append(Fill(index, target))
-    return segments
 
 
 def _lay_side_by_side(name: str, messages: list[Slot], *, align: int = 0) -> None:

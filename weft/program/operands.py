@@ -11,7 +11,7 @@ from weft.core.schedule import Attend, Piece
 from weft.program.lowering import Lowering, Messages
 from weft.program.pieces import cover, hulls
 from weft.program.slots import Slot
-from weft.program.steps import Copy, CopySegment, Fill, View
+from weft.program.steps import Copy, CopySegment, View
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -221,19 +221,9 @@ class AttentionLowering(Lowering):
                 segments = [*last.segments, *segments]
         self.steps.append(Copy(-1, tuple(segments)))
 
-    def fills(self, target: Slot, segments: Sequence[CopySegment]) -> bool:
-        """Whether segments that do not overlap cover a slot, padding included."""
-        piece = target.piece
-        assert piece is not None
-        cells = sum(segment.piece.heads.size * segment.piece.tokens.size for segment in segments)
-        return cells == piece.heads.size * target.shape[3]
-
     def put(self, target: Slot, segments: list[CopySegment], index: int = -1) -> None:
         """Put a slot together from segments that do not overlap."""
-        for segment in segments:
-            self.wait_at(segment.source)
-        if not self.fills(target, segments):
-            self.steps.append(Fill(index, target))
+        self.collect(index, target, segments)
         if copied := [segment for segment in segments if segment.source.parent is not target]:
             self.steps.append(Copy(index, tuple(copied)))
 
