@@ -192,11 +192,7 @@ class BackwardLowering(AttentionLowering):
             places = [*(o.sums[0] for o in self.operands[tensor[1:]] if o.sums), *self.arrived[tensor]]
             segments = cover(home.piece, places, home)
             whole = len(segments) == 1 and self.fills(home, segments) and segments[0].source.piece
-            if (
-                whole
-                and home.order is None
-                and (whole.heads, whole.tokens) == (home.piece.heads, home.piece.tokens)
-            ):
+            if whole and home.order is None and whole.is_like(home.piece):
                 source = segments[0].source
                 if source.dtype == home.dtype and source.memory == "kernel":
                     self.program.slots[home.name] = source  # what the kernel returned is the result

@@ -98,7 +98,7 @@ def _post(  # noqa: PLR0913 - both ends of an exchange
     label = op.label or "exchange"
     outgoing = tuple([(peer, sends[peer]) for peer in op.sends])
     incoming = tuple([(peer, message) for peer, (message, _) in receives.items()])
-    post = Post(index, label, outgoing, incoming, True, collective)  # noqa: FBT003 - by far the fastest
+    post = Post(index, label, outgoing, incoming, collective)
     to.steps.append(post)
     to.posted[index], to.awaited[index], to.last = post, len(incoming), index
     # Only now: what an exchange brings cannot go on in the same exchange.

@@ -48,10 +48,7 @@ class Extent(NamedTuple):
         whole = slot
         while whole.parent is not None and whole.parent.piece is not None:
             whole = whole.parent
-        each: Slot | None = whole
-        while each is not None:
-            start += each.offset
-            each = each.parent
+        start += whole.start
         return Extent(block, start, start + whole.num_bytes, whole, None if whole is slot else slot.piece)
 
 
@@ -157,9 +154,9 @@ class Content:
 
 def _is_all(piece: Piece, slot: Slot) -> bool:
     own = slot.piece
-    return own is piece or (own is not None and (own.heads, own.tokens) == (piece.heads, piece.tokens))
+    return own is piece or (own is not None and own.is_like(piece))
 
 
 def _is_padded(slot: Slot) -> bool:
-    cells = slot.piece.heads.size * slot.piece.tokens.size if slot.piece else 0
+    cells = slot.piece.cells if slot.piece else 0
     return bool(slot.unit) and slot.num_bytes > cells * slot.unit

@@ -147,7 +147,7 @@ class Lowering(ABC):
 
     def fills(self, target: Slot, segments: Sequence[CopySegment]) -> bool:
         """Whether segments that do not overlap cover a slot, padding included."""
-        cells = sum(segment.piece.heads.size * segment.piece.tokens.size for segment in segments)
+        cells = sum(segment.piece.cells for segment in segments)
         return cells * target.unit == target.num_bytes
 
     def collect(self, index: int, target: Slot, segments: list[CopySegment]) -> list[CopySegment]:

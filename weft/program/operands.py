@@ -107,8 +107,7 @@ class AttentionLowering(Lowering):
         home = self.home["q"]
         own = home.piece
         assert own is not None
-        same = (own.heads, own.tokens) == (piece.heads, piece.tokens)
-        return same and home.order is None and home.shape[3] == own.tokens.size
+        return own.is_like(piece) and home.order is None and home.shape[3] == own.tokens.size
 
     def lse(self, q: Operand, memory: str) -> Slot:
         shape = (1, self.problem.batch, q.hull.heads.size, q.hull.tokens.size, 1)
@@ -185,7 +184,7 @@ class AttentionLowering(Lowering):
             return None
         if self.unwaited:
             self.wait_at(source)
-        if (own.heads, own.tokens) == (piece.heads, piece.tokens) and source.shape[3] == own.tokens.size:
+        if own.is_like(piece) and source.shape[3] == own.tokens.size:
             return source
         slot = self.slot(name, source.memory, piece, source.dtype)
         slot.parent = source

@@ -3,8 +3,7 @@
 Only this is taken to be ordered:
 
 - Steps of a rank run in list order on its compute stream. A message is in flight from its Post to its Wait:
-  in between, its buffer may be read or written at any moment. Without a fence it may be in flight from the
-  start.
+  in between, its buffer may be read or written at any moment.
 - What a rank does before a Post happens before what the receiver does after its Wait. A message to a near
   peer is read in place, also by ranks that it is passed on to, so it must not change until the call ends.
   Where it lands in the workspace of its receivers, each of them has read it after its own Wait, and what is
@@ -70,7 +69,6 @@ class _Rank:
         self._place(workspace)
         self.extents: dict[Slot, Extent] = {}
         self.in_flight: defaultdict[object, ExtentMap[Access]] = defaultdict(ExtentMap)
-        self.history: defaultdict[object, list[Access]] = defaultdict(list)
         self.pending: dict[tuple[int, int, bool], tuple[Slot, Access]] = {}
         """Messages that are to be waited for, by (op, peer, sent)."""
         self.contents: dict[Slot, Content] = {}
@@ -119,7 +117,7 @@ class _Rank:
             if peer in near and peer not in in_place and slot.root.memory == "peer":
                 self.read(at, self.extent(slot))  # it has arrived, and is read from its owner's memory
                 continue
-            access = self.start(Access(at, self.extent(slot), writes=False), fenced=step.fenced)
+            access = self.start(Access(at, self.extent(slot), writes=False))
             self.read(at, access.extent)
             if slot.num_bytes:
                 self.contents[slot.root].note_reader(at, access.extent.slot, access.extent.piece)
@@ -128,19 +126,15 @@ class _Rank:
         for peer, slot in step.receives:
             access = Access(at, self.extent(slot), writes=True)
             if peer not in in_place:
-                self.start(access, fenced=step.fenced)
+                self.start(access)
                 self.clear(at, access.extent)
             self.pending[step.op, peer, False] = slot, access
 
-    def start(self, access: Access, *, fenced: bool) -> Access:
-        """Put a message in flight; without a fence it may have been before any earlier step."""
-        block, start, stop, slot, _ = access.extent
+    def start(self, access: Access) -> Access:
+        """Put a message in flight."""
         self.check_race(access)
-        for other in () if fenced else self.history[block]:
-            if access.conflicts(other):
-                self.fail(f"no fence orders their accesses to {slot.name}", other.at, access.at)
+        block, start, stop, *_ = access.extent
         self.in_flight[block].add(start, stop, access)
-        self.history[block].append(access)
         return access
 
     def wait(self, at: int, step: Wait) -> None:
@@ -149,9 +143,7 @@ class _Rank:
             self.fail(f"{step.slot.name} is not in flight", at)
         extent = access.extent
         target = self.program.target
-        if step.peer in target.near and not target.lands:  # its peer reads it in place
-            self.history[extent.block].append(Access(at, extent, writes=True))
-        else:
+        if step.peer not in target.near or target.lands:  # else its peer reads it in place
             self.in_flight[extent.block].remove(extent.start, access)
         if not step.sent:
             self.fill(extent)
@@ -162,7 +154,6 @@ class _Rank:
         both += [Access(at, extent, writes=True) for extent in writes]
         for access in both:
             self.check_race(access)
-            self.history[access.extent.block].append(access)
         sums = {extent.slot for extent in writes}
         for extent in reads:
             self.read(at, extent)

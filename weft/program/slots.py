@@ -41,6 +41,11 @@ class Slot:
         return self.parent.root if self.parent is not None else self
 
     @property
+    def start(self) -> int:
+        """Bytes from the beginning of the root."""
+        return self.offset + (self.parent.start if self.parent is not None else 0)
+
+    @property
     def tokens(self) -> Indices:
         assert self.piece is not None, f"{self.name} holds no piece"
         return self.piece.tokens

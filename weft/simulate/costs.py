@@ -92,7 +92,7 @@ class AttendPrice:
 
     def __call__(self, pairs: float, op: Attend) -> float:
         q, kv = op.q, op.kv
-        rows = q.heads.size * q.tokens.size
+        rows = q.cells
         call = self.topology.call_seconds + self.row_seconds * rows
         if self.topology.attention and (speed := self.measured_speed(pairs, op)):
             return call + self.flops * pairs / speed

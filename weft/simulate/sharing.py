@@ -63,8 +63,7 @@ class Network:
         self.pools: dict[tuple[str, int], SharedResource] = {}
 
     def route(self, src: int, dst: int) -> NetworkRoute:
-        if route := self.routes.get((src, dst)):
-            return route
+        """Make the route of a pair of ranks."""
         topology, link = self.topology, self.topology.link(src, dst)
         a, b = topology.machine(src), topology.machine(dst)
         rate = link.bandwidth
