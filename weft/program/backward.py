@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from weft.core.schedule import Attend, Piece
 from weft.program.lowering import Messages
 from weft.program.operands import AttentionLowering, Operand
-from weft.program.pieces import Finder, cover, overlap
+from weft.program.pieces import RangeMap, cover, overlap
 from weft.program.steps import Cast, Copy, CopySegment, Fill, Gradient, accesses
 
 if TYPE_CHECKING:
@@ -39,7 +39,11 @@ class BackwardLowering(AttentionLowering):
         self.grads: dict[str, Slot] = {}
         self.sums: dict[int, Slot] = {}
         """Gradients of operands, by the number of their piece."""
-        self.finders = {f"d{name}": Finder([o.hull for o in some]) for name, some in self.operands.items()}
+        self.by_tokens = {
+            f"d{name}": RangeMap((*run, i) for i, o in enumerate(some) for run in o.hull.tokens.runs)
+            for name, some in self.operands.items()
+        }
+        """Numbers of operands by the tokens of their gradients."""
         self.results: dict[str, _HomeGradient] = {}
         for tensor in ("dq", "dkv"):
             home = self.home_slot(tensor, "result")
@@ -62,7 +66,9 @@ class BackwardLowering(AttentionLowering):
         if exact is not None:  # operands do not overlap: no other has any of it
             return [exact]
         operands = self.operands[piece.tensor[1:]]
-        return [operands[i].sums[0] for i in self.finders[piece.tensor].meeting(piece) if operands[i].sums]
+        by_tokens = self.by_tokens[piece.tensor]
+        meeting = {i for run in piece.tokens.runs for i in by_tokens.overlapping(*run)}
+        return [operands[i].sums[0] for i in sorted(meeting) if operands[i].sums]
 
     def lying(self, piece: Piece, number: int) -> Slot | None:
         if not piece.is_sum:

@@ -23,9 +23,10 @@ from typing import NoReturn
 
 from weft.core.errors import ScheduleError
 from weft.core.schedule import Piece, Schedule
-from weft.program.extents import Access, Content, Extent, ExtentMap, pieces_accessed
+from weft.program.extents import Access, Content, Extent, pieces_accessed
 from weft.program.lower import lower_all
 from weft.program.pairing import check_messages, fail
+from weft.program.pieces import RangeMap
 from weft.program.slots import Slot
 from weft.program.steps import Fill, Post, Program, Step, Target, Wait, accesses
 from weft.program.workspace import Workspace, assign, window
@@ -68,11 +69,11 @@ class _Rank:
         self.places: dict[Slot, tuple[object, int]] = {}
         self._place(workspace)
         self.extents: dict[Slot, Extent] = {}
-        self.in_flight: defaultdict[object, ExtentMap[Access]] = defaultdict(ExtentMap)
+        self.in_flight: defaultdict[object, RangeMap[Access]] = defaultdict(RangeMap)
         self.pending: dict[tuple[int, int, bool], tuple[Slot, Access]] = {}
         """Messages that are to be waited for, by (op, peer, sent)."""
         self.contents: dict[Slot, Content] = {}
-        self.written: defaultdict[object, ExtentMap[Slot]] = defaultdict(ExtentMap)
+        self.written: defaultdict[object, RangeMap[Slot]] = defaultdict(RangeMap)
         """Roots that have contents, by their bytes."""
         self.overwriters: dict[Slot, int] = {}
         """Steps that wrote over the contents of a root."""

@@ -157,7 +157,7 @@ class _Run:
                 continue
             seconds = self.prices.seconds(step)
             if seconds or type(step) in ATTENTIONS:
-                task = self.computing[rank] = SimulatedTask(rank, step, seconds, self.now, self.now)
+                task = self.computing[rank] = SimulatedTask(rank, step, seconds, self.now)
                 self.dirty[task] = None
                 if self.cores:
                     self._share_cores(task, 1)
@@ -205,14 +205,12 @@ class _Run:
 
     def _start(self, step: Post, src: int, dst: int, num_bytes: int) -> None:
         route = self.network.routes.get((src, dst)) or self.network.route(src, dst)
-        left = num_bytes + self.topology.half_bytes
-        task = SimulatedTask(src, step, left, self.now, self.now, route, dst, num_bytes)
+        task = SimulatedTask(src, step, num_bytes + self.topology.half_bytes, self.now, route, dst, num_bytes)
         self.count += 1
         heappush(self.events, (self.now + route.latency, self.count, 0, task))
 
     def _begin(self, task: SimulatedTask) -> None:
         """The first byte of a message arrives: from now on it shares its route."""
-        task.since = self.now
         self.dirty[task] = None
         for pool in task.route.pools:
             pool.tasks[task] = None
@@ -231,7 +229,8 @@ class _Run:
         for rank, peer in ((dst, src), (src, dst)):
             if self.waiting[rank] == key:
                 self.waiting[rank] = None
-                self._waited(rank, "wait", span_name(self.waits[rank]), op, peer)
+                if self.now > self.since[rank]:
+                    self._waited(rank, "wait", span_name(self.waits[rank]), op, peer)
                 self._advance(rank)
 
     def _finish(self, task: SimulatedTask) -> None:

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from weft.core.topology import Topology
 from weft.program.steps import Step
 
 
-@dataclass(eq=False, slots=True)
 class SharedResource:
     """A bandwidth that tasks share equally."""
 
-    capacity: float
-    top: float = 0.0
-    """The highest rate of any of its tasks alone."""
-    room: float = 0.0
-    """How many tasks of that rate fit."""
-    tasks: dict[SimulatedTask, None] = field(default_factory=dict["SimulatedTask", None])
+    __slots__ = ("capacity", "room", "tasks", "top")
+
+    def __init__(self, capacity: float) -> None:
+        self.capacity = capacity
+        self.tasks: dict[SimulatedTask, None] = {}
+        self.top = self.room = 0.0
+        """The highest rate of any of its tasks alone, and how many tasks of that rate fit."""
 
 
 class NetworkRoute(NamedTuple):
@@ -46,10 +46,10 @@ class SimulatedTask:
     step: Step
     left: float
     start: float
-    since: float
     route: NetworkRoute = LOCAL
     peer: int = -1
     num_bytes: int = 0
+    since: float = 0.0
     speed: float = 0.0
     version: int = 0
 
