@@ -144,7 +144,8 @@ class AttentionLowering(Lowering):
     def _place(self, operand: Operand) -> None:
         """Decide whether an operand is used where it lies, or has a buffer to be put together in."""
         hull, saved = operand.hull, operand.hull.tensor in self.target.save
-        if self._place_at_home(operand):
+        if at_home := self.view(operand.name, self.home[hull.tensor], hull):
+            operand.slot, operand.is_view = at_home, True
             return
         if hull.tensor in self.kept:
             operand.slot, operand.is_view = self.slot(operand.name, "saved", hull), True
@@ -165,11 +166,6 @@ class AttentionLowering(Lowering):
         if saved:
             assert operand.slot is not None
             self.program.saved[operand.name] = operand.slot
-
-    def _place_at_home(self, operand: Operand) -> bool:
-        operand.slot = self.view(operand.name, self.home[operand.hull.tensor], operand.hull)
-        operand.is_view = operand.slot is not None
-        return operand.is_view
 
     def _part_of_arrival(self, operand: Operand) -> Slot | None:
         covering = (s for s in self.arrived[operand.hull.tensor] if s.piece and s.piece.covers(operand.hull))
