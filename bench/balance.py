@@ -26,13 +26,13 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from bench.deals import dbsp_schedule
 from bench.rows import Line, Results, Row, Took, interleave, main, median_ratio, take_turns
 from bench.stage import STAGE
-from bench.workloads import workload_mask
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem
 from weft.core.schedule import Schedule
 from weft.core.topology import Topology
 from weft.masks.grid import TokenGrid
+from weft.masks.spec import mask_from_spec
 from weft.plan.balanced import Balancer
 from weft.plan.choose import build
 from weft.run.execute import Executor
@@ -74,7 +74,7 @@ class BalanceCase:
 
     @property
     def mask(self) -> BlockMask:
-        return workload_mask(MASKS[self.masks], heads=HEADS, grid=GRID, block=BLOCK, seed=1)
+        return mask_from_spec(MASKS[self.masks], heads=HEADS, grid=GRID, block=BLOCK, seed=1)
 
     @property
     def problem(self) -> Problem:

@@ -16,9 +16,9 @@ import numpy as np
 
 from bench.deals import dbsp_blocks
 from bench.rows import Row
-from bench.synthetic import evolving_mask
 from weft.core.indices import IntArray
 from weft.core.mask import BlockMask
+from weft.masks.evolving import evolving_mask
 from weft.masks.grid import TokenGrid
 from weft.masks.sta import sta_mask
 from weft.masks.svg import svg_mask

@@ -22,13 +22,13 @@ from torch import Tensor, nn
 
 from bench.rows import Results, Row, interleave, main, median_ratio, timed, walls
 from bench.stage import STAGE, play
-from bench.workloads import workload_mask
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem
 from weft.core.schedule import Schedule
 from weft.core.topology import Topology
 from weft.masks.grid import TokenGrid
+from weft.masks.spec import mask_from_spec
 from weft.plan.choose import build, choose
 from weft.plan.strategy import factors
 from weft.run.attention import attention
@@ -50,7 +50,7 @@ def masks(steps: int) -> Masks:
     """Neighbouring layers are of different families, and every layer changes its family between steps."""
     return [
         [
-            workload_mask(
+            mask_from_spec(
                 FAMILIES[(layer + step) % len(FAMILIES)], heads=HEADS, grid=GRID, block=BLOCK, seed=layer
             )
             for layer in range(LAYERS)

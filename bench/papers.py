@@ -26,7 +26,6 @@ from bench import published as paper
 from bench.deals import dbsp_schedule
 from bench.rows import Results, Row, main
 from bench.volumes import stages_seconds, volumes
-from bench.workloads import workload_mask
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem
@@ -34,6 +33,7 @@ from weft.core.schedule import Schedule
 from weft.core.topology import Topology
 from weft.masks.grid import TokenGrid
 from weft.masks.random import random_mask
+from weft.masks.spec import mask_from_spec
 from weft.plan.balanced import Balancer
 from weft.plan.choose import build
 from weft.schedule.measure import attend_works
@@ -108,7 +108,7 @@ def _layer(name: str, law: str, seed: int, times: Times) -> None:
     size = model(name)
     grid = size.grid()
     tokens = TokenGrid(*grid, prefix=size.text)
-    mask = workload_mask(paper.LAWS[law], heads=size.heads, grid=tokens, block=BLOCK, seed=seed)
+    mask = mask_from_spec(paper.LAWS[law], heads=size.heads, grid=tokens, block=BLOCK, seed=seed)
     for ranks, ways in {1: ("usp:1x1",), **paper.WAYS}.items():
         problem = problem_of(size, math.prod(grid), ranks, text=size.text)
         balancer = Balancer(problem, mask, Topology.local(ranks))

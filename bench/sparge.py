@@ -3,7 +3,7 @@
     python -m bench.sparge [--quick] [--json FILE]
 
 Heads have the densities of a real run (see bench.heads), by step and layer; which tiles they keep is made up,
-by scores that drift as a video's (`bench.synthetic`). Static is what db-SP compares itself with: one U × R
+by scores that drift as a video's (see `masks.evolving`). Static is what db-SP compares itself with: one U × R
 for all layers and steps, heads and blocks in their order; the fastest one, known only afterwards, is taken
 too. weft's planner chooses strategies by layer, and who computes what by the steps before; only the first
 step is planned from its own mask. Around attention it is a step of `simulate.whole`, as in bench.papers.
@@ -29,10 +29,10 @@ from bench import published as paper
 from bench.heads import KV_BLOCKS, Q_BLOCKS, TRACE, planner_of
 from bench.papers import LINEAR, machine, peak, problem_of
 from bench.rows import Line, Results, Row, main
-from bench.synthetic import synthetic_scores
 from weft.core.mask import BlockMask
 from weft.masks.grid import TokenGrid, nearest
 from weft.masks.random import random_mask
+from weft.masks.synthetic import synthetic_scores
 from weft.plan.balance import ratio
 from weft.plan.balanced import Balancer
 from weft.plan.choose import build, usp_names

@@ -23,12 +23,12 @@ from rich.progress import Progress
 from bench.pace import paced, seconds_of
 from bench.rows import Line, Results, Row, interleave, main, undisturbed
 from bench.stage import STAGE, play
-from bench.workloads import workload_mask
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem
 from weft.core.topology import Topology
 from weft.masks.grid import TokenGrid
+from weft.masks.spec import mask_from_spec
 from weft.plan.choose import build, choose
 from weft.plan.strategies.usp import Usp
 from weft.plan.strategy import factors
@@ -51,7 +51,7 @@ TAU, NEAR = 0.8, 1.05
 
 
 def mask_of(family: str) -> BlockMask:
-    return workload_mask(FAMILIES[family], heads=HEADS, grid=GRID, block=BLOCK, seed=2)
+    return mask_from_spec(FAMILIES[family], heads=HEADS, grid=GRID, block=BLOCK, seed=2)
 
 
 def problem_of(ranks: int) -> Problem:

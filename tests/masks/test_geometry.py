@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,7 +11,9 @@ from hypothesis import strategies as st
 
 from tests.masks.oracle import Place, blocks, grids, places, tiles
 from weft.core.errors import InputError
+from weft.core.mask import BoolArray
 from weft.masks.grid import TokenGrid
+from weft.masks.paro import paro_mask
 from weft.masks.radial import radial_mask
 from weft.masks.sta import sta_mask
 from weft.masks.svg import svg_mask
@@ -101,7 +105,42 @@ def test_radial_bands_halve_with_every_doubling(
     assert len(mask.patterns) == 1
 
 
-@pytest.mark.parametrize("make", [sta_mask, svg_mask])
+@settings(max_examples=30, deadline=None)
+@given(
+    st.builds(TokenGrid, st.integers(1, 4), st.integers(1, 3), st.integers(1, 5), st.integers(0, 4)),
+    st.sampled_from([1, 3, 8]),
+    shares,
+)
+def test_paro_keeps_what_is_near_once_the_grid_is_turned(grid: TokenGrid, block: int, density: float) -> None:
+    turned: list[BoolArray] = []
+    for axes in permutations((0, 1, 2)):
+        own = grid.turned(*axes)
+
+        def distance(q: Place, k: Place, own: TokenGrid = own) -> int:
+            within = abs((q[1] * own.w + q[2]) - (k[1] * own.w + k[2]))
+            return abs(q[0] - k[0]) * own.frame + within * own.t
+
+        reached = sorted({distance(q, k) for q in places(own) for k in places(own) if q and k})
+        for reach in reached:
+            kept = tiles(places(own), block, lambda q, k: distance(q, k) <= reach)  # noqa: B023
+            if kept.mean() >= density:
+                break
+        turned.append(kept)
+    mask = paro_mask(12, grid, block=block, density=density, cv=0)
+    for head in mask.tiles:
+        assert any((head == kept).all() for kept in turned)
+
+
+def test_paro_heads_differ_in_turn_and_in_density() -> None:
+    grid = TokenGrid(5, 16, 23)
+    even = paro_mask(40, grid, cv=0)
+    assert 3 <= len(even.patterns) <= 6
+    spread = paro_mask(40, grid, density=0.3, cv=0.4).tiles.mean(axis=(1, 2))
+    assert spread.mean() == pytest.approx(0.3, abs=0.06)
+    assert 0.25 < spread.std() / spread.mean() < 0.6
+
+
+@pytest.mark.parametrize("make", [sta_mask, svg_mask, paro_mask])
 def test_the_seed_decides(make) -> None:
     grid = TokenGrid(5, 17, 19, prefix=3)
     options = {"window": [(1, 1, 1), (3, 3, 3), (2, 5, 1)]} if make is sta_mask else {}
@@ -127,6 +166,7 @@ def test_svg_mixes_its_two_kinds_as_asked() -> None:
         lambda grid: svg_mask(2, grid, spatial=2),
         lambda grid: radial_mask(2, grid, decay=0),
         lambda grid: radial_mask(2, grid, sink=-1),
+        lambda grid: paro_mask(2, grid, density=0.3, cv=9),
     ],
 )
 def test_what_makes_no_sense_is_said(wrong) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from weft.core.errors import InputError
-from weft.masks.grid import chosen_heads
-from weft.masks.random import head_densities, random_mask
+from weft.masks.random import random_mask
+from weft.masks.synthetic import chosen_heads, drift, head_densities
 
 
 def test_a_density_is_kept_on_any_length() -> None:
@@ -36,6 +37,13 @@ def test_a_share_of_heads_is_whole_heads() -> None:
     assert chosen_heads(24, 0.1, name="dense", seed=0).sum() == 2
     assert chosen_heads(3, 1, name="dense", seed=0).all()
     assert not chosen_heads(3, 0, name="dense", seed=0).any()
+
+
+def test_a_drift_keeps_its_deviation_and_forgets_slowly() -> None:
+    walk = np.array([drift((4000,), step=step, rho=0.9, seed=[7]) for step in range(8)])
+    assert walk.std(axis=1) == pytest.approx(1, abs=0.05)
+    for step, past in enumerate(walk):
+        assert np.corrcoef(walk[0], past)[0, 1] == pytest.approx(0.9**step, abs=0.05)
 
 
 @pytest.mark.parametrize(

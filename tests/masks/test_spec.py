@@ -70,7 +70,7 @@ def test_a_trace_is_a_file(tmp_path: Path) -> None:
         ("radial:decay=inf", "decay=inf cannot be read"),
         ("sta:window=3x3", "three sizes in tiles"),
         ("sta:window=3xtx3", "Write it like window=3x3x3"),
-        ("trace:a.npz,step=1.5", "Write it like step=0"),
+        ("vsa:step=1.5", "Write it like step=0"),
         ("svg:density=1.2", "density must be in \\[0, 1\\], got 1.2"),
         ("trace", "no file ''|trace:FILE"),
         ("trace:nowhere.npz", "no file 'nowhere.npz'"),

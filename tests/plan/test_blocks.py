@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.deals import dbsp_blocks
-from bench.synthetic import evolving_mask
+from weft.masks.evolving import evolving_mask
 from weft.masks.grid import TokenGrid
 from weft.plan.balance import ratio, step_ratio
 from weft.plan.blocks import SwapLimits, contiguous, joint, tile_sums

@@ -71,6 +71,11 @@ class TokenGrid(Value):
         """Return the order of the tokens in which cubes are runs."""
         return Voxels(self.extent, cube, self.prefix, self.suffix)
 
+    def turned(self, outer: int, middle: int, inner: int) -> TokenGrid:
+        """Return the grid with its axes (0 is t, 2 is w) in this order, the outermost first."""
+        size = self.extent
+        return TokenGrid(size[outer], size[middle], size[inner], self.prefix, self.suffix)
+
     def text(self, block: int) -> BoolArray:
         """Return which blocks contain a text token."""
         start = np.arange(self.blocks(block)) * block
@@ -153,11 +158,3 @@ def check_share(name: str, share: float) -> float:
     if not 0 <= share <= 1:
         raise InputError(f"{name} must be in [0, 1], got {share}.")
     return share
-
-
-def chosen_heads(heads: int, share: float, *, name: str, seed: int) -> BoolArray:
-    """Return [heads]: a random choice of this share of the heads, rounded to whole heads."""
-    count = round(check_share(name, share) * heads)
-    chosen = np.zeros(heads, dtype=np.bool_)
-    chosen[np.random.default_rng([seed, 2]).permutation(heads)[:count]] = True
-    return chosen

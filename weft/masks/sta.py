@@ -9,7 +9,8 @@ import numpy as np
 from weft.core.errors import InputError
 from weft.core.mask import BlockMask, BoolArray
 from weft.core.voxels import Extent
-from weft.masks.grid import GridCells, TokenGrid, chosen_heads
+from weft.masks.grid import GridCells, TokenGrid
+from weft.masks.synthetic import chosen_heads
 
 
 def sta_mask(

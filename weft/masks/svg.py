@@ -8,7 +8,8 @@ from __future__ import annotations
 import numpy as np
 
 from weft.core.mask import BlockMask
-from weft.masks.grid import TokenGrid, check_share, chosen_heads, nearest
+from weft.masks.grid import TokenGrid, check_share, nearest
+from weft.masks.synthetic import chosen_heads
 
 
 def svg_mask(

@@ -1,23 +1,20 @@
-"""Synthetic masks of benchmarks: blocks selected by score, drift over steps, and orders of the grid."""
+"""Masks that are chosen by score: what is kept of each row, and how masks drift over steps."""
 
 from __future__ import annotations
-
-from itertools import permutations
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.pooled import sparge_mask, top_k, top_k_mask, top_p, top_p_mask, vsa_mask
-from bench.synthetic import drift, evolving_mask, paro_mask, turned
-from bench.workloads import SYNTHETIC, workload_mask
-from tests.masks.oracle import Place, places, tiles
 from weft.core.errors import InputError
 from weft.core.indices import split_evenly
 from weft.core.mask import BoolArray
+from weft.masks.evolving import evolving_mask
 from weft.masks.grid import TokenGrid
-from weft.masks.spec import mask_from_spec
+from weft.masks.scores import top_k, top_p
+from weft.masks.sparge import sparge_mask, top_p_mask
+from weft.masks.vsa import top_k_mask, vsa_mask
 from weft.plan.balance import step_ratio
 
 GRID = TokenGrid(7, 17, 19, prefix=70, suffix=3)
@@ -115,49 +112,6 @@ def test_the_density_of_a_head_walks_slowly() -> None:
     assert np.corrcoef(density[0], density[-1])[0, 1] < 0.85
 
 
-@settings(max_examples=30, deadline=None)
-@given(
-    st.builds(TokenGrid, st.integers(1, 4), st.integers(1, 3), st.integers(1, 5), st.integers(0, 4)),
-    st.sampled_from([1, 3, 8]),
-    st.sampled_from([0.0, 0.1, 0.3, 0.5, 1.0]),
-)
-def test_paro_keeps_what_is_near_once_the_grid_is_turned(grid: TokenGrid, block: int, density: float) -> None:
-    candidates: list[BoolArray] = []
-    for axes in permutations((0, 1, 2)):
-        own = turned(grid, *axes)
-
-        def distance(q: Place, k: Place, own: TokenGrid = own) -> int:
-            within = abs((q[1] * own.w + q[2]) - (k[1] * own.w + k[2]))
-            return abs(q[0] - k[0]) * own.frame + within * own.t
-
-        reached = sorted({distance(q, k) for q in places(own) for k in places(own) if q and k})
-        for reach in reached:
-            kept = tiles(places(own), block, lambda q, k: distance(q, k) <= reach)  # noqa: B023
-            if kept.mean() >= density:
-                break
-        candidates.append(kept)
-    mask = paro_mask(12, grid, block=block, density=density, cv=0)
-    for head in mask.tiles:
-        assert any((head == kept).all() for kept in candidates)
-
-
-def test_paro_heads_differ_in_turn_and_in_density() -> None:
-    grid = TokenGrid(5, 16, 23)
-    assert paro_mask(24, grid, seed=5) == paro_mask(24, grid, seed=5) != paro_mask(24, grid, seed=6)
-    even = paro_mask(40, grid, cv=0)
-    assert 3 <= len(even.patterns) <= 6
-    spread = paro_mask(40, grid, density=0.3, cv=0.4).tiles.mean(axis=(1, 2))
-    assert spread.mean() == pytest.approx(0.3, abs=0.06)
-    assert 0.25 < spread.std() / spread.mean() < 0.6
-
-
-def test_a_drift_keeps_its_deviation_and_forgets_slowly() -> None:
-    walk = np.array([drift((4000,), step=step, rho=0.9, seed=[7]) for step in range(8)])
-    assert walk.std(axis=1) == pytest.approx(1, abs=0.05)
-    for step, past in enumerate(walk):
-        assert np.corrcoef(walk[0], past)[0, 1] == pytest.approx(0.9**step, abs=0.05)
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -165,7 +119,6 @@ def test_a_drift_keeps_its_deviation_and_forgets_slowly() -> None:
         lambda: sparge_mask(2, GRID, p=-1),
         lambda: top_k_mask(np.ones((2, 3, 4), dtype=np.float32), GRID),
         lambda: top_p_mask(np.ones((2, 3, 3), dtype=np.float32), GRID),
-        lambda: paro_mask(2, GRID, density=0.3, cv=9),
         lambda: evolving_mask(2, GRID, density=1.0),
         lambda: evolving_mask(2, GRID, rho=1.5),
         lambda: evolving_mask(2, GRID, step=-1),
@@ -174,16 +127,3 @@ def test_a_drift_keeps_its_deviation_and_forgets_slowly() -> None:
 def test_what_makes_no_sense_is_said(wrong) -> None:
     with pytest.raises(InputError):
         wrong()
-
-
-@pytest.mark.parametrize("name", SYNTHETIC)
-def test_a_workload_is_named_with_the_options_of_its_producer(name: str) -> None:
-    option = {"cv": 0.2} if name == "paro" else {"step": 3}
-    spec = name + "".join(f":{key}={number}" for key, number in option.items())
-    assert workload_mask(spec, heads=3, grid=GRID, seed=4) == SYNTHETIC[name](3, GRID, seed=4, **option)
-
-
-def test_other_workloads_are_the_masks_of_weft() -> None:
-    assert workload_mask("sta:dense=0.5", heads=4, grid=GRID) == mask_from_spec(
-        "sta:dense=0.5", heads=4, grid=GRID
-    )
