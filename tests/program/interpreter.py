@@ -5,7 +5,7 @@ It knows nothing of `prove`. Memory begins as NaN, and messages move when it hur
 late    A buffer to receive into is NaN from its Post on. Ranks run until all of them are stuck; only then is
         one message read from its sender's memory, if possible when the sender is about to write it again, and
         it is delivered when its receiver waits.
-early   A message moves as soon as both ends are posted; without a fence, before its rank wrote anything.
+early   A message moves as soon as both ends are posted.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ class Letter:
     receiver: Rank | None = None
     source: Slot | None = None
     target: Slot | None = None
-    fences: tuple[bool, bool] = (True, True)
     data: Tensor | None = None
 
 
@@ -115,8 +114,6 @@ class World:
                 self.deliver(letter)
             return
         letter.data = data.clone()
-        if not self.late and not letter.fences[0]:
-            letter.data = letter.sender.first_bytes(letter.source)
         if not self.late:
             self.deliver(letter)
 
@@ -128,10 +125,7 @@ class World:
         if letter.target.root.memory == "peer":
             letter.receiver.origins[letter.target.root] = letter.data
         into = letter.receiver.bytes(letter.target)
-        later = torch.zeros_like(into, dtype=torch.bool)
-        if not self.late and not letter.fences[1]:
-            later = into != letter.receiver.first_bytes(letter.target)  # written after the message was
-        into.copy_(torch.where(later, into, letter.data))
+        into.copy_(letter.data)
 
     def step(self, rank: Rank) -> None:
         step = rank.steps[rank.at]
@@ -149,11 +143,9 @@ class World:
         for peer, slot in step.sends:
             letters.append(self.letter(rank, step.op, peer, sent=True))
             letters[-1].sender, letters[-1].source = rank, slot
-            letters[-1].fences = step.fenced, letters[-1].fences[1]
         for peer, slot in step.receives:
             letters.append(self.letter(rank, step.op, peer, sent=False))
             letters[-1].receiver, letters[-1].target = rank, slot
-            letters[-1].fences = letters[-1].fences[0], step.fenced
             if self.late and not rank.is_in_place(slot):
                 rank.bytes(slot).fill_(POISON)
         for letter in letters:
@@ -194,7 +186,6 @@ class Rank:
         for name, slot in program.slots.items():
             if name in inputs:
                 self.memory[slot] = inputs[name].contiguous().flatten().view(torch.uint8).clone()
-        self.first = {slot: block.clone() for slot, block in self.memory.items()}
 
     def bytes(self, slot: Slot, memory: Mapping[Slot, Tensor] | None = None) -> Tensor:
         start, each = 0, slot
@@ -208,9 +199,6 @@ class Rank:
 
     def is_in_place(self, slot: Slot | None) -> bool:
         return slot is not None and slot.root.memory == "peer" and not self.program.target.lands
-
-    def first_bytes(self, slot: Slot) -> Tensor:
-        return self.bytes(slot, self.first)
 
     def tensor(self, slot: Slot) -> Tensor:
         """A copy of a slot in its own dtype and shape."""

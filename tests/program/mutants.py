@@ -180,10 +180,6 @@ def hasten_wait(rng: Rng, programs: Programs) -> Programs | None:
     return move(rng, programs, lambda step: isinstance(step, Wait), -1)
 
 
-def clear_fence(rng: Rng, programs: Programs) -> Programs | None:
-    return with_step(rng, programs, is_post, lambda step, rest: [step._replace(fenced=False), *rest])
-
-
 def hasten_post(rng: Rng, programs: Programs) -> Programs | None:
     return move(rng, programs, is_post, -1)
 
@@ -268,7 +264,6 @@ KINDS: dict[str, Mutation] = {
         delay_wait,
         delay_release,
         hasten_wait,
-        clear_fence,
         hasten_post,
         delay_post,
         delay_copy,

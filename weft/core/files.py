@@ -56,13 +56,12 @@ def read_bytes(path: Path, *, limit: int = MAX_BYTES) -> bytes:
 
 
 def toml(path: Path) -> dict[str, Any]:
+    data = read_bytes(path)
     try:
-        return tomllib.loads(read_bytes(path).decode("utf-8"))
+        return tomllib.loads(data.decode("utf-8"))
     except RecursionError:
         raise InputError(f"{path} is not TOML: it is nested too deeply.") from None
     except ValueError as error:  # TOMLDecodeError and UnicodeDecodeError too
-        if isinstance(error, InputError):
-            raise
         raise InputError(f"{path} is not TOML: {error}.") from None
 
 

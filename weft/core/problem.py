@@ -22,8 +22,23 @@ def check_dtype(name: str) -> None:
         raise InputError(f"dtype {name!r} is not supported.", hint=f"Use one of {', '.join(ITEM_BYTES)}.")
 
 
+class _WithDtype(Value):
+    """A tensor of a dtype: the bytes of an element, and of one that is summed."""
+
+    dtype: str
+
+    @cached_property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of one element of what is summed over ranks: float32 or better."""
+        return max(4, self.item_bytes)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Problem(Value):
+class Problem(_WithDtype):
     """Sizes, dtype, and the home layout of the query and of the key/value tokens."""
 
     batch: int
@@ -62,15 +77,6 @@ class Problem(Value):
         return self.q.ranks
 
     @cached_property
-    def item_bytes(self) -> int:
-        return ITEM_BYTES[self.dtype]
-
-    @property
-    def sum_bytes(self) -> int:
-        """Bytes of one element of what is summed over ranks: float32 or better."""
-        return max(4, self.item_bytes)
-
-    @cached_property
     def row_elements(self) -> int:
         """Elements of a tensor at one head and token."""
         return self.batch * self.head_dim
@@ -102,7 +108,7 @@ class Problem(Value):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Switch(Value):
+class Switch(_WithDtype):
     """A tensor `x` that is redistributed from one sharded dim to another.
 
     Its pieces have indices of the dim before as tokens, and indices of the dim after as heads.
@@ -155,21 +161,9 @@ class Switch(Value):
         return self.before.ranks
 
     @cached_property
-    def item_bytes(self) -> int:
-        return ITEM_BYTES[self.dtype]
-
-    @property
-    def sum_bytes(self) -> int:
-        return max(4, self.item_bytes)
-
-    @cached_property
     def row_elements(self) -> int:
         """Elements at one index of both dims: the product of all other dims."""
         return prod(size for at, size in enumerate(self.shape) if at not in self.dims)
-
-    @property
-    def all_heads(self) -> Indices:
-        return Indices.span(0, self.after.size)
 
     def local_shape(self, tensor: str, heads: int, rows: int) -> tuple[int, ...]:  # noqa: ARG002
         """Return the shape of a rectangle of the tensor, after a leading 1."""

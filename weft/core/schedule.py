@@ -75,10 +75,19 @@ class Piece(Value):
             left = [rest for piece in left for rest in piece.minus(other)]
         return left
 
+    @property
+    def cells(self) -> int:
+        """The number of (head, token) pairs."""
+        return self.heads.size * self.tokens.size
+
+    def is_like(self, other: Piece) -> bool:
+        """Whether both are the same rectangle, of one tensor or of two."""
+        return (self.heads, self.tokens) == (other.heads, other.tokens)
+
     def elements(self, problem: Problem | Switch) -> int:
         """Return the number of elements, over the batch; a kv piece is two tensors."""
         both = 2 if self.tensor.endswith("kv") else 1
-        return both * problem.row_elements * self.heads.size * self.tokens.size
+        return both * problem.row_elements * self.cells
 
     def num_bytes(self, problem: Problem | Switch) -> int:
         return self.elements(problem) * (problem.sum_bytes if self.is_sum else problem.item_bytes)

@@ -7,7 +7,7 @@ that has not arrived is a span of its own, on the lane that waits.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_type_hints
 
@@ -56,7 +56,7 @@ class Timeline:
 
     name: str
     ranks: int
-    spans: tuple[Span, ...]
+    spans: tuple[Span, ...] = ()
     measured: bool = False
     topology: str = ""
     machines: int = 1
@@ -156,34 +156,20 @@ class Timeline:
         try:
             lines = ((n, line) for n, line in enumerate(text.splitlines(), 1) if line.strip())
             head, *spans = ((n, parse_json(line, f"line {n}")) for n, line in lines)
-            fields: dict[str, Any] = {**vars(tables.read(_Head, head[1], "line 1"))}
-            fields["clocks"] = tuple((ahead, error) for ahead, error in fields["clocks"])
-            return Timeline(
-                **fields, spans=tuple(_span(span, f"line {n}", fields["ranks"]) for n, span in spans)
+            timeline = tables.read(Timeline, head[1], "line 1")
+            ranks, machines = timeline.ranks, timeline.machines
+            if not 0 <= ranks <= MAX_RANKS or not 1 <= machines <= MAX_RANKS:
+                raise InputError(
+                    f"ranks and machines must be ≤ {MAX_RANKS:,}, got {ranks:,} and {machines:,}."
+                )
+            clocks = tuple((ahead, error) for ahead, error in timeline.clocks)
+            return replace(
+                timeline, clocks=clocks, spans=tuple(_span(span, f"line {n}", ranks) for n, span in spans)
             )
         except ValueError as error:  # also of InputErrors, and of a text without lines
             raise InputError(
                 f"This is not a timeline: {error}", hint="Pass a .jsonl that weft wrote."
             ) from None
-
-
-@dataclass(frozen=True)
-class _Head:
-    """The first line of a file."""
-
-    name: str
-    ranks: int
-    measured: bool = False
-    topology: str = ""
-    machines: int = 1
-    memory: tuple[int, ...] = ()
-    clocks: tuple[tuple[float, float], ...] = ()
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.ranks <= MAX_RANKS or not 1 <= self.machines <= MAX_RANKS:
-            raise InputError(
-                f"ranks and machines must be ≤ {MAX_RANKS:,}, got {self.ranks:,} and {self.machines:,}."
-            )
 
 
 @cache

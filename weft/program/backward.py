@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from weft.core.schedule import Attend, Piece
 from weft.program.lowering import Messages
 from weft.program.operands import AttentionLowering, Operand
-from weft.program.pieces import Finder, cover, overlap
+from weft.program.pieces import RangeMap, cover, overlap
 from weft.program.steps import Cast, Copy, CopySegment, Fill, Gradient, accesses
 
 if TYPE_CHECKING:
@@ -39,7 +39,11 @@ class BackwardLowering(AttentionLowering):
         self.grads: dict[str, Slot] = {}
         self.sums: dict[int, Slot] = {}
         """Gradients of operands, by the number of their piece."""
-        self.finders = {f"d{name}": Finder([o.hull for o in some]) for name, some in self.operands.items()}
+        self.by_tokens = {
+            f"d{name}": RangeMap((*run, i) for i, o in enumerate(some) for run in o.hull.tokens.runs)
+            for name, some in self.operands.items()
+        }
+        """Numbers of operands by the tokens of their gradients."""
         self.results: dict[str, _HomeGradient] = {}
         for tensor in ("dq", "dkv"):
             home = self.home_slot(tensor, "result")
@@ -62,7 +66,9 @@ class BackwardLowering(AttentionLowering):
         if exact is not None:  # operands do not overlap: no other has any of it
             return [exact]
         operands = self.operands[piece.tensor[1:]]
-        return [operands[i].sums[0] for i in self.finders[piece.tensor].meeting(piece) if operands[i].sums]
+        by_tokens = self.by_tokens[piece.tensor]
+        meeting = {i for run in piece.tokens.runs for i in by_tokens.overlapping(*run)}
+        return [operands[i].sums[0] for i in sorted(meeting) if operands[i].sums]
 
     def lying(self, piece: Piece, number: int) -> Slot | None:
         if not piece.is_sum:
@@ -84,7 +90,7 @@ class BackwardLowering(AttentionLowering):
         for operand in (q, kv):
             operand.written += 1
             if operand.written == operand.readers:
-                self._add_local(operand)
+                self._add_home("d" + operand.hull.tensor, operand.sums[0])
 
     def _saved(self, name: str, q: Operand, dtype: str) -> Slot:
         if name not in self.program.slots:
@@ -156,9 +162,6 @@ class BackwardLowering(AttentionLowering):
             result.sum.order = home.order
         self.add(index, result.sum, [CopySegment(slot, result.sum, shard)], started=started)
 
-    def _add_local(self, operand: Operand) -> None:
-        self._add_home("d" + operand.hull.tensor, operand.sums[0])
-
     def _keep_apart(self) -> None:
         """Give gradients that must outlive the next attention a place of their own: no kernel holds two."""
         gradients = [at for at, step in enumerate(self.steps) if isinstance(step, Gradient)]
@@ -195,11 +198,7 @@ class BackwardLowering(AttentionLowering):
             places = [*(o.sums[0] for o in self.operands[tensor[1:]] if o.sums), *self.arrived[tensor]]
             segments = cover(home.piece, places, home)
             whole = len(segments) == 1 and self.fills(home, segments) and segments[0].source.piece
-            if (
-                whole
-                and home.order is None
-                and (whole.heads, whole.tokens) == (home.piece.heads, home.piece.tokens)
-            ):
+            if whole and home.order is None and whole.is_like(home.piece):
                 source = segments[0].source
                 if source.dtype == home.dtype and source.memory == "kernel":
                     self.program.slots[home.name] = source  # what the kernel returned is the result

@@ -9,52 +9,52 @@ from weft.core.schedule import Piece
 from weft.program.lowering import ALIGN, Lowering, Messages
 from weft.program.pieces import Message, cover
 from weft.program.slots import Slot
-from weft.program.steps import Copy, CopySegment, Fill, Post
+from weft.program.steps import Copy, CopySegment, Post
 
 Received = tuple[Slot, list[Slot]]
 """A message and the slot in it of each piece."""
 
 
-def exchange(to: Lowering, index: int, op: Messages) -> None:
+def exchange(lowering: Lowering, index: int, op: Messages) -> None:
     """Add the steps of one rank's messages of an exchange to its program."""
-    if not to.schedule.problem.row_elements:
+    if not lowering.schedule.problem.row_elements:
         return  # another axis of the mesh leaves all ranks of this one with nothing
-    if op.collective and to.target.collective:
-        _collective(to, index, op)
+    if op.collective and lowering.target.collective:
+        _collective(lowering, index, op)
         return
-    sends = _as_they_lie(to, op)
-    _settle(to)
+    sends = _as_they_lie(lowering, op)
+    _settle(lowering)
     if len(sends) < len(op.sends):
         packed = {peer: pieces for peer, pieces in op.sends.items() if peer not in sends}
-        sends |= _stage(to, index, packed)
-    receives = {peer: _receive(to, index, peer, pieces) for peer, pieces in op.receives.items()}
-    if len(receives) > 1 and all([to.is_copied(pieces) for pieces in op.receives.values()]):
+        sends |= _stage(lowering, index, packed)
+    receives = {peer: _receive(lowering, index, peer, pieces) for peer, pieces in op.receives.items()}
+    if len(receives) > 1 and all([lowering.is_copied(pieces) for pieces in op.receives.values()]):
         _lay_side_by_side(f"in {index}", [receives[peer][0] for peer in sorted(receives)])
-    _post(to, index, op, sends, receives)
+    _post(lowering, index, op, sends, receives)
 
 
-def _collective(to: Lowering, index: int, op: Messages) -> None:
+def _collective(lowering: Lowering, index: int, op: Messages) -> None:
     """Lower an exchange of all ranks to one collective: each end is one buffer, a part for each rank.
 
     Where the input or the result is such a buffer itself, what stays at home goes through it too.
     """
-    _settle(to)
-    own = to.own_piece(op)
-    sends = _in_order(to.rank, op.sends, own, to.cut)
-    landed = _in_order(to.rank, op.receives, own, to.landing)
-    at_home = {to.rank: to.pieces.message([own])} if own is not None and (sends or landed) else {}
+    _settle(lowering)
+    own = lowering.own_piece(op)
+    sends = _in_order(lowering.rank, op.sends, own, lowering.cut)
+    landed = _in_order(lowering.rank, op.receives, own, lowering.landing)
+    at_home = {lowering.rank: lowering.pieces.message([own])} if own is not None and (sends or landed) else {}
     if sends is None:
-        sends = _stage(to, index, op.sends | at_home, align=1)
+        sends = _stage(lowering, index, op.sends | at_home, align=1)
     if landed is None:
         coming = sorted((op.receives | at_home).items(), key=itemgetter(0))
-        receives = {peer: _receive(to, index, peer, pieces, land=False) for peer, pieces in coming}
+        receives = {peer: _receive(lowering, index, peer, pieces, land=False) for peer, pieces in coming}
         _lay_side_by_side(f"in {index}", [message for message, _ in receives.values()], align=1)
     else:
         receives = {peer: (slot, [slot]) for peer, slot in landed.items()}
-    outgoing = op.sends | at_home if to.rank in sends else op.sends
+    outgoing = op.sends | at_home if lowering.rank in sends else op.sends
     ordered = {peer: outgoing[peer] for peer in sorted(outgoing)}
     op = op._replace(sends=ordered, receives=op.receives | at_home)
-    _post(to, index, op, sends, receives, collective=True)
+    _post(lowering, index, op, sends, receives, collective=True)
 
 
 def _in_order(
@@ -74,20 +74,20 @@ def _in_order(
     return slots if at == tensor.num_bytes else None
 
 
-def _settle(to: Lowering) -> None:
+def _settle(lowering: Lowering) -> None:
     """Use up what has come and free what has gone, before another exchange needs its buffers."""
-    to.consume()
-    for op, post in list(to.posted.items()) if to.posted else ():
+    lowering.consume()
+    for op, post in list(lowering.posted.items()) if lowering.posted else ():
         if not post.receives:
-            if op != to.last:  # it brought nothing to wait for
-                to.release(post)
-        elif to.awaited[op] < len(post.receives):  # some of it is here: the rest is not worth a buffer
+            if op != lowering.last:  # it brought nothing to wait for
+                lowering.release(post)
+        elif lowering.awaited[op] < len(post.receives):  # some of it is here: the rest is not worth a buffer
             for _, message in post.receives:
-                to.wait_for(message)
+                lowering.wait_for(message)
 
 
 def _post(  # noqa: PLR0913 - both ends of an exchange
-    to: Lowering,
+    lowering: Lowering,
     index: int,
     op: Messages,
     sends: dict[int, Slot],
@@ -98,72 +98,62 @@ def _post(  # noqa: PLR0913 - both ends of an exchange
     label = op.label or "exchange"
     outgoing = tuple([(peer, sends[peer]) for peer in op.sends])
     incoming = tuple([(peer, message) for peer, (message, _) in receives.items()])
-    post = Post(index, label, outgoing, incoming, True, collective)  # noqa: FBT003 - by far the fastest
-    to.steps.append(post)
-    to.posted[index], to.awaited[index], to.last = post, len(incoming), index
+    post = Post(index, label, outgoing, incoming, collective)
+    lowering.steps.append(post)
+    lowering.posted[index], lowering.awaited[index], lowering.last = post, len(incoming), index
     # Only now: what an exchange brings cannot go on in the same exchange.
     for peer, (message, slots) in receives.items():
         pieces = op.receives[peer]
-        to.unwaited[message] = index, label, peer
-        to.whole.setdefault(pieces.numbers, message)
+        lowering.unwaited[message] = index, label, peer
+        lowering.whole.setdefault(pieces.numbers, message)
         for number, slot, piece in zip(pieces.numbers, slots, pieces, strict=True):
-            to.exact.setdefault(number, slot)
+            lowering.exact.setdefault(number, slot)
             tensor = piece.tensor
-            to.arrived[tensor].append(slot)
+            lowering.arrived[tensor].append(slot)
             if tensor == "kv" and label != "scatter":
-                to.brought.append((piece, label))
-                to.labels[number] = label
+                lowering.brought.append((piece, label))
+                lowering.labels[number] = label
 
 
-def _as_they_lie(to: Lowering, op: Messages) -> dict[int, Slot]:
+def _as_they_lie(lowering: Lowering, op: Messages) -> dict[int, Slot]:
     """Messages that need no packing: equal to one that came, or to an operand."""
     sends: dict[int, Slot] = {}
     for peer, pieces in op.sends.items():
-        slot = to.whole.get(pieces.numbers)
+        slot = lowering.whole.get(pieces.numbers)
         if slot is None and len(pieces) == 1:
-            slot = to.lying(pieces[0], pieces.numbers[0])
+            slot = lowering.lying(pieces[0], pieces.numbers[0])
         if slot is not None:
-            if to.unwaited:
-                to.wait_at(slot)
+            if lowering.unwaited:
+                lowering.wait_at(slot)
             sends[peer] = slot
     return sends
 
 
-def _receive(to: Lowering, index: int, peer: int, pieces: list[Piece], *, land: bool = True) -> Received:
-    name, near = f"in {index} from {peer}", peer in to.target.near
+def _receive(
+    lowering: Lowering, index: int, peer: int, pieces: list[Piece], *, land: bool = True
+) -> Received:
+    name, near = f"in {index} from {peer}", peer in lowering.target.near
     if len(pieces) == 1 and not near:
-        slot = to.landing(pieces[0]) if land else None
-        slot = slot or to.slot(name, to.buffer_memory, pieces[0])
+        slot = lowering.landing(pieces[0]) if land else None
+        slot = slot or lowering.slot(name, lowering.buffer_memory, pieces[0])
         return slot, [slot]
-    return to.message(name, "peer" if near else to.buffer_memory, pieces)
+    return lowering.message(name, "peer" if near else lowering.buffer_memory, pieces)
 
 
-def _stage(to: Lowering, index: int, packed: dict[int, Message], *, align: int = 0) -> dict[int, Slot]:
+def _stage(lowering: Lowering, index: int, packed: dict[int, Message], *, align: int = 0) -> dict[int, Slot]:
     """Write messages side by side, so that equal parts of a tensor leave it in one copy."""
     messages: dict[int, Slot] = {}
     segments: list[CopySegment] = []
     for peer, pieces in packed.items():
-        messages[peer], slots = to.message(f"out {index} to {peer}", to.buffer_memory, pieces)
+        messages[peer], slots = lowering.message(f"out {index} to {peer}", lowering.buffer_memory, pieces)
         for slot, piece, number in zip(slots, pieces, pieces.numbers, strict=True):
-            arrived = to.exact.get(number)
-            places = to.sources(piece) if arrived is None else (arrived,)
-            segments += _collect(to, index, slot, cover(piece, places, slot))
+            arrived = lowering.exact.get(number)
+            places = lowering.sources(piece) if arrived is None else (arrived,)
+            segments += lowering.collect(index, slot, cover(piece, places, slot))
     _lay_side_by_side(f"out {index}", [messages[peer] for peer in sorted(messages)], align=align)
     if segments:
-        to.steps.append(Copy(index, tuple(segments)))
+        lowering.steps.append(Copy(index, tuple(segments)))
     return messages
-
-
-def _collect(to: Lowering, index: int, target: Slot, segments: list[CopySegment]) -> list[CopySegment]:
-    """Wait for the sources of a slot; fill it first where they leave something out."""
-    piece = target.piece
-    assert piece is not None
-    for segment in segments:
-        to.wait_at(segment.source)
-    cells = sum(segment.piece.heads.size * segment.piece.tokens.size for segment in segments)
-    if cells < piece.heads.size * piece.tokens.size:
-        to.steps.append(Fill(index, target))
-    return segments
 
 
 def _lay_side_by_side(name: str, messages: list[Slot], *, align: int = 0) -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right, insort
 from collections import defaultdict
-from collections.abc import Iterator
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from weft.core.indices import joined
 from weft.core.schedule import Piece
 from weft.program.slots import Slot
 from weft.program.steps import Attention, Copy, Gradient, Step, accesses
 
-T = TypeVar("T")
 SlotPiece = tuple[Slot, Piece | None]
 """A piece of a slot; None is all of it, padding included."""
 
@@ -48,10 +45,7 @@ class Extent(NamedTuple):
         whole = slot
         while whole.parent is not None and whole.parent.piece is not None:
             whole = whole.parent
-        each: Slot | None = whole
-        while each is not None:
-            start += each.offset
-            each = each.parent
+        start += whole.start
         return Extent(block, start, start + whole.num_bytes, whole, None if whole is slot else slot.piece)
 
 
@@ -67,34 +61,6 @@ class Access(NamedTuple):
         if not (self.writes or other.writes) or max(a.start, b.start) >= min(a.stop, b.stop):
             return False
         return not (a.slot is b.slot and a.piece and b.piece and not a.piece.meets(b.piece))
-
-
-class ExtentMap(Generic[T]):
-    """Values by ranges of the bytes of one block, sorted by start."""
-
-    def __init__(self) -> None:
-        self._rows: list[tuple[int, int, T]] = []
-        self._longest = 0
-
-    def add(self, start: int, stop: int, value: T) -> None:
-        self._longest = max(self._longest, stop - start)
-        insort(self._rows, (start, stop, value), key=_start)
-
-    def overlapping(self, start: int, stop: int) -> Iterator[T]:
-        first = bisect_right(self._rows, start - self._longest, key=_start)
-        for begin, end, value in self._rows[first : bisect_left(self._rows, stop, key=_start)]:
-            if max(begin, start) < min(end, stop):
-                yield value
-
-    def remove(self, start: int, value: T) -> None:
-        at = bisect_left(self._rows, start, key=_start)
-        while self._rows[at][2] is not value:
-            at += 1
-        del self._rows[at]
-
-
-def _start(row: tuple[int, int, object]) -> int:
-    return row[0]
 
 
 class Content:
@@ -157,9 +123,9 @@ class Content:
 
 def _is_all(piece: Piece, slot: Slot) -> bool:
     own = slot.piece
-    return own is piece or (own is not None and (own.heads, own.tokens) == (piece.heads, piece.tokens))
+    return own is piece or (own is not None and own.is_like(piece))
 
 
 def _is_padded(slot: Slot) -> bool:
-    cells = slot.piece.heads.size * slot.piece.tokens.size if slot.piece else 0
+    cells = slot.piece.cells if slot.piece else 0
     return bool(slot.unit) and slot.num_bytes > cells * slot.unit

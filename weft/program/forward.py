@@ -42,8 +42,7 @@ class ForwardLowering(AttentionLowering):
         for _, op in ops:
             if isinstance(op, Messages) and "o" in op.tensors:
                 pieces += [p for some in op.receives.values() for p in some if p.tensor == "o"]
-        cells = sum(piece.heads.size * piece.tokens.size for piece in pieces)
-        return cells == home.heads.size * home.tokens.size
+        return sum(piece.cells for piece in pieces) == home.cells
 
     def landing(self, piece: Piece) -> Slot | None:
         if not (self.lands and piece.tensor == "o" and len(piece.heads.runs) == 1):

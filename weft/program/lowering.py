@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from weft.core.problem import ITEM_BYTES
 from weft.program.slots import Slot
-from weft.program.steps import Program, Wait
+from weft.program.steps import Fill, Program, Wait
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from weft.core.schedule import Attend, Piece, Schedule
     from weft.program.pieces import Message, Pieces, SlotForm
-    from weft.program.steps import Post, Step, Target
+    from weft.program.steps import CopySegment, Post, Step, Target
 
     RankOp = tuple[int, "Attend | Messages"]
     """An operation of the schedule, by its index, as far as one rank takes part in it."""
@@ -144,6 +144,19 @@ class Lowering(ABC):
             slot.parent, slot.offset = whole, at
             at += slot.num_bytes
         return whole, slots
+
+    def fills(self, target: Slot, segments: Sequence[CopySegment]) -> bool:
+        """Whether segments that do not overlap cover a slot, padding included."""
+        cells = sum(segment.piece.cells for segment in segments)
+        return cells * target.unit == target.num_bytes
+
+    def collect(self, index: int, target: Slot, segments: list[CopySegment]) -> list[CopySegment]:
+        """Wait for the sources of a slot; fill it first where they leave something out."""
+        for segment in segments:
+            self.wait_at(segment.source)
+        if not self.fills(target, segments):
+            self.steps.append(Fill(index, target))
+        return segments
 
     # Waits.
 

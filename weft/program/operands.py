@@ -11,7 +11,7 @@ from weft.core.schedule import Attend, Piece
 from weft.program.lowering import Lowering, Messages
 from weft.program.pieces import cover, hulls
 from weft.program.slots import Slot
-from weft.program.steps import Copy, CopySegment, Fill, View
+from weft.program.steps import Copy, CopySegment, View
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -107,8 +107,7 @@ class AttentionLowering(Lowering):
         home = self.home["q"]
         own = home.piece
         assert own is not None
-        same = (own.heads, own.tokens) == (piece.heads, piece.tokens)
-        return same and home.order is None and home.shape[3] == own.tokens.size
+        return own.is_like(piece) and home.order is None and home.shape[3] == own.tokens.size
 
     def lse(self, q: Operand, memory: str) -> Slot:
         shape = (1, self.problem.batch, q.hull.heads.size, q.hull.tokens.size, 1)
@@ -145,7 +144,8 @@ class AttentionLowering(Lowering):
     def _place(self, operand: Operand) -> None:
         """Decide whether an operand is used where it lies, or has a buffer to be put together in."""
         hull, saved = operand.hull, operand.hull.tensor in self.target.save
-        if self._place_at_home(operand):
+        if at_home := self.view(operand.name, self.home[hull.tensor], hull):
+            operand.slot, operand.is_view = at_home, True
             return
         if hull.tensor in self.kept:
             operand.slot, operand.is_view = self.slot(operand.name, "saved", hull), True
@@ -167,11 +167,6 @@ class AttentionLowering(Lowering):
             assert operand.slot is not None
             self.program.saved[operand.name] = operand.slot
 
-    def _place_at_home(self, operand: Operand) -> bool:
-        operand.slot = self.view(operand.name, self.home[operand.hull.tensor], operand.hull)
-        operand.is_view = operand.slot is not None
-        return operand.is_view
-
     def _part_of_arrival(self, operand: Operand) -> Slot | None:
         covering = (s for s in self.arrived[operand.hull.tensor] if s.piece and s.piece.covers(operand.hull))
         source = next(covering, None)
@@ -185,7 +180,7 @@ class AttentionLowering(Lowering):
             return None
         if self.unwaited:
             self.wait_at(source)
-        if (own.heads, own.tokens) == (piece.heads, piece.tokens) and source.shape[3] == own.tokens.size:
+        if own.is_like(piece) and source.shape[3] == own.tokens.size:
             return source
         slot = self.slot(name, source.memory, piece, source.dtype)
         slot.parent = source
@@ -221,19 +216,9 @@ class AttentionLowering(Lowering):
                 segments = [*last.segments, *segments]
         self.steps.append(Copy(-1, tuple(segments)))
 
-    def fills(self, target: Slot, segments: Sequence[CopySegment]) -> bool:
-        """Whether segments that do not overlap cover a slot, padding included."""
-        piece = target.piece
-        assert piece is not None
-        cells = sum(segment.piece.heads.size * segment.piece.tokens.size for segment in segments)
-        return cells == piece.heads.size * target.shape[3]
-
     def put(self, target: Slot, segments: list[CopySegment], index: int = -1) -> None:
         """Put a slot together from segments that do not overlap."""
-        for segment in segments:
-            self.wait_at(segment.source)
-        if not self.fills(target, segments):
-            self.steps.append(Fill(index, target))
+        self.collect(index, target, segments)
         if copied := [segment for segment in segments if segment.source.parent is not target]:
             self.steps.append(Copy(index, tuple(copied)))
 

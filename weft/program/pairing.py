@@ -80,17 +80,13 @@ def _check_collectives(programs: Sequence[Program]) -> None:
             fail("not all ranks take part in its collective", together[0][:2])
         for program, at, post in together:
             for messages in (post.sends, post.receives):
-                places = [(peer, slot.root, _offset(slot), slot.num_bytes) for peer, slot in messages]
+                places = [(peer, slot.root, slot.start, slot.num_bytes) for peer, slot in messages]
                 for (peer, root, start, size), after in zip(places, places[1:], strict=False):
                     if after[0] <= peer or after[1] is not root or after[2] != start + size:
                         fail(
                             "the parts of its buffer are not side by side in the order of ranks",
                             (program, at),
                         )
-
-
-def _offset(slot: Slot) -> int:
-    return slot.offset + (_offset(slot.parent) if slot.parent is not None else 0)
 
 
 def _run(programs: Sequence[Program]) -> None:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, bisect_right, insort
 from heapq import heappop, heappush
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from weft.core.schedule import Piece
 from weft.program.steps import CopySegment
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from weft.program.slots import Shape, Slot
 
     SlotForm = tuple[int, str, Shape, int]
     """Bytes, dtype, shape and unit of a slot."""
+
+T = TypeVar("T")
 
 
 class Message(list[Piece]):
@@ -83,23 +85,31 @@ def cover(wanted: Piece, places: Iterable[Slot], target: Slot) -> list[CopySegme
     return segments
 
 
-class Finder:
-    """An index of pieces by their tokens."""
+class RangeMap(Generic[T]):
+    """Values by ranges of integers, such as tokens or bytes, sorted by start."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
-        self.runs = sorted(
-            (start, stop, i) for i, piece in enumerate(pieces) for start, stop in piece.tokens.runs
-        )
-        self.longest = max((stop - start for start, stop, _ in self.runs), default=0)
+    def __init__(self, rows: Iterable[tuple[int, int, T]] = ()) -> None:
+        self._rows = sorted(rows, key=_start)
+        self._longest = max((stop - start for start, stop, _ in self._rows), default=0)
 
-    def meeting(self, piece: Piece) -> list[int]:
-        """Return which pieces share tokens with this one, in their order."""
-        numbers: set[int] = set()
-        for start, stop in piece.tokens.runs:
-            low = bisect_right(self.runs, start - self.longest, key=itemgetter(0))
-            high = bisect_left(self.runs, stop, key=itemgetter(0))
-            numbers.update([i for _, end, i in self.runs[low:high] if end > start])
-        return sorted(numbers)
+    def add(self, start: int, stop: int, value: T) -> None:
+        self._longest = max(self._longest, stop - start)
+        insort(self._rows, (start, stop, value), key=_start)
+
+    def overlapping(self, start: int, stop: int) -> Iterator[T]:
+        first = bisect_right(self._rows, start - self._longest, key=_start)
+        for begin, end, value in self._rows[first : bisect_left(self._rows, stop, key=_start)]:
+            if max(begin, start) < min(end, stop):
+                yield value
+
+    def remove(self, start: int, value: T) -> None:
+        at = bisect_left(self._rows, start, key=_start)
+        while self._rows[at][2] is not value:
+            at += 1
+        del self._rows[at]
+
+
+_start = itemgetter(0)
 
 
 def overlap(pieces: Sequence[Piece]) -> bool:

@@ -3,8 +3,7 @@
 Only this is taken to be ordered:
 
 - Steps of a rank run in list order on its compute stream. A message is in flight from its Post to its Wait:
-  in between, its buffer may be read or written at any moment. Without a fence it may be in flight from the
-  start.
+  in between, its buffer may be read or written at any moment.
 - What a rank does before a Post happens before what the receiver does after its Wait. A message to a near
   peer is read in place, also by ranks that it is passed on to, so it must not change until the call ends.
   Where it lands in the workspace of its receivers, each of them has read it after its own Wait, and what is
@@ -24,9 +23,10 @@ from typing import NoReturn
 
 from weft.core.errors import ScheduleError
 from weft.core.schedule import Piece, Schedule
-from weft.program.extents import Access, Content, Extent, ExtentMap, pieces_accessed
+from weft.program.extents import Access, Content, Extent, pieces_accessed
 from weft.program.lower import lower_all
 from weft.program.pairing import check_messages, fail
+from weft.program.pieces import RangeMap
 from weft.program.slots import Slot
 from weft.program.steps import Fill, Post, Program, Step, Target, Wait, accesses
 from weft.program.workspace import Workspace, assign, window
@@ -61,24 +61,6 @@ def prove_schedule(schedule: Schedule) -> int:
     return steps
 
 
-def first_exchange_members(programs: Sequence[Program]) -> set[int]:
-    """Return the ranks that take part in the first exchange over the process group."""
-    members: defaultdict[int, set[int]] = defaultdict(set)
-    for program in programs:
-        for _, post in program.exchanges():
-            if any(peer not in program.target.near for peer, _ in post.sends + post.receives):
-                members[post.op].add(program.rank)
-    return members[min(members)] if members else set()
-
-
-def needs_warm_up(programs: Sequence[Program]) -> bool:
-    """Return whether some rank takes no part in the first exchange of its group.
-
-    NCCL connects the ranks of a group in its first exchange, and waits there for all of them.
-    """
-    return 0 < len(first_exchange_members(programs)) < len(programs)
-
-
 class _Rank:
     """Walks through the steps of one rank: what its memory holds, and which messages are in flight."""
 
@@ -87,12 +69,11 @@ class _Rank:
         self.places: dict[Slot, tuple[object, int]] = {}
         self._place(workspace)
         self.extents: dict[Slot, Extent] = {}
-        self.in_flight: defaultdict[object, ExtentMap[Access]] = defaultdict(ExtentMap)
-        self.history: defaultdict[object, list[Access]] = defaultdict(list)
+        self.in_flight: defaultdict[object, RangeMap[Access]] = defaultdict(RangeMap)
         self.pending: dict[tuple[int, int, bool], tuple[Slot, Access]] = {}
         """Messages that are to be waited for, by (op, peer, sent)."""
         self.contents: dict[Slot, Content] = {}
-        self.written: defaultdict[object, ExtentMap[Slot]] = defaultdict(ExtentMap)
+        self.written: defaultdict[object, RangeMap[Slot]] = defaultdict(RangeMap)
         """Roots that have contents, by their bytes."""
         self.overwriters: dict[Slot, int] = {}
         """Steps that wrote over the contents of a root."""
@@ -137,7 +118,7 @@ class _Rank:
             if peer in near and peer not in in_place and slot.root.memory == "peer":
                 self.read(at, self.extent(slot))  # it has arrived, and is read from its owner's memory
                 continue
-            access = self.start(Access(at, self.extent(slot), writes=False), fenced=step.fenced)
+            access = self.start(Access(at, self.extent(slot), writes=False))
             self.read(at, access.extent)
             if slot.num_bytes:
                 self.contents[slot.root].note_reader(at, access.extent.slot, access.extent.piece)
@@ -146,19 +127,15 @@ class _Rank:
         for peer, slot in step.receives:
             access = Access(at, self.extent(slot), writes=True)
             if peer not in in_place:
-                self.start(access, fenced=step.fenced)
+                self.start(access)
                 self.clear(at, access.extent)
             self.pending[step.op, peer, False] = slot, access
 
-    def start(self, access: Access, *, fenced: bool) -> Access:
-        """Put a message in flight; without a fence it may have been before any earlier step."""
-        block, start, stop, slot, _ = access.extent
+    def start(self, access: Access) -> Access:
+        """Put a message in flight."""
         self.check_race(access)
-        for other in () if fenced else self.history[block]:
-            if access.conflicts(other):
-                self.fail(f"no fence orders their accesses to {slot.name}", other.at, access.at)
+        block, start, stop, *_ = access.extent
         self.in_flight[block].add(start, stop, access)
-        self.history[block].append(access)
         return access
 
     def wait(self, at: int, step: Wait) -> None:
@@ -167,9 +144,7 @@ class _Rank:
             self.fail(f"{step.slot.name} is not in flight", at)
         extent = access.extent
         target = self.program.target
-        if step.peer in target.near and not target.lands:  # its peer reads it in place
-            self.history[extent.block].append(Access(at, extent, writes=True))
-        else:
+        if step.peer not in target.near or target.lands:  # else its peer reads it in place
             self.in_flight[extent.block].remove(extent.start, access)
         if not step.sent:
             self.fill(extent)
@@ -180,7 +155,6 @@ class _Rank:
         both += [Access(at, extent, writes=True) for extent in writes]
         for access in both:
             self.check_race(access)
-            self.history[access.extent.block].append(access)
         sums = {extent.slot for extent in writes}
         for extent in reads:
             self.read(at, extent)

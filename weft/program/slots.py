@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from weft.core.indices import Indices, IntArray
@@ -12,6 +14,7 @@ Positions = tuple[slice | IntArray, slice | IntArray]
 Shape = tuple[int, ...]
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Slot:
     """A named part of memory that holds a piece of a tensor, or several pieces of one message.
 
@@ -22,30 +25,25 @@ class Slot:
     unit    bytes of one token of one head.
     """
 
-    __slots__ = (
-        "dtype", "memory", "name", "num_bytes", "offset", "order", "parent", "piece", "shape", "unit",
-    )  # fmt: skip
-
-    def __init__(  # noqa: PLR0913 - the fields, all plain values
-        self,
-        name: str,
-        memory: str,
-        num_bytes: int,
-        dtype: str = "",
-        piece: Piece | None = None,
-        shape: Shape = (),
-        parent: Slot | None = None,
-        offset: int = 0,
-        order: IntArray | None = None,
-        unit: int = 0,
-    ) -> None:
-        self.name, self.memory, self.num_bytes, self.dtype = name, memory, num_bytes, dtype
-        self.piece, self.shape, self.parent, self.offset, self.order = piece, shape, parent, offset, order
-        self.unit = unit
+    name: str
+    memory: str
+    num_bytes: int
+    dtype: str = ""
+    piece: Piece | None = None
+    shape: Shape = ()
+    parent: Slot | None = None
+    offset: int = 0
+    order: IntArray | None = None
+    unit: int = 0
 
     @property
     def root(self) -> Slot:
         return self.parent.root if self.parent is not None else self
+
+    @property
+    def start(self) -> int:
+        """Bytes from the beginning of the root."""
+        return self.offset + (self.parent.start if self.parent is not None else 0)
 
     @property
     def tokens(self) -> Indices:

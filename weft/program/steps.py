@@ -4,7 +4,7 @@
 name them, `workspace` assigns memory to slots, and `prove` checks that no two accesses race.
 
 Steps run in list order on the compute stream, except what a Post starts: it waits for all earlier steps of
-the compute stream (`fenced`), then reads its sends and writes its receives on the communication stream. A
+the compute stream, then reads its sends and writes its receives on the communication stream. A
 Wait orders the compute stream behind one message: its arrival, or (`sent`) the end of the reading of its
 buffer.
 """
@@ -19,8 +19,6 @@ from typing import NamedTuple
 from weft.core.problem import Problem, Switch
 from weft.core.schedule import Piece
 from weft.program.slots import Slot
-
-COMPUTE, COMMUNICATION = "compute", "communication"
 
 
 @dataclass(frozen=True)
@@ -46,14 +44,12 @@ class CopySegment(NamedTuple):
 
 
 class Post(NamedTuple):
-    """Start the messages of one exchange on the communication stream."""
+    """Start the messages of one exchange on the communication stream, after all earlier steps."""
 
     op: int
     label: str
     sends: tuple[tuple[int, Slot], ...]
     receives: tuple[tuple[int, Slot], ...]
-    fenced: bool = True
-    """Wait for all earlier steps of the compute stream: packed messages, and readers of reused memory."""
     collective: bool = False
     """Run as one all_to_all of all ranks; sends and receives lie in one buffer each, by rank."""
 
@@ -94,7 +90,7 @@ class Copy(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return sum(s.piece.heads.size * s.piece.tokens.size * s.target.unit for s in self.segments)
+        return sum(s.piece.cells * s.target.unit for s in self.segments)
 
     def __str__(self) -> str:
         pairs = [f"{segment.source.name} → {segment.target.name}" for segment in self.segments]
@@ -187,10 +183,6 @@ class Gradient(NamedTuple):
 
 
 Step = Post | Wait | Copy | View | Fill | Cast | Attention | Gradient
-
-
-def stream_of(step: Step) -> str:
-    return COMMUNICATION if isinstance(step, Post) else COMPUTE
 
 
 def span_name(step: Step, peer: int = -1) -> str:

@@ -212,10 +212,7 @@ def memory_of(program: Program) -> Memory:
 
 
 def _scratch(step: Gradient) -> int:
-    return sum(
-        piece.heads.size * piece.tokens.size * slot.unit
-        for piece, slot in ((step.q_piece, step.dq), (step.kv_piece, step.dkv))
-    )
+    return step.q_piece.cells * step.dq.unit + step.kv_piece.cells * step.dkv.unit
 
 
 def peak_memory(schedule: Schedule, target: Target | None = None) -> tuple[int, ...]:

@@ -194,10 +194,10 @@ class Copier:
             ends = segment.source, segment.target
             whole, buffered = ends[tensor], ends[buffer]
             heads, rows = self.moves.of(segment).ends[tensor]
-            exact = buffered.piece is not None and _same(buffered.piece, segment.piece)
+            exact = buffered.piece is not None and buffered.piece.is_like(segment.piece)
             if exact and buffered in self.fixed and isinstance(heads, slice) and isinstance(rows, slice):
                 key = whole, buffered.root, buffered.shape
-                groups.setdefault(key, []).append(_Part(segment, heads, rows, offset_of(buffered)))
+                groups.setdefault(key, []).append(_Part(segment, heads, rows, buffered.start))
         runs: list[list[_Part]] = []
         for group in groups.values():
             run: list[_Part] = []
@@ -288,12 +288,3 @@ def _stretches(indices: Indices, ends: list[slice | IntArray]) -> list[Indices]:
         if isinstance(at, np.ndarray):
             broken |= np.diff(at) != 1
     return [Indices(runs_in(stretch)) for stretch in np.split(indices.array, np.flatnonzero(broken) + 1)]
-
-
-def _same(a: Piece, b: Piece) -> bool:
-    return (a.heads, a.tokens) == (b.heads, b.tokens)
-
-
-def offset_of(slot: Slot) -> int:
-    """Bytes from the beginning of the buffer that a slot lies in."""
-    return slot.offset + (offset_of(slot.parent) if slot.parent is not None else 0)

@@ -25,7 +25,7 @@ from weft.program.pieces import overlap
 from weft.program.slots import Positions, Slot
 from weft.program.steps import CopySegment
 from weft.run.boxes import WIDEST, End, StridedCopy, box_table, runs_of
-from weft.run.copies import ATTENTION, Copier, Launch, SegmentMoves, Slots, offset_of
+from weft.run.copies import ATTENTION, Copier, Launch, SegmentMoves, Slots
 from weft.run.streams import is_capturing
 
 NUM_WARPS = 4
@@ -98,7 +98,7 @@ class FusedCopy:
         if slot.memory not in _FLAT:
             return SlotAddress(slot, plane, self._base(slot, plane), None)
         first = self._roots.setdefault(slot.root, slot)
-        distance = offset_of(slot) - offset_of(first) + plane * (slot.num_bytes // slot.shape[0])
+        distance = slot.start - first.start + plane * (slot.num_bytes // slot.shape[0])
         return SlotAddress(slot, plane, self._base(first, 0), distance)
 
     def _base(self, slot: Slot, plane: int) -> int:

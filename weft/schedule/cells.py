@@ -58,9 +58,6 @@ class TokenCells:
         is_kv = piece.tensor.endswith("kv")
         return int(self._edges[is_kv][self.of(piece.tokens, is_kv=is_kv)[cell]])
 
-    def holding(self, layout: Layout, rank: int, *, is_kv: bool) -> IntArray:
-        return self.of(layout.held(rank), is_kv=is_kv)
-
 
 def _edges(layout: Layout, block: int, tokens: Iterable[Indices]) -> IntArray:
     edges = {0, layout.size, *(range(0, layout.size, block) if block else ())}

@@ -65,7 +65,7 @@ def attend_works(schedule: Schedule) -> dict[int, int]:
         return {}
     mask = schedule.mask
     if mask.is_dense:
-        return {i: op.q.heads.size * op.q.tokens.size * op.kv.tokens.size for i, op in schedule.attends()}
+        return {i: op.q.cells * op.kv.tokens.size for i, op in schedule.attends()}
     by_heads: dict[Indices, list[tuple[int, Attend]]] = {}
     for index, op in schedule.attends():
         by_heads.setdefault(op.q.heads, []).append((index, op))

@@ -47,7 +47,7 @@ class ScheduleProof(ABC):
         """Return [ranks, heads, cells]: what each rank holds before anything moves."""
         home = self.nothing(tensor)
         for rank in range(self.problem.ranks):
-            cells = self.cells.holding(self.problem.home(tensor), rank, is_kv=tensor == "kv")
+            cells = self.cells.of(self.problem.home(tensor).held(rank), is_kv=tensor == "kv")
             home[rank][:, cells] = True
         return home
 

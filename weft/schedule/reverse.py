@@ -66,7 +66,7 @@ def _again(schedule: Schedule, keep: str) -> tuple[list[Op], list[Transfer]]:
             again.append(op)
             for piece in finished.get(index, ()):
                 home = _home(schedule, op.rank, _gradient(piece))
-                pending[op.rank] += sum(t.piece.heads.size * t.piece.tokens.size for t in home)
+                pending[op.rank] += sum(t.piece.cells for t in home)
                 moves += home
     return again, moves
 
@@ -120,7 +120,7 @@ def _kv_fits(schedule: Schedule) -> bool:
     received = [0] * problem.ranks
     for _, transfer in schedule.transfers():
         if transfer.piece.tensor == "kv":
-            received[transfer.dst] += transfer.piece.heads.size * transfer.piece.tokens.size
+            received[transfer.dst] += transfer.piece.cells
     return max(received, default=0) <= _kv_at_home(schedule)
 
 

@@ -73,7 +73,7 @@ class _ForwardProof(AttentionProof):
     def end(self) -> None:
         self.check_all_done()
         for rank in range(self.problem.ranks):
-            cells = self.cells.holding(self.attention.q, rank, is_kv=False)
+            cells = self.cells.of(self.attention.q.held(rank), is_kv=False)
             here = (self.owner == rank) | self.arrived[rank] | ~self.has_tiles
             if not here[:, cells].all():
                 head, cell = (int(axis[0]) for axis in np.nonzero(~here[:, cells]))

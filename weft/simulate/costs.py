@@ -86,7 +86,8 @@ class AttendPrice:
         self.splits = dense != sparse and not mask.is_dense
         self.full: dict[int, tuple[int, Indices]] = {}
         """By the identity of heads, which are held: how many of them have all tiles active."""
-        self.row_seconds = topology.row_seconds * block_rows(problem, mask, 1, 1)
+        block_rows = DENSE_BLOCK_ROWS if mask.is_dense else mask.block_q
+        self.row_seconds = topology.row_seconds * (problem.batch / block_rows)
         cell = 2 * problem.row_elements * problem.item_bytes
         self.cell_seconds = cell / topology.memory_bandwidth if topology.memory_bandwidth else 0.0
 
@@ -155,11 +156,6 @@ def host_seconds(program: Program, host: Host) -> float:
         posts=len(batches),
         messages=sum(batches),
     )
-
-
-def block_rows(problem: Problem, mask: BlockMask, heads: float, tokens: float) -> float:
-    """Return the rows of blocks, counted by head, of a call over some heads and queries."""
-    return problem.batch * heads * tokens / (DENSE_BLOCK_ROWS if mask.is_dense else mask.block_q)
 
 
 def shared_seconds(topology: Topology, compute: list[float], sending: list[float]) -> float:

@@ -211,7 +211,6 @@ class _Run:
 
     def _begin(self, task: SimulatedTask) -> None:
         """The first byte of a message arrives: from now on it shares its route."""
-        task.since = self.now
         self.dirty[task] = None
         for pool in task.route.pools:
             pool.tasks[task] = None
@@ -263,9 +262,7 @@ class _Run:
                 self.talking[end] += change
                 if (slowed := self.computing[end]) and self.talking[end] == (change > 0):
                     self.dirty[slowed] = None
-        if (
-            self.cores and task.route.near
-        ):  # a message to another machine waits for the network, not for a core
+        if self.cores and task.route.near:  # other messages wait for the network, not for a core
             self.sending[task.rank] += change
             self._share_cores(task, change if self.sending[task.rank] == (change > 0) else 0)
 

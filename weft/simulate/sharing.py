@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from weft.core.topology import Topology
@@ -34,29 +35,23 @@ LOCAL = NetworkRoute(0.0, 1.0, (), near=True)
 """Of computation, whose amount is in seconds."""
 
 
+@dataclass(eq=False, slots=True)
 class SimulatedTask:
     """The amount left to do, its speed and since when it has that; `version` marks older events as stale.
 
     `step` is what a rank computes, or the Post of a message to rank `peer`.
     """
 
-    __slots__ = (
-        "left", "num_bytes", "peer", "rank", "route", "since", "speed", "start", "step", "version",
-    )  # fmt: skip
-
-    def __init__(  # noqa: PLR0913 - made a million times
-        self,
-        rank: int,
-        step: Step,
-        left: float,
-        start: float,
-        route: NetworkRoute = LOCAL,
-        peer: int = -1,
-        num_bytes: int = 0,
-    ) -> None:
-        self.rank, self.step, self.left, self.route, self.peer = rank, step, left, route, peer
-        self.start, self.since, self.speed, self.version = start, start, 0.0, 0
-        self.num_bytes = num_bytes
+    rank: int
+    step: Step
+    left: float
+    start: float
+    route: NetworkRoute = LOCAL
+    peer: int = -1
+    num_bytes: int = 0
+    since: float = 0.0
+    speed: float = 0.0
+    version: int = 0
 
 
 class Network:
@@ -68,8 +63,7 @@ class Network:
         self.pools: dict[tuple[str, int], SharedResource] = {}
 
     def route(self, src: int, dst: int) -> NetworkRoute:
-        if route := self.routes.get((src, dst)):
-            return route
+        """Make the route of a pair of ranks."""
         topology, link = self.topology, self.topology.link(src, dst)
         a, b = topology.machine(src), topology.machine(dst)
         rate = link.bandwidth
