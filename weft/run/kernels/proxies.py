@@ -85,37 +85,3 @@ class Proxies:
         k = k.to(q.dtype)
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
         return q.mul(scale) @ k.mT
-
-
-@dataclass(frozen=True, eq=False)
-class PrecomputedScores:
-    """Scores of the caller: [B, H, q blocks, kv blocks]."""
-
-    all: Tensor
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        batch, heads, rows, cols = self.all.shape
-        return batch, heads, rows, cols
-
-    @property
-    def device(self) -> torch.device:
-        return self.all.device
-
-    def scores(self, heads: slice, rows: slice) -> Tensor:
-        return self.all[:, heads, rows].detach()
-
-
-ScoreSource = Proxies | PrecomputedScores
-
-
-def score_source(source: Proxies | Tensor) -> ScoreSource:
-    if isinstance(source, Proxies):
-        return source
-    scores = source[None] if source.ndim == 3 else source
-    if scores.ndim != 4 or not scores.numel():
-        raise InputError(
-            f"Scores of shape {tuple(source.shape)} cannot be selected from.",
-            hint="Expected [heads, q blocks, kv blocks], with a batch before them or not.",
-        )
-    return PrecomputedScores(scores)
