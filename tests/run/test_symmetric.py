@@ -24,7 +24,7 @@ from weft.plan.choose import build
 from weft.run.comm import shm, symmetric
 from weft.run.comm.onesided import OneSidedComm
 from weft.run.comm.symmetric import SymmetricWindow
-from weft.run.comm.symmetric_block import SymmetricHandle, TorchAllocator
+from weft.run.comm.symmetric_block import SymmetricAllocator, SymmetricHandle
 from weft.run.comm.watcher import Watcher
 from weft.run.comm.window import Descriptor
 from weft.run.execute import Executor
@@ -514,7 +514,7 @@ def test_torch_has_what_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_SymmetricMemory, "empty_strided_p2p", lambda *args: asked.append(args))
     monkeypatch.setattr(_SymmetricMemory, "rendezvous", lambda *args: asked.append(args))
     cuda = torch.device("cuda", 3)
-    source = TorchAllocator(SimpleNamespace(group_name="pair"), cuda)  # type: ignore[arg-type]
+    source = SymmetricAllocator(SimpleNamespace(group_name="pair"), cuda)  # type: ignore[arg-type]
     source.empty(10)
     source.rendezvous(torch.zeros(1))
     assert asked == [((10,), (1,), torch.uint8, cuda), (torch.zeros(1), "pair")]

@@ -33,7 +33,7 @@ from weft.run.groups import new_group
 from weft.run.net.channel import Channel
 from weft.run.net.listener import Tunnel, listen
 from weft.run.net.secure import Address, connect
-from weft.run.net.stores import file_store, open_store, serve_store
+from weft.run.net.stores import open_store, serve_store
 from weft.run.world import init_world, machines, place, world_of
 from weft.serve import messages
 from weft.serve.agent import RankOptions
@@ -101,7 +101,9 @@ def main(
 
 def _store(join: messages.Join, world: int, connect_store: Callable[[], Channel]) -> Store:
     """Return the store of this generation: a file, or what rank 0 serves on its machine's loopback."""
-    return open_store(Tunnel(connect_store).port) if machines() > 1 else file_store(join.store, world)
+    if machines() > 1:
+        return open_store(Tunnel(connect_store).port)
+    return dist.FileStore(join.store, world)  # pyright: ignore[reportPrivateImportUsage]
 
 
 class Inbox:

@@ -28,7 +28,6 @@ from weft.run.comm.symmetric_block import (
     SymmetricAllocator,
     SymmetricBlock,
     SymmetricHandle,
-    TorchAllocator,
     symmetric_backend,
 )
 from weft.run.comm.window import HALVES, Descriptor, LatePeerError, Window
@@ -217,7 +216,7 @@ def rendezvous(group: dist.ProcessGroup, base: Comm) -> tuple[Window | None, str
     if late := _without(base, ok=not reason):
         return None, reason or f"rank {late[0]} has no symmetric memory"
     assert host_window is not None
-    source = TorchAllocator(group, torch.device("cuda", torch.cuda.current_device()))
+    source = SymmetricAllocator(group, torch.device("cuda", torch.cuda.current_device()))
     return window_of(source, base, host_window)
 
 
