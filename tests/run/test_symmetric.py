@@ -74,14 +74,13 @@ def check(truths: list[Truth], by_rank: list[list[Any]]) -> None:
 
 
 @pytest.mark.parametrize("name", ["ring", "ulysses", "gather+cuts", "usp:2x2", "torus:2x2"])
-@pytest.mark.parametrize("sync", ["barrier", "flags"])
 def test_attention_is_exact_and_leaves_no_signal(
-    name: str, sync: str, board: Callable[..., Board], fake: FakeStreams
+    name: str, board: Callable[..., Board], fake: FakeStreams
 ) -> None:
     truths, shared = [Truth.of(problem_of(37), seed=seed) for seed in range(3)], board(4)
 
     def job(base: ThreadComm) -> list[Any]:
-        comm = comm_over(shared, base, sync=sync)
+        comm = comm_over(shared, base)
         answers = both_ways(comm, name, truths)
         fake.drain()
         handle, _ = parts(comm.window)

@@ -155,8 +155,8 @@ class SymmetricWindow(Window):
             landed = self._under_way["land"] = streams.record(self._device)
         return landed
 
-    def turn(self, call: int, halves: int, timeout: float) -> int:
-        self._half = call % halves if self._block is None else self._block.turn(halves)
+    def turn(self, call: int, timeout: float) -> int:
+        self._half = call % HALVES if self._block is None else self._block.turn()
         if self._block is not None:
             self._await_readers(timeout)
         return self._half

@@ -51,9 +51,9 @@ class SymmetricBlock:
         self.half = 0
         """The half written last, or now."""
 
-    def turn(self, halves: int) -> int:
+    def turn(self) -> int:
         """Return the next half; ranks of a group may be at different ones, since descriptors have offsets."""
-        self.half = (self.half + 1) % halves
+        self.half = (self.half + 1) % HALVES
         return self.half
 
 

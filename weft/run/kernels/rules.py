@@ -105,12 +105,6 @@ def triton(spec: KernelSpec, arch: str) -> str:
     return ""
 
 
-def exact(spec: KernelSpec, arch: str) -> str:
-    """Torch's attention in float32."""
-    del spec, arch
-    return ""
-
-
 def fa4(spec: KernelSpec, arch: str) -> str:
     """Return why flash-attn-4 cannot serve; "" if it can."""
     if arch not in ("sm_90", "sm_100"):
