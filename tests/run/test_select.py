@@ -6,7 +6,6 @@ from collections.abc import Callable
 from math import exp, fsum, inf
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -106,14 +105,10 @@ def test_top_k_is_the_best_k_ties_to_the_lower_index(scores: Tensor, data: st.Da
 def test_top_p_is_the_fewest_that_have_the_mass(scores: Tensor, data: st.DataObject) -> None:
     _, rows, cols = scores.shape
     keep = data.draw(keeps(rows, cols))
-    last = data.draw(st.sampled_from((1.0, 0.5, 0.01)))
     shares = st.sampled_from((0.0, 1e-6, 0.1, 0.25, 0.5, 0.9, 0.99, 1.0)) | st.floats(0, 1)
     share = data.draw(shares)
-    found = lists(top_p(scores, share, keep=keep, last=last))
-    weighted = scores.clone()
-    if last < 1:
-        weighted[..., -1] += float(np.log(last))
-    for h, head in enumerate(weighted.tolist()):
+    found = lists(top_p(scores, share, keep=keep))
+    for h, head in enumerate(scores.tolist()):
         for i, row in enumerate(head):
             order, kept = ranked(row, keep, i)
             # Masses are exact to 2^-40 of the best block: at the very edge both answers are right.
@@ -135,7 +130,6 @@ def test_a_share_of_equal_masses_is_met_exactly() -> None:
         assert lists(top_p(scores, p)) == [[list(range(count))]]
         kept = top_p(scores, p, keep=Keep(kv=((7, 8),)))
         assert lists(kept) == [[[*range(count - 1), 7]]]
-    assert lists(top_p(scores, 0.5, last=0.5)) == [[[0, 1, 2, 3]]]  # of 7.5, the last being half
 
 
 def test_a_budget_of_nothing_leaves_the_kept_ones() -> None:
@@ -186,14 +180,12 @@ def test_proxies_give_the_scores_of_their_products() -> None:
 @given(
     st.integers(1, 40),
     st.integers(1, 9),
-    st.integers(0, 5),
     st.sampled_from(("float64", "float32", "bfloat16")),
 )
-def test_pool_is_the_mean_of_what_a_block_has(length: int, block: int, padding: int, dtype: str) -> None:
-    x = torch.randn(2, length + padding, 3, 4).to(getattr(torch, dtype)).transpose(1, 2)
-    x[:, :, length:] = float("nan")
-    means = pool(x, block, length=length)
-    expected = torch.stack([part.double().mean(2) for part in x[:, :, :length].split(block, 2)], 2)
+def test_pool_is_the_mean_of_what_a_block_has(length: int, block: int, dtype: str) -> None:
+    x = torch.randn(2, length, 3, 4).to(getattr(torch, dtype)).transpose(1, 2)
+    means = pool(x, block)
+    expected = torch.stack([part.double().mean(2) for part in x.split(block, 2)], 2)
     assert means.dtype == (torch.float64 if dtype == "float64" else torch.float32)
     torch.testing.assert_close(means.double(), expected, rtol=1e-5, atol=1e-6)
 
@@ -219,13 +211,12 @@ def test_what_cannot_be_chosen_from_is_refused() -> None:
         (lambda: top_k(scores, 1.5), "between 0 and 1"),
         (lambda: top_p(scores, -0.1), "between 0 and 1"),
         (lambda: top_p(scores, float("nan")), "between 0 and 1"),
-        (lambda: top_p(scores, 0.5, last=0.0), "last must be in"),
         (lambda: top_k(scores, 1, keep=Keep(kv=((2, 4),))), "only 3"),
         (lambda: Keep(kv=((2, 1),)), "0 <= start <= stop"),
         (lambda: Keep(own=(0, 1)), "own must be"),
         (lambda: top_k(scores[0], 1), "cannot be selected from"),
         (lambda: Proxies(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 5)), "do not fit"),
-        (lambda: pool(torch.zeros(3, 4), 2, length=5), "Cannot pool"),
+        (lambda: pool(torch.zeros(3, 4), 0), "Cannot pool"),
     ]
     for call, message in refused:
         with pytest.raises(InputError, match=message):
@@ -243,7 +234,7 @@ def test_a_gpu_is_not_waited_for(kv_heads: int) -> None:
         found = [
             top_k(proxies, 0.2, keep=keep),
             top_k(proxies, 5),
-            top_p(proxies, 0.9, keep=keep, last=0.5),
+            top_p(proxies, 0.9, keep=keep),
             top_p(proxies, 0.9),
         ]
         assert seen.names and not seen.faults

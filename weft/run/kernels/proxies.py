@@ -16,14 +16,11 @@ def elements_per_chunk(device: torch.device) -> int:
     return 1 << 20 if device.type == "cpu" else 1 << 24
 
 
-def pool(x: Tensor, block: int, *, length: int | None = None) -> Tensor:
-    """Average blocks of tokens: [..., tokens, D] to [..., blocks, D], in float32 or better.
-
-    Tokens from `length` on are padding and ignored.
-    """
-    length = x.shape[-2] if length is None else length
-    if not 1 <= length <= x.shape[-2] or block < 1:
-        raise InputError(f"Cannot pool {length} of {x.shape[-2]} tokens in blocks of {block}.")
+def pool(x: Tensor, block: int) -> Tensor:
+    """Average blocks of tokens: [..., tokens, D] to [..., blocks, D], in float32 or better."""
+    length = x.shape[-2]
+    if length < 1 or block < 1:
+        raise InputError(f"Cannot pool {length} tokens in blocks of {block}.")
     dtype = torch.promote_types(x.dtype, torch.float32)
     means = x.new_empty(*x.shape[:-2], -(-length // block), x.shape[-1], dtype=dtype)
     full = length // block
@@ -33,7 +30,7 @@ def pool(x: Tensor, block: int, *, length: int | None = None) -> Tensor:
     else:
         _pool_in_cache(body, block, blocks)
     if length % block:
-        torch.mean(x[..., full * block : length, :].detach(), -2, dtype=dtype, out=means[..., -1, :])
+        torch.mean(x[..., full * block :, :].detach(), -2, dtype=dtype, out=means[..., -1, :])
     return means
 
 

@@ -12,7 +12,7 @@ selected, unless kept. NaN and +inf raise on a CPU; on a GPU, where a check woul
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import floor, inf, log, nan
+from math import floor, inf, nan
 
 import numpy as np
 import torch
@@ -41,16 +41,13 @@ def top_k(source: Proxies | Tensor, k: int | float, *, keep: Keep | None = None)
     return _select(source, keep or Keep(), k)
 
 
-def top_p(source: Proxies | Tensor, p: float, *, keep: Keep | None = None, last: float = 1.0) -> Tensor:
+def top_p(source: Proxies | Tensor, p: float, *, keep: Keep | None = None) -> Tensor:
     """Select the fewest kv blocks of every (head, q block) that have a share p of its softmax over blocks.
 
-    Kept blocks count towards p. 1 is every block, 0 only the kept ones. `last` is the share of the last block
-    that has tokens, which weights its mass (score + log(last)). Masses are exact to 2^-40 of the row's best
-    block. Return booleans [H, q blocks, kv blocks].
+    Kept blocks count towards p. 1 is every block, 0 only the kept ones. Masses are exact to 2^-40 of the
+    row's best block. Return booleans [H, q blocks, kv blocks].
     """
-    if not 0 < last <= 1:
-        raise InputError(f"last must be in (0, 1], got {last}.", hint="Pass tokens / block size.")
-    return _select(_batched(source), keep or Keep(), float(_share(p, "p")), log(last))
+    return _select(_batched(source), keep or Keep(), float(_share(p, "p")))
 
 
 def _share(value: float, name: str) -> float:
@@ -72,16 +69,14 @@ def _batched(source: Proxies | Tensor) -> Proxies | Tensor:
 
 
 @torch.no_grad()
-def _select(source: Proxies | Tensor, keep: Keep, budget: int | float, last: float = 0.0) -> Tensor:
-    """Select a number of blocks (int) or a share of the mass (float); add `last` to the last score."""
+def _select(source: Proxies | Tensor, keep: Keep, budget: int | float) -> Tensor:
+    """Select a number of blocks (int) or a share of the mass (float)."""
     _, heads, rows, cols = source.shape
     active = torch.empty(heads, rows, cols, dtype=torch.bool, device=source.device)
     for some, span in _chunks(source):
         batch = (source.scores(some, span) if isinstance(source, Proxies) else source[:, some, span]).float()
-        # The sum copies, for the write below, and makes -0 and 0 a tie.
+        # The sum makes -0 and 0 a tie.
         scores = (batch[0] if len(batch) == 1 else batch.amax(0)) + 0.0
-        if last:
-            scores[..., -1] += last
         kept = keep.tiles(span, rows, cols, source.device)
         if kept is not None:
             kept = kept.expand(scores.shape).reshape(-1, cols)
