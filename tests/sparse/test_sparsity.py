@@ -78,7 +78,8 @@ def weights(q: Tensor, k: Tensor, scale: float) -> Tensor:
 def test_topk_is_that_of_one_process_on_all_ranks(grid: TokenGrid) -> None:
     q, k = (x[:, :, : grid.tokens] for x in queries_and_keys())
     order = torch.from_numpy(grid.voxels(TILE).order)
-    means = Proxies(pool(q[:, :, order].double(), BLOCK), pool(k[:, :, order].double(), BLOCK))
+    keys = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    means = Proxies(*(pool(x[:, :, order].double(), BLOCK) for x in (q, keys)))
     keep = Keep.of_tokens([(0, 9), (grid.tokens - grid.suffix, grid.tokens)], block_q=BLOCK)
     expected = grid.mask(top_k(means, 0.4, keep=keep).numpy(), BLOCK)
     text = grid.text(BLOCK)

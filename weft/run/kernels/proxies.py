@@ -45,7 +45,7 @@ def _pool_in_cache(x: Tensor, block: int, means: Tensor) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Proxies:
-    """q [B, H, q blocks, r] and k [B, kv heads, kv blocks, r]; a block's score is scale · q · k.
+    """q [B, H, q blocks, r] and k [B, H, kv blocks, r]; a block's score is scale · q · k.
 
     `scale` (r^-0.5 if not given) has no part in a top-k; a top-p takes the softmax of the scores.
     """
@@ -56,10 +56,10 @@ class Proxies:
 
     def __post_init__(self) -> None:
         q, k = self.q.shape, self.k.shape
-        if len(q) != 4 or len(k) != 4 or q[0] != k[0] or q[3] != k[3] or q[1] % k[1] or 0 in (*q, *k):
+        if len(q) != 4 or len(k) != 4 or q[:2] != k[:2] or q[3] != k[3] or 0 in (*q, *k):
             raise InputError(
                 f"Proxies of shapes {tuple(q)} and {tuple(k)} do not fit.",
-                hint="Expected [B, H, q blocks, r] and [B, H or fewer, kv blocks, r].",
+                hint="Expected [B, H, q blocks, r] and [B, H, kv blocks, r].",
             )
 
     @property
@@ -74,11 +74,6 @@ class Proxies:
     def scores(self, heads: slice, rows: slice) -> Tensor:
         q = self.q[:, heads, rows].detach()
         q = q.to(torch.promote_types(q.dtype, torch.float32))
-        k, share = self.k.detach(), self.q.shape[1] // self.k.shape[1]
-        if share == 1:
-            k = k[:, heads]
-        else:
-            k = k.index_select(1, torch.arange(heads.start, heads.stop, device=k.device) // share)
-        k = k.to(q.dtype)
+        k = self.k[:, heads].detach().to(q.dtype)
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
         return q.mul(scale) @ k.mT
