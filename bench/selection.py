@@ -29,7 +29,7 @@ from bench.rows import (
     take_turns,
     undisturbed,
 )
-from weft.run.kernels.budget import Keep
+from weft.run.kernels.keep import Keep
 from weft.run.kernels.proxies import Proxies, pool
 from weft.run.kernels.select import top_k, top_p
 from weft.run.kernels.tiles import Blocks
@@ -57,12 +57,15 @@ def contenders(q: Tensor, k: Tensor) -> dict[str, Callable[[], object]]:
         best = scores.topk(round(DENSITY * scores.shape[-1]), sorted=False)[1]
         return Blocks.of(torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, value=True))
 
+    def listed(active: Tensor) -> Blocks:
+        return Blocks.of(active.numpy())
+
     return {
-        "top-k": lambda: top_k(proxies(q, k), DENSITY),
-        "top-k, text and self kept": lambda: top_k(proxies(q, k), DENSITY, keep=keep),
-        "top-k, bfloat16": lambda: top_k(proxies(low_q, low_k), DENSITY),
-        "top-p": lambda: top_p(proxies(q, k), 0.9),
-        "top-p, text and self kept": lambda: top_p(proxies(q, k), 0.9, keep=keep),
+        "top-k": lambda: listed(top_k(proxies(q, k), DENSITY)),
+        "top-k, text and self kept": lambda: listed(top_k(proxies(q, k), DENSITY, keep=keep)),
+        "top-k, bfloat16": lambda: listed(top_k(proxies(low_q, low_k), DENSITY)),
+        "top-p": lambda: listed(top_p(proxies(q, k), 0.9)),
+        "top-p, text and self kept": lambda: listed(top_p(proxies(q, k), 0.9, keep=keep)),
         PEER: peer,
         READ: lambda: (q.sum(), k.sum()),
         DENSE: lambda: scaled_dot_product_attention(small_q, small_k, small_v),

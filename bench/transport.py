@@ -55,7 +55,7 @@ from weft.run.spawn.pool import Pool
 RANKS, HEADS, DIM = 2, 8, 64
 CPU = torch.device("cpu")
 SLEEP = 0.05
-GLOO, SHM, COPY, FLAGS, COMPUTE = "gloo", "shared memory", "with copy and ack", "sync=flags", "compute alone"
+GLOO, SHM, COPY, COMPUTE = "gloo", "shared memory", "with copy and ack", "compute alone"
 MB = 1 << 20
 TIMEOUTS = {GLOO: 120.0, SHM: 121.0}  # a world is made once for each time-out, with the transport of then
 
@@ -74,7 +74,7 @@ def _comm(kind: str) -> Any:
     base = GroupComm(dist.group.WORLD, TIMEOUTS[GLOO])
     if kind == GLOO:
         return base
-    return OneSidedComm(base, shm.rendezvous, base.timeout, sync="flags" if kind == FLAGS else "barrier")
+    return OneSidedComm(base, shm.rendezvous, base.timeout)
 
 
 def _message(num_bytes: int, *, copied: bool) -> Callable[[], None]:
@@ -143,7 +143,7 @@ def prepare_straggler(tokens: int) -> None:
     schedule = build("ring", problem, BlockMask.dense(HEADS, tokens))
     shards = [torch.randn(1, HEADS, layout.rows(dist.get_rank()), DIM) for _ in range(3)]
     chance = random.Random(dist.get_rank())
-    for kind in (GLOO, SHM, FLAGS):
+    for kind in (GLOO, SHM):
         kernel = _Sleepy(choose("auto"))
         executor = Executor(schedule, _comm(kind), kernel, name=kind)
 
@@ -219,7 +219,7 @@ def _straggler(report: Results, played: Sequence[Round]) -> None:
         kind: median(
             late - on_time for late, on_time in zip(wall[f"{kind}, asleep"], wall[kind], strict=True)
         )
-        for kind in (GLOO, SHM, FLAGS)
+        for kind in (GLOO, SHM)
     }
     report.rows.append(
         Row(

@@ -224,7 +224,7 @@ DENSE = Tiles(None, 192, 192, 192, 192)
             0.1,
             "256 queries by multiples of 128 keys",
         ),
-        (fa4("sm_90"), 64, torch.bfloat16, DENSE, 0.0, "scale must be > 0"),
+        (fa4("sm_90"), 64, torch.bfloat16, DENSE, 0.0, "takes a scale above 0"),
         (cudnn("sm_90"), 80, torch.bfloat16, SPARSE, 0.1, "has head dims"),
         (cudnn("sm_100"), 128, torch.float16, SPARSE, 0.1, "computes bfloat16, not float16"),
         (

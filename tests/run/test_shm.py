@@ -35,12 +35,8 @@ CPU = torch.device("cpu")
 Job = Callable[[OneSidedComm], Any]
 
 
-def run(
-    ranks: int, job: Job, *, sync: str = "barrier", timeout: float = 10.0, strict: bool = False
-) -> list[Any]:
-    return run_threads(
-        ranks, lambda base: job(OneSidedComm(base, shm.rendezvous, timeout, sync=sync, strict=strict))
-    )
+def run(ranks: int, job: Job, *, timeout: float = 10.0, strict: bool = False) -> list[Any]:
+    return run_threads(ranks, lambda base: job(OneSidedComm(base, shm.rendezvous, timeout, strict=strict)))
 
 
 def begun(comm: OneSidedComm) -> CallMemory:
@@ -60,19 +56,15 @@ def both_ways(executor: Executor, truth: Truth) -> tuple[Any, Any]:
 
 
 @settings(max_examples=40)
-@given(
-    case=cases(61, max_ranks=5),
-    keep=st.sampled_from(("all", "none", "auto")),
-    sync=st.sampled_from(("barrier", "flags")),
-)
-def test_any_schedule_in_shared_memory_equals_dense_attention(case: Case, keep: str, sync: str) -> None:
+@given(case=cases(61, max_ranks=5), keep=st.sampled_from(("all", "none", "auto")))
+def test_any_schedule_in_shared_memory_equals_dense_attention(case: Case, keep: str) -> None:
     truths = [Truth.of(case.problem, case.mask, seed=seed) for seed in range(3)]
 
     def job(comm: OneSidedComm) -> list[Any]:
         executor = Executor(case.schedule, comm, choose("exact"), keep=keep)
         return [both_ways(executor, truth) for truth in truths]
 
-    by_rank = run(case.problem.ranks, job, sync=sync)
+    by_rank = run(case.problem.ranks, job)
     for truth, results in zip(truths, zip(*by_rank, strict=True), strict=True):
         assert truth.output_error([out for out, _ in results]) < 1e-10
         assert truth.gradient_error([grads for _, grads in results]) < 1e-10 * truth.size
@@ -161,18 +153,6 @@ def test_a_slow_reader_still_reads_what_was_sent_to_it() -> None:
         return [int(x.unique()) for x in seen]
 
     assert run(2, job)[1] == [1]
-
-
-def test_with_flags_nothing_is_written_while_a_peer_reads() -> None:
-    def job(comm: OneSidedComm) -> None:
-        lender = begun(comm)
-        comm.timeout = 0.1
-        if comm.rank == 0:
-            lender.end()
-            with pytest.raises(CommError, match="from rank 1"):
-                comm.begin(CPU)
-
-    run(2, job, sync="flags")
 
 
 def test_messages_of_different_plans_never_meet_and_may_be_awaited_in_any_order() -> None:

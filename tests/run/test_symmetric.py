@@ -24,7 +24,7 @@ from weft.plan.choose import build
 from weft.run.comm import shm, symmetric
 from weft.run.comm.onesided import OneSidedComm
 from weft.run.comm.symmetric import SymmetricWindow
-from weft.run.comm.symmetric_block import SymmetricHandle, TorchAllocator
+from weft.run.comm.symmetric_block import SymmetricAllocator, SymmetricHandle
 from weft.run.comm.watcher import Watcher
 from weft.run.comm.window import Descriptor
 from weft.run.execute import Executor
@@ -74,14 +74,13 @@ def check(truths: list[Truth], by_rank: list[list[Any]]) -> None:
 
 
 @pytest.mark.parametrize("name", ["ring", "ulysses", "gather+cuts", "usp:2x2", "torus:2x2"])
-@pytest.mark.parametrize("sync", ["barrier", "flags"])
 def test_attention_is_exact_and_leaves_no_signal(
-    name: str, sync: str, board: Callable[..., Board], fake: FakeStreams
+    name: str, board: Callable[..., Board], fake: FakeStreams
 ) -> None:
     truths, shared = [Truth.of(problem_of(37), seed=seed) for seed in range(3)], board(4)
 
     def job(base: ThreadComm) -> list[Any]:
-        comm = comm_over(shared, base, sync=sync)
+        comm = comm_over(shared, base)
         answers = both_ways(comm, name, truths)
         fake.drain()
         handle, _ = parts(comm.window)
@@ -514,7 +513,7 @@ def test_torch_has_what_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_SymmetricMemory, "empty_strided_p2p", lambda *args: asked.append(args))
     monkeypatch.setattr(_SymmetricMemory, "rendezvous", lambda *args: asked.append(args))
     cuda = torch.device("cuda", 3)
-    source = TorchAllocator(SimpleNamespace(group_name="pair"), cuda)  # type: ignore[arg-type]
+    source = SymmetricAllocator(SimpleNamespace(group_name="pair"), cuda)  # type: ignore[arg-type]
     source.empty(10)
     source.rendezvous(torch.zeros(1))
     assert asked == [((10,), (1,), torch.uint8, cuda), (torch.zeros(1), "pair")]

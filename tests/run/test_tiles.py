@@ -15,7 +15,6 @@ from weft.core.indices import Indices
 from weft.core.mask import BlockMask
 from weft.core.schedule import Attend, Piece
 from weft.run.kernels import guarded, make
-from weft.run.kernels.attend import attend
 from weft.run.kernels.tiles import Blocks, Tiles, TileSet
 
 
@@ -92,9 +91,9 @@ def test_a_mask_on_the_device_is_attended_to_without_the_host(group: int) -> Non
         blocks = Blocks.of(torch.empty(4, 4, 4, dtype=torch.bool, device="cuda"))
         assert blocks.kv.device.type == "cuda" and blocks.kv.shape[0] == prod((4, 4, 4))
         assert blocks.order.device.type == "cuda" and blocks.order.shape == (16,)
-        out, lse = attend(q, k, v, blocks, scale=0.1, block_q=64, block_k=64)
-        tiles = Tiles(None, 64, 64, 200, 200, listed=blocks)
-        make("triton").attend_backward(grad, q, k, v, (out, guarded(lse)), tiles, 0.1)
+        tiles, kernel = Tiles(None, 64, 64, 200, 200, listed=blocks), make("triton")
+        out, lse = kernel.attend(q, k, v, tiles, 0.1)
+        kernel.attend_backward(grad, q, k, v, (out, guarded(lse)), tiles, 0.1)
         assert not seen.faults
         assert {"triton::forward", "triton::grad_keys", "aten::scatter_"} <= seen.names.keys()
 

@@ -185,17 +185,6 @@ def place() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def init_world(store: Any) -> None:
-    """Join the world of the ranks that share `store`, a new one for each generation of ranks.
-
-    An old store still has the addresses of ranks that may be gone.
-    """
-    from weft.run.groups import join_world
-
-    rank, world = place()
-    join_world(store=store, rank=rank, world_size=world)
-
-
 def machines() -> int:
     """Return the number of machines that the world spans, by the launcher's environment."""
     world = int(os.environ.get("WORLD_SIZE", "1"))

@@ -30,6 +30,7 @@ from weft.run.net.channel import Closed
 from weft.run.net.scratch import use_for_multiprocessing
 from weft.run.net.secure import connect
 from weft.run.spawn.launch import usable_cores
+from weft.run.spawn.pool_rank import await_ends
 from weft.serve.api_error import one_line
 from weft.serve.messages import RankFailed, encode
 
@@ -148,13 +149,7 @@ def _end_ranks(ranks: Sequence[ForkServerProcess]) -> None:
     started = [rank for rank in ranks if rank.pid is not None]
     for rank in started:
         rank.terminate()
-    until = time.monotonic() + GRACE_SECONDS
-    for rank in started:
-        rank.join(max(0.0, until - time.monotonic()))
-        if rank.is_alive():
-            rank.kill()
-            rank.join()
-        rank.close()
+    await_ends(started, GRACE_SECONDS)
 
 
 def _rank(config: AgentConfig, local: int) -> None:

@@ -29,12 +29,12 @@ from weft.diffusers.parallelize import parallelize, restore
 from weft.generate import pretrained
 from weft.generate.resume import remember_prompts
 from weft.run.devices import default_dtype, device
-from weft.run.groups import new_group
+from weft.run.groups import join_world, new_group
 from weft.run.net.channel import Channel
 from weft.run.net.listener import Tunnel, listen
 from weft.run.net.secure import Address, connect
-from weft.run.net.stores import file_store, open_store, serve_store
-from weft.run.world import init_world, machines, place, world_of
+from weft.run.net.stores import open_store, serve_store
+from weft.run.world import machines, place, world_of
 from weft.serve import messages
 from weft.serve.agent import RankOptions
 from weft.serve.api_error import one_line
@@ -82,7 +82,9 @@ def main(
         if not isinstance(message, messages.Join):
             return
         if world > 1 and not dist.is_initialized():
-            init_world(served or _store(message, world, lambda: connect(address, token, "store")))
+            # A new store for each generation of ranks: an old one has addresses of ranks that may be gone.
+            store = served or _store(message, world, lambda: connect(address, token, "store"))
+            join_world(store=store, rank=rank, world_size=world)
         worker = RankWorker(options, inbox, heartbeat)
         worker.load(Path(model), options.get("name") or Path(model).name)
         emit(messages.Ready(facts=worker.model.facts))
@@ -101,7 +103,9 @@ def main(
 
 def _store(join: messages.Join, world: int, connect_store: Callable[[], Channel]) -> Store:
     """Return the store of this generation: a file, or what rank 0 serves on its machine's loopback."""
-    return open_store(Tunnel(connect_store).port) if machines() > 1 else file_store(join.store, world)
+    if machines() > 1:
+        return open_store(Tunnel(connect_store).port)
+    return dist.FileStore(join.store, world)  # pyright: ignore[reportPrivateImportUsage]
 
 
 class Inbox:

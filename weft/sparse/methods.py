@@ -25,7 +25,7 @@ from weft.core.mask import BlockMask
 from weft.core.voxels import Extent
 from weft.masks.grid import TokenGrid
 from weft.masks.spec import PRODUCERS, mask_from_spec, options
-from weft.run.kernels.budget import Keep
+from weft.run.kernels.keep import Keep
 from weft.sparse.context import AttentionContext, SparseAttention
 from weft.sparse.pooling import recall, sample_positions, top_k_tiles
 

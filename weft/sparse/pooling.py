@@ -19,7 +19,7 @@ from torch import Tensor
 from weft.core.indices import EMPTY, Indices, IntArray
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask, BoolArray
-from weft.run.kernels.budget import Keep
+from weft.run.kernels.keep import Keep
 from weft.run.kernels.proxies import Proxies
 from weft.run.kernels.select import top_k
 from weft.run.switch import all_gather, gather, switch
@@ -106,7 +106,7 @@ def top_k_tiles(
     own_heads, blocks = pooled_q.shape[1:3]
     tiles = np.zeros((0, blocks, blocks), dtype=np.bool_)
     if own_heads:
-        tiles = top_k(Proxies(pooled_q, pooled_k), share, keep=keep).active.cpu().numpy()
+        tiles = top_k(Proxies(pooled_q, pooled_k), share, keep=keep).cpu().numpy()
     every = gather_tiles(tiles, heads, world, q.device)
     return every.mask(q_len=layout.size, kv_len=layout.size, block_q=block)
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import fsum, inf, isfinite, prod
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -34,10 +34,12 @@ from weft.plan.balanced import Balancer
 from weft.plan.place import Planned, planned
 from weft.plan.strategies import parse
 from weft.run.attention import attention
-from weft.run.kernels.attend import attend
+from weft.run.kernels import choose, guarded
+from weft.run.kernels.parity import parity_check
 from weft.run.kernels.proxies import elements_per_chunk, pool
+from weft.run.kernels.rules import KernelSpec
 from weft.run.kernels.select import top_k
-from weft.run.kernels.tiles import Blocks
+from weft.run.kernels.tiles import Blocks, Tiles
 from weft.run.world import LocalComm, World, world_of
 from weft.sparse.mask_cache import problem_of
 from weft.train.block_selection import KeyMass, Shares
@@ -140,21 +142,30 @@ def _kernels(
     length = min(tokens, LENGTH)
     q, k, v = (_draw(1, 1, length, dim).to(device, dtype).requires_grad_() for _ in range(3))
     block_q, block_k = block_sizes(config)
-    kwargs: Any = {"scale": dim**-0.5, "block_q": block_q, "block_k": block_k, "backend": backend}
     rows, cols = -(-length // block_q), -(-length // block_k)
     large, small = max(2, round(cols / LARGE_SHARE)), max(1, round(cols / SMALL_SHARE))
-    large_mask, small_mask = (
-        Blocks.of(torch.cat([*_tiles(rows, cols, count)])[None].to(device)) for count in (large, small)
+    active = [torch.cat([*_tiles(rows, cols, count)])[None].to(device) for count in (large, small)]
+    sizes = block_q, block_k, length, length
+    all_tiles, large_tiles, small_tiles = (
+        Tiles(None, *sizes, listed=each) for each in (None, *map(Blocks.of, active))
     )
+    spec = KernelSpec.of_operands(q, k, small_tiles, dim**-0.5)
+    kernel = choose(backend, spec.dtype, str(device), spec, parity_check(None, device))
+    grad = torch.ones_like(q)
 
-    def back(out: Tensor) -> None:
-        torch.autograd.grad(out.sum(), (q, k, v))
+    @torch.no_grad()
+    def attend(tiles: Tiles) -> None:
+        out, lse = kernel.attend(q, k, v, tiles, dim**-0.5)
+        kernel.attend_backward(grad, q, k, v, (out, guarded(lse)), tiles, dim**-0.5)
+
+    def attend_by_torch() -> None:
+        torch.autograd.grad(F.scaled_dot_product_attention(q, k, v), (q, k, v), grad)
 
     own, torch_sdpa, large_seconds, small_seconds = _time_in_turns(
-        lambda: back(attend(q, k, v, None, **kwargs)[0]),
-        lambda: back(F.scaled_dot_product_attention(q, k, v)),
-        lambda: back(attend(q, k, v, large_mask, **kwargs)[0]),
-        lambda: back(attend(q, k, v, small_mask, **kwargs)[0]),
+        lambda: attend(all_tiles),
+        attend_by_torch,
+        lambda: attend(large_tiles),
+        lambda: attend(small_tiles),
         device=device,
     )
     share = max(0.0, large_seconds - small_seconds) / (large - small) * cols

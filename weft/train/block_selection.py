@@ -79,7 +79,7 @@ def select_blocks(
     tiles = torch.ones(len(heads), cubes.rows, cubes.cols, dtype=torch.bool, device=device)
     for i, head in enumerate(heads):
         if (count := cubes.blocks(budgets[head])) < cubes.cols:
-            tiles[i] = top_k(scores.of(i, rows)[None], count, keep=cubes.keep).active[0]
+            tiles[i] = top_k(scores.of(i, rows)[None], count, keep=cubes.keep)[0]
     # Planning is on the host: one synchronization for all heads.
     return gather_tiles(tiles.cpu().numpy(), len(budgets), world, device).mask(**cubes.mask_sizes)
 
@@ -88,7 +88,7 @@ def nearest_blocks(budgets: Shares, cubes: Cubes) -> BlockMask:
     """Keep the tiles around each block; computed once for all steps, without communication."""
     counts = tuple(cubes.blocks(share) for share in budgets)
     if counts not in cubes.windows:
-        tiles = {n: top_k(cubes.proximity[None], n, keep=cubes.keep).active[0].numpy() for n in {*counts}}
+        tiles = {n: top_k(cubes.proximity[None], n, keep=cubes.keep)[0].numpy() for n in {*counts}}
         stacked = np.stack([tiles[count] for count in counts])
         cubes.windows[counts] = BlockMask.from_tiles(stacked, **cubes.mask_sizes)
     return cubes.windows[counts]

@@ -17,7 +17,7 @@ from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.voxels import Extent, Voxels
 from weft.masks.grid import TokenGrid
-from weft.run.kernels.budget import Keep
+from weft.run.kernels.keep import Keep
 from weft.sparse.mask_cache import reordered_layout
 
 

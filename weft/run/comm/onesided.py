@@ -33,9 +33,8 @@ Rendezvous = Callable[[Comm], tuple[Window | None, str]]
 class OneSidedComm:
     """`base` serves agreement and peers outside the window, which the first call makes.
 
-    sync    when a rank may write its memory again. barrier: calls alternate between two halves, so a call
-            waits only for peers that are in the call before the last. flags: one half, so every peer must
-            have left the last call.
+    Calls alternate between two halves of a rank's memory, so a call waits only for peers that are in the
+    call before the last.
     """
 
     def __init__(
@@ -45,7 +44,6 @@ class OneSidedComm:
         timeout: float,
         *,
         group: dist.ProcessGroup | None = None,
-        sync: str = "barrier",
         strict: bool = False,
         transport: str = "shm",
     ) -> None:
@@ -56,7 +54,6 @@ class OneSidedComm:
         self._rendezvous, self._strict = rendezvous, strict
         self.watcher: Watcher | None = None
         """Finds late ranks where streams wait and the host does not."""
-        self._halves = HALVES if sync == "barrier" else 1
         self._lent: list[CallMemory] = []
         self._is_met = False
         self.calls = 0
@@ -81,11 +78,11 @@ class OneSidedComm:
         if window is None or device.type != window.device_type:
             return None
         if not self._lent:
-            self._lent = [CallMemory(self, window, number) for number in range(self._halves)]
+            self._lent = [CallMemory(self, window, number) for number in range(HALVES)]
         self.calls += 1
         self._landed.clear()
         try:
-            half = window.turn(self.calls, self._halves, self.timeout)
+            half = window.turn(self.calls, self.timeout)
         except LatePeerError as late:
             raise self.late(late, "op 0 (leave to write again)", self.timeout) from late
         return self._lent[half]

@@ -72,9 +72,9 @@ class ShmWindow(Window):
         self._until(lambda: bool(mailbox), peer, timeout)
         return mailbox.popleft()
 
-    def turn(self, call: int, halves: int, timeout: float) -> int:
-        self.barrier(call - halves, timeout)
-        return call % halves
+    def turn(self, call: int, timeout: float) -> int:
+        self.barrier(call - HALVES, timeout)
+        return call % HALVES
 
     def arrive(self, call: int) -> None:
         self._c.weft_set(self._segments[self.rank].line(BARRIER), call)

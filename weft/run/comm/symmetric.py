@@ -28,7 +28,6 @@ from weft.run.comm.symmetric_block import (
     SymmetricAllocator,
     SymmetricBlock,
     SymmetricHandle,
-    TorchAllocator,
     symmetric_backend,
 )
 from weft.run.comm.window import HALVES, Descriptor, LatePeerError, Window
@@ -156,8 +155,8 @@ class SymmetricWindow(Window):
             landed = self._under_way["land"] = streams.record(self._device)
         return landed
 
-    def turn(self, call: int, halves: int, timeout: float) -> int:
-        self._half = call % halves if self._block is None else self._block.turn(halves)
+    def turn(self, call: int, timeout: float) -> int:
+        self._half = call % HALVES if self._block is None else self._block.turn()
         if self._block is not None:
             self._await_readers(timeout)
         return self._half
@@ -217,7 +216,7 @@ def rendezvous(group: dist.ProcessGroup, base: Comm) -> tuple[Window | None, str
     if late := _without(base, ok=not reason):
         return None, reason or f"rank {late[0]} has no symmetric memory"
     assert host_window is not None
-    source = TorchAllocator(group, torch.device("cuda", torch.cuda.current_device()))
+    source = SymmetricAllocator(group, torch.device("cuda", torch.cuda.current_device()))
     return window_of(source, base, host_window)
 
 

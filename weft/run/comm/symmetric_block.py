@@ -51,9 +51,9 @@ class SymmetricBlock:
         self.half = 0
         """The half written last, or now."""
 
-    def turn(self, halves: int) -> int:
+    def turn(self) -> int:
         """Return the next half; ranks of a group may be at different ones, since descriptors have offsets."""
-        self.half = (self.half + 1) % halves
+        self.half = (self.half + 1) % HALVES
         return self.half
 
 
@@ -61,38 +61,24 @@ _newest: WeakValueDictionary[torch.device, SymmetricBlock] = WeakValueDictionary
 """The newest block of each device; windows keep blocks alive."""
 
 
-class SymmetricAllocator(Protocol):
-    """Allocator of symmetric memory for one process group."""
-
-    device: torch.device
-    group: str
-    blocks: MutableMapping[torch.device, SymmetricBlock]
-    """The newest block of each device, of any group."""
-
-    def empty(self, num_bytes: int) -> Tensor:
-        """Return new memory, which is freed with the last reference to it."""
-        ...
-
-    def rendezvous(self, memory: Tensor) -> SymmetricHandle:
-        """Map the memory of all ranks of the group, which call it together."""
-        ...
-
-
-class TorchAllocator:
-    """Allocate outside of torch's pool, which would never return memory to the device."""
+class SymmetricAllocator:
+    """Allocator for one process group, outside of torch's pool, which would never return memory."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.device = device
         self.group: str = group.group_name
         self.blocks: MutableMapping[torch.device, SymmetricBlock] = _newest
+        """The newest block of each device, of any group."""
 
     @torch.inference_mode(mode=False)  # the memory outlives the mode of this call
     def empty(self, num_bytes: int) -> Tensor:
+        """Return new memory, which is freed with the last reference to it."""
         from torch._C._distributed_c10d import _SymmetricMemory
 
         return _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, self.device)
 
     def rendezvous(self, memory: Tensor) -> SymmetricHandle:
+        """Map the memory of all ranks of the group, which call it together."""
         from torch._C._distributed_c10d import _SymmetricMemory
 
         return _SymmetricMemory.rendezvous(memory, self.group)  # pyright: ignore[reportReturnType] - `offset`

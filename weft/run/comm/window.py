@@ -64,7 +64,7 @@ class Window(Protocol):
         """Start to copy a message whose descriptor has arrived, behind `ready`; return its end."""
         raise AssertionError(f"{message.shape} is read in place, not copied to {into.shape} behind {ready}")
 
-    def turn(self, call: int, halves: int, timeout: float) -> int:
+    def turn(self, call: int, timeout: float) -> int:
         """Return the half that a call writes, once no peer reads it; raise LatePeerError."""
         ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ RULES: dict[str, Callable[[KernelSpec, str], str]] = {
     "cudnn_sparse": rules.cudnn_sparse,
     "triton": rules.triton,
     "gather": rules.gather,
-    "exact": rules.exact,
+    "exact": lambda _spec, _arch: "",
 }
 
 DISTRIBUTIONS = {
@@ -80,12 +80,17 @@ def order(spec: KernelSpec, platform: GpuPlatform) -> tuple[str, ...]:
     return (*(_DENSE_NEWER if newer else _DENSE), "exact")
 
 
+@lru_cache(1024)
+def broken_rule(backend: str, spec: KernelSpec, arch: str) -> str:
+    """Return why a backend has no kernel for this spec on an architecture; "" if it has one."""
+    above_zero = spec.positive or backend == "exact"
+    return RULES[backend](spec, arch) or ("" if above_zero else "it takes a scale above 0.")
+
+
 def refusal(backend: str, spec: KernelSpec, platform: GpuPlatform, check: ParityCheck | None = None) -> str:
     """Return why a backend cannot compute this spec on this platform, or fails `check`; "" if it can."""
-    if why := RULES[backend](spec, platform.arch):
+    if why := broken_rule(backend, spec, platform.arch):
         return why
-    if not spec.positive and backend != "exact":
-        return "it takes a scale above 0."
     if platform.deterministic and spec.backward and backend in NOT_DETERMINISTIC:
         return "its backward is not deterministic, which torch.use_deterministic_algorithms asks for."
     if backend in NEEDS and backend not in platform.installed:

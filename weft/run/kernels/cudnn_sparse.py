@@ -5,6 +5,7 @@ Weft has not run it on a GPU: `make test-cuda` compiles these calls, and `parity
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from weft.run.kernels.lists import block_sizes, padded_lists
 from weft.run.kernels.packages import PackageKernel
 from weft.run.kernels.tiles import Tiles
 
-SM90_ALIGNMENT = 128
-"""Alignment of pointers, in bytes, that its forward on sm_90 for blocks of 64 assumes."""
+_far_aligned = partial(aligned, size=128)
+"""As its forward on sm_90 for blocks of 64 assumes that pointers are."""
 
 
 class CudnnSparse(PackageKernel):
@@ -65,13 +66,6 @@ class CudnnSparse(PackageKernel):
             "softmax_scale": scale,
             "layout": "bhsd",
         }
-
-
-def _far_aligned(x: Tensor) -> Tensor:
-    """Align x as the forward on sm_90 assumes."""
-    x = aligned(x)
-    is_aligned = x.storage_offset() * x.element_size() % SM90_ALIGNMENT == 0
-    return x if is_aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def _compact(x: Tensor) -> Tensor:

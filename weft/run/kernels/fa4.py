@@ -51,19 +51,19 @@ class Fa4(PackageKernel):
         """Return the lists of the package; the backward reads the inverted ones."""
         if not tiles.sparse:
             return None
-        key = self.name, q.device, inverted
-        return tiles.cached(key, lambda: self._make_blocks(tiles, q.device, inverted=inverted))
 
-    def _make_blocks(self, tiles: Tiles, device: torch.device, *, inverted: bool) -> Any:
-        lists = padded_lists(tiles, device, inverted=inverted)
-        # All blocks are full. Without lists of partial blocks the kernels do not compile.
-        return self._package.BlockSparseTensorsTorch(
-            mask_block_cnt=torch.zeros_like(lists.counts),
-            mask_block_idx=torch.zeros_like(lists.index[..., :1]),
-            full_block_cnt=lists.counts,
-            full_block_idx=lists.index,
-            block_size=(tiles.block_q, tiles.block_k),
-        )
+        def make() -> Any:
+            lists = padded_lists(tiles, q.device, inverted=inverted)
+            # All blocks are full. Without lists of partial blocks the kernels do not compile.
+            return self._package.BlockSparseTensorsTorch(
+                mask_block_cnt=torch.zeros_like(lists.counts),
+                mask_block_idx=torch.zeros_like(lists.index[..., :1]),
+                full_block_cnt=lists.counts,
+                full_block_idx=lists.index,
+                block_size=(tiles.block_q, tiles.block_k),
+            )
+
+        return tiles.cached((self.name, q.device, inverted), make)
 
 
 def _tokens_first(x: Tensor) -> Tensor:

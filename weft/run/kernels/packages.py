@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from weft.core.errors import InputError, MissingError
 from weft.core.install import install_command
-from weft.run.kernels.choice import RULES, arch_of
+from weft.run.kernels.choice import arch_of, broken_rule
 from weft.run.kernels.merge import MergingKernel
 from weft.run.kernels.rules import KernelSpec
 from weft.run.kernels.tiles import Tiles
@@ -39,20 +38,9 @@ class PackageKernel(MergingKernel):
         """Return the architecture; raise if the package does not serve these operands there."""
         arch = self._arch or arch_of(q.device)
         spec = KernelSpec.of_operands(q, k, tiles, scale, backward=backward)
-        if why := _refusal(self.name, spec, arch):
+        if why := broken_rule(self.name, spec, arch):
             raise InputError(
                 f"backend={self.name!r} cannot compute the {spec} on {arch}: {why}",
                 hint="backend='auto' takes one that can.",
             )
-        if not scale > 0:
-            # Both packages find the largest score before they scale it, and mask with -inf.
-            raise InputError(
-                f"scale must be > 0 for backend={self.name!r}, got {scale}.",
-                hint="backend='exact' takes any.",
-            )
         return arch
-
-
-@lru_cache(1024)
-def _refusal(backend: str, spec: KernelSpec, arch: str) -> str:
-    return RULES[backend](spec, arch)

@@ -16,14 +16,11 @@ def elements_per_chunk(device: torch.device) -> int:
     return 1 << 20 if device.type == "cpu" else 1 << 24
 
 
-def pool(x: Tensor, block: int, *, length: int | None = None) -> Tensor:
-    """Average blocks of tokens: [..., tokens, D] to [..., blocks, D], in float32 or better.
-
-    Tokens from `length` on are padding and ignored.
-    """
-    length = x.shape[-2] if length is None else length
-    if not 1 <= length <= x.shape[-2] or block < 1:
-        raise InputError(f"Cannot pool {length} of {x.shape[-2]} tokens in blocks of {block}.")
+def pool(x: Tensor, block: int) -> Tensor:
+    """Average blocks of tokens: [..., tokens, D] to [..., blocks, D], in float32 or better."""
+    length = x.shape[-2]
+    if length < 1 or block < 1:
+        raise InputError(f"Cannot pool {length} tokens in blocks of {block}.")
     dtype = torch.promote_types(x.dtype, torch.float32)
     means = x.new_empty(*x.shape[:-2], -(-length // block), x.shape[-1], dtype=dtype)
     full = length // block
@@ -33,7 +30,7 @@ def pool(x: Tensor, block: int, *, length: int | None = None) -> Tensor:
     else:
         _pool_in_cache(body, block, blocks)
     if length % block:
-        torch.mean(x[..., full * block : length, :].detach(), -2, dtype=dtype, out=means[..., -1, :])
+        torch.mean(x[..., full * block :, :].detach(), -2, dtype=dtype, out=means[..., -1, :])
     return means
 
 
@@ -48,7 +45,7 @@ def _pool_in_cache(x: Tensor, block: int, means: Tensor) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Proxies:
-    """q [B, H, q blocks, r] and k [B, kv heads, kv blocks, r]; a block's score is scale · q · k.
+    """q [B, H, q blocks, r] and k [B, H, kv blocks, r]; a block's score is scale · q · k.
 
     `scale` (r^-0.5 if not given) has no part in a top-k; a top-p takes the softmax of the scores.
     """
@@ -59,10 +56,10 @@ class Proxies:
 
     def __post_init__(self) -> None:
         q, k = self.q.shape, self.k.shape
-        if len(q) != 4 or len(k) != 4 or q[0] != k[0] or q[3] != k[3] or q[1] % k[1] or 0 in (*q, *k):
+        if len(q) != 4 or len(k) != 4 or q[:2] != k[:2] or q[3] != k[3] or 0 in (*q, *k):
             raise InputError(
                 f"Proxies of shapes {tuple(q)} and {tuple(k)} do not fit.",
-                hint="Expected [B, H, q blocks, r] and [B, H or fewer, kv blocks, r].",
+                hint="Expected [B, H, q blocks, r] and [B, H, kv blocks, r].",
             )
 
     @property
@@ -77,45 +74,6 @@ class Proxies:
     def scores(self, heads: slice, rows: slice) -> Tensor:
         q = self.q[:, heads, rows].detach()
         q = q.to(torch.promote_types(q.dtype, torch.float32))
-        k, share = self.k.detach(), self.q.shape[1] // self.k.shape[1]
-        if share == 1:
-            k = k[:, heads]
-        else:
-            k = k.index_select(1, torch.arange(heads.start, heads.stop, device=k.device) // share)
-        k = k.to(q.dtype)
+        k = self.k[:, heads].detach().to(q.dtype)
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
         return q.mul(scale) @ k.mT
-
-
-@dataclass(frozen=True, eq=False)
-class PrecomputedScores:
-    """Scores of the caller: [B, H, q blocks, kv blocks]."""
-
-    all: Tensor
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        batch, heads, rows, cols = self.all.shape
-        return batch, heads, rows, cols
-
-    @property
-    def device(self) -> torch.device:
-        return self.all.device
-
-    def scores(self, heads: slice, rows: slice) -> Tensor:
-        return self.all[:, heads, rows].detach()
-
-
-ScoreSource = Proxies | PrecomputedScores
-
-
-def score_source(source: Proxies | Tensor) -> ScoreSource:
-    if isinstance(source, Proxies):
-        return source
-    scores = source[None] if source.ndim == 3 else source
-    if scores.ndim != 4 or not scores.numel():
-        raise InputError(
-            f"Scores of shape {tuple(source.shape)} cannot be selected from.",
-            hint="Expected [heads, q blocks, kv blocks], with a batch before them or not.",
-        )
-    return PrecomputedScores(scores)

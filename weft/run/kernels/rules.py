@@ -82,7 +82,9 @@ def cudnn(spec: KernelSpec, arch: str) -> str:
         return "it computes dense tiles."
     if arch not in NVIDIA:
         return f"it needs an NVIDIA GPU, not {arch}."
-    return _half(spec, arch) or _at_most(spec, CUDNN_DIMS) or _in_eights(spec)
+    if why := _half(spec, arch) or _at_most(spec, CUDNN_DIMS):
+        return why
+    return f"its head dims are multiples of 8, not {spec.head_dim}." if spec.head_dim % 8 else ""
 
 
 def gather(spec: KernelSpec, arch: str) -> str:
@@ -102,12 +104,6 @@ def triton(spec: KernelSpec, arch: str) -> str:
         return why
     if spec.sparse and (spec.block_q % min(BLOCKS) or spec.block_k % min(BLOCKS)):
         return f"its blocks are multiples of {min(BLOCKS)} tokens, not {spec.block_q} by {spec.block_k}."
-    return ""
-
-
-def exact(spec: KernelSpec, arch: str) -> str:
-    """Torch's attention in float32."""
-    del spec, arch
     return ""
 
 
@@ -193,7 +189,3 @@ def _half(spec: KernelSpec, arch: str) -> str:
 
 def _at_most(spec: KernelSpec, limit: int) -> str:
     return f"its head dims end at {limit}, not {spec.head_dim}." if spec.head_dim > limit else ""
-
-
-def _in_eights(spec: KernelSpec) -> str:
-    return f"its head dims are multiples of 8, not {spec.head_dim}." if spec.head_dim % 8 else ""

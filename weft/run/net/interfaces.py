@@ -51,8 +51,10 @@ def choose(master: str, interface: str, *, is_master: bool) -> tuple[str, str]:
                 f"--interface {interface} has no address on this machine.",
                 hint=f"Interfaces with an address: {', '.join(known)}.",
             )
-        own = next((each for each in known[interface] if is_master and each == _resolved(master)), "")
-        return interface, own or known[interface][0]
+        own = known[interface][0]
+        with suppress(InputError):  # with --interface, --master need not resolve here
+            own = next((each for each in known[interface] if is_master and each == resolve(master)), own)
+        return interface, own
     target = resolve(master)
     if is_master and _is_loopback(target) and master not in (target, "localhost"):
         raise InputError(  # as Debian does with a machine's own name
@@ -68,13 +70,6 @@ def choose(master: str, interface: str, *, is_master: bool) -> tuple[str, str]:
         f"No interface of this machine {verb} {target} (--master {master}).",
         hint=f"Pass --interface, one of {', '.join(known)}, or an address of machine 0 as --master.",
     )
-
-
-def _resolved(master: str) -> str:
-    """Return the address of machine 0, or "": with --interface it need not resolve here."""
-    with suppress(InputError):
-        return resolve(master)
-    return ""
 
 
 def addresses() -> dict[str, list[str]]:

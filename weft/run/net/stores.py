@@ -7,14 +7,8 @@ from __future__ import annotations
 
 import os
 import socket
-from pathlib import Path
 
-from torch.distributed import FileStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
-
-def file_store(path: str | Path, world: int) -> FileStore:
-    """Return a store in a file, for ranks of one machine; each generation of ranks needs a new file."""
-    return FileStore(str(path), world)
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 
 def serve_store(listening: socket.socket) -> TCPStore:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -95,14 +95,19 @@ def end_ranks(
     for process in processes:
         if not grace and process.is_alive():
             process.terminate()
-    deadline = time.monotonic() + (STOP_SECONDS + 1.0 if grace else KILL_SECONDS)
+    await_ends(processes, STOP_SECONDS + 1.0 if grace else KILL_SECONDS)
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def await_ends(processes: Sequence[ForkServerProcess], seconds: float) -> None:
+    """Wait until all processes have ended, and kill those that have not after some seconds."""
+    deadline = time.monotonic() + seconds
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
         if process.is_alive():
             process.kill()
             process.join()
         process.close()
-    shutil.rmtree(directory, ignore_errors=True)
 
 
 def call(fn: Callable[..., Any], *args: Any) -> bytes:
