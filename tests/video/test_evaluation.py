@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.diffusers.toys import seeded
+from tests.video.clips import render
 from weft.cli.main import main
 from weft.core.errors import InputError
 from weft.video.captions import LENGTH, WORDS
@@ -23,7 +24,6 @@ from weft.video.evaluation import compare, generate_clips, held_out_loss, paired
 from weft.video.metrics import FEATURES, features, frechet, psnr, ssim
 from weft.video.pan import Pan
 from weft.video.pipeline import VideoPipeline
-from weft.video.scenes import Scene, render
 from weft.video.shapes import Shapes
 from weft.video.transformer import DiTConfig, VideoDiT
 
@@ -175,7 +175,7 @@ def test_generated_clips_follow_seed_and_place(pipe: VideoPipeline) -> None:
 def test_accuracy_of_a_pipe_that_paints_what_it_is_told() -> None:
     def paints(prompts: Sequence[str], **_: Any) -> SimpleNamespace:
         told = [prompt.replace("star", "square") for prompt in prompts]  # it knows no stars
-        return SimpleNamespace(frames=np.stack([render(Scene.of(p), 8, 32) for p in told]))
+        return SimpleNamespace(frames=np.stack([render(p, 8, 32) for p in told]))
 
     paints.transformer = nn.Identity()  # type: ignore[attr-defined]
     asked = ["a red circle", "a blue star moving up", "a white square moving left"]
