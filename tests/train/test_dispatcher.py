@@ -133,7 +133,7 @@ def test_a_block_waits_for_its_own_predictor_but_not_for_ever() -> None:
     dispatcher = made(part, layers=2)
     for step in range(7):
         dispatcher.begin(step)
-        stages = [dispatcher.stage(layer) for layer in range(2)]
+        stages = [dispatcher.record(layer)["stage"] for layer in range(2)]
         sparse = [dispatcher.budgets(layer) is not None for layer in range(2)]
         dispatcher.observe(0, [0.1] * HEADS, 0.95 * part.mass)
         dispatcher.observe(1, [0.1] * HEADS, 0.5)

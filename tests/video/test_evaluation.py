@@ -20,7 +20,7 @@ from weft.core.errors import InputError
 from weft.video.captions import LENGTH, WORDS
 from weft.video.checker import accuracy
 from weft.video.dataset import HELD_OUT, to_tensor
-from weft.video.evaluation import compare, generate_clips, held_out_loss, paired_difference
+from weft.video.evaluation import generate_clips, held_out_loss, paired_difference
 from weft.video.metrics import FEATURES, features, frechet, psnr, ssim
 from weft.video.pan import Pan
 from weft.video.pipeline import VideoPipeline
@@ -168,8 +168,6 @@ def test_generated_clips_follow_seed_and_place(pipe: VideoPipeline) -> None:
     assert made.shape == (3, 4, 24, 24, 3) and pipe.transformer.training
     np.testing.assert_array_equal(generate_clips(pipe, asked[:2], **how), made[:2])
     assert (generate_clips(pipe, asked[:2], seed=1, **how) != made[:2]).any()
-    alike = compare(made, made * 0.9)
-    assert alike.psnr.shape == alike.ssim.shape == (3,) and alike.ssim.max() < 1
 
 
 def test_accuracy_of_a_pipe_that_paints_what_it_is_told() -> None:

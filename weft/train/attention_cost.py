@@ -40,7 +40,7 @@ from weft.run.kernels.select import top_k
 from weft.run.kernels.tiles import Blocks
 from weft.run.world import LocalComm, World, world_of
 from weft.sparse.mask_cache import problem_of
-from weft.train.block_selection import KeyMass, Shares
+from weft.train.block_selection import Shares, key_mass
 from weft.train.predictor import Predictor, loss_backward
 
 if TYPE_CHECKING:
@@ -192,9 +192,9 @@ def _selection(tokens: int, dim: int, device: torch.device, config: SparseConfig
             loss_backward(predictor, config.loss, rows @ k.mT, rows, k, tokens, alone)
             with torch.no_grad():
                 low, block = (predictor(q, 0), predictor(k, 1)), block_k
-        scores = KeyMass(pool(low[0], block_q)[0], low[1][0], block)
+        scores = key_mass(pool(low[0], block_q)[0], low[1][0], block)
         for head in range(heads):
-            top_k(scores.of(head, groups)[None], 1 / SMALL_SHARE)
+            top_k(scores(head, groups)[None], 1 / SMALL_SHARE)
 
     return _time_in_turns(select, device=device)[0] / heads
 

@@ -20,7 +20,7 @@ from weft.core.mask import BlockMask
 from weft.run.switch import gather
 from weft.sparse.context import AttentionContext
 from weft.sparse.pooling import block_means, gather_rows, owned_tokens, switch_to_heads
-from weft.train.block_selection import BlockScores, KeyMass, Proximity, Shares, nearest_blocks, select_blocks
+from weft.train.block_selection import BlockScores, Shares, key_mass, nearest_blocks, select_blocks
 from weft.train.cubes import Cubes
 from weft.train.predictor import Predictor, loss_backward
 
@@ -98,7 +98,7 @@ class AttentionStats:
         block_scores = self._block_scores  # communicates: also on ranks without heads
         for head, probs in enumerate(weights):
             blocks = F.pad(probs, (0, -probs.shape[1] % cubes.block_k)).unflatten(1, (cubes.cols, -1)).sum(2)
-            scores = block_scores.of(head, groups).masked_fill(always_kept, torch.inf)
+            scores = block_scores(head, groups).masked_fill(always_kept, torch.inf)
             order = scores.sort(descending=True, stable=True)[1]
             curves[head, 0] = blocks.gather(1, order).cumsum(1).mean(0)
             curves[head, 1] = blocks.sort(descending=True)[0].cumsum(1).mean(0)
@@ -120,16 +120,17 @@ class AttentionStats:
     def _block_scores(self) -> BlockScores:
         cubes, layout, world = self.cubes, self.layout, self.world
         if self.config.method == "window":
-            return Proximity(cubes.proximity.to(self.q.device))
+            proximity = cubes.proximity.to(self.q.device)
+            return lambda _, rows: proximity[rows]
         if self.predictor is None or self.inputs is None:
             sizes = (self.q, cubes.block), (self.k, cubes.block_k)
-            return KeyMass(*(block_means(x, layout, world, size)[0] for x, size in sizes), block=1)
+            return key_mass(*(block_means(x, layout, world, size)[0] for x, size in sizes), block=1)
         low = _folded(self.predictor(self.inputs[0], 0))
         if self.config.proxy == "center":
             queries = gather_rows(low, layout, world, cubes.centers)[0, self.local_heads]
         else:
             queries = block_means(low, layout, world, cubes.block)[0]
-        return KeyMass(queries.to(self._low_keys.dtype), self._low_keys, cubes.block_k)
+        return key_mass(queries.to(self._low_keys.dtype), self._low_keys, cubes.block_k)
 
     @cached
     def _low_keys(self) -> Tensor:

@@ -7,8 +7,7 @@ rank scores some of the heads, with all tokens, and sends its selection as bits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -27,47 +26,28 @@ Shares = npt.NDArray[np.float64]
 """Of keys, or of key blocks, by head."""
 
 
-class BlockScores(Protocol):
-    """Scores of pairs of blocks, for this rank's heads."""
-
-    def of(self, head: int, rows: Tensor) -> Tensor:
-        """Return [rows, key blocks] for some query blocks; higher is better."""
-        ...
+BlockScores = Callable[[int, Tensor], Tensor]
+"""Of one of this rank's heads and some query blocks: [rows, key blocks]; higher is better."""
 
 
-@dataclass(frozen=True, eq=False)
-class KeyMass:
-    """Scores by a query of each block [heads, rows, r] and keys [heads, keys, r], `block` of them a block."""
+def key_mass(queries: Tensor, keys: Tensor, block: int) -> BlockScores:
+    """Score by a query of each block [heads, rows, r] and keys [heads, keys, r], `block` of them a block."""
+    chunk = max(1, elements_per_chunk(keys.device) // keys.shape[1])
 
-    queries: Tensor
-    keys: Tensor
-    block: int
-
-    def of(self, head: int, rows: Tensor) -> Tensor:
-        keys = self.keys[head].mT
-        chunk = max(1, elements_per_chunk(keys.device) // keys.shape[1])
-        return torch.cat([self._of(queries, keys) for queries in self.queries[head, rows].split(chunk)])
-
-    def _of(self, queries: Tensor, keys: Tensor) -> Tensor:
+    def of_chunk(queries: Tensor, keys: Tensor) -> Tensor:
         scores = queries @ keys
-        if self.block == 1:
+        if block == 1:
             return scores
         scores.sub_(scores.amax(1, keepdim=True)).exp_()  # no log, which would not change the order
-        full = scores.shape[1] // self.block * self.block
-        mass = scores[:, :full].unflatten(1, (-1, self.block)).sum(-1)
+        full = scores.shape[1] // block * block
+        mass = scores[:, :full].unflatten(1, (-1, block)).sum(-1)
         if full == scores.shape[1]:
             return mass
         return torch.cat((mass, scores[:, full:].sum(1, keepdim=True)), 1)
 
-
-@dataclass(frozen=True, eq=False)
-class Proximity:
-    """Scores by the distance of blocks, the same for all heads."""
-
-    proximity: Tensor
-
-    def of(self, head: int, rows: Tensor) -> Tensor:  # noqa: ARG002 - that of BlockScores
-        return self.proximity[rows]
+    return lambda head, rows: torch.cat(
+        [of_chunk(some, keys[head].mT) for some in queries[head, rows].split(chunk)]
+    )
 
 
 def select_blocks(
@@ -79,7 +59,7 @@ def select_blocks(
     tiles = torch.ones(len(heads), cubes.rows, cubes.cols, dtype=torch.bool, device=device)
     for i, head in enumerate(heads):
         if (count := cubes.blocks(budgets[head])) < cubes.cols:
-            tiles[i] = top_k(scores.of(i, rows)[None], count, keep=cubes.keep).active[0]
+            tiles[i] = top_k(scores(i, rows)[None], count, keep=cubes.keep).active[0]
     # Planning is on the host: one synchronization for all heads.
     return gather_tiles(tiles.cpu().numpy(), len(budgets), world, device).mask(**cubes.mask_sizes)
 

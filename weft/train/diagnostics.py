@@ -80,17 +80,3 @@ def explaining_out_of_memory() -> Iterator[None]:
             f"There is not enough memory: {reason}.",
             hint="Lower train.batch or the sizes in [data] and [model], or use more ranks.",
         ) from error
-
-
-@contextmanager
-def reading(source: str) -> Iterator[None]:
-    """Turn errors of parsing a file's contents into one that names their `source`."""
-    try:
-        yield
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        if isinstance(error, WeftError):
-            raise
-        raise InputError(
-            f"{source} cannot be used: {type(error).__name__}: {error}.",
-            hint="Resume with the recipe and the version of weft that wrote it, or give another --out.",
-        ) from error

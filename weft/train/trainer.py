@@ -33,7 +33,7 @@ from weft.run.devices import device
 from weft.train import artifacts
 from weft.train.checkpoints import Checkpoints
 from weft.train.data import ClipLoader, source_of
-from weft.train.diagnostics import check_same, diverged, explaining_out_of_memory, reading
+from weft.train.diagnostics import check_same, diverged, explaining_out_of_memory
 from weft.train.journal import Journal
 from weft.train.mesh import TrainingMesh, full
 from weft.train.optimizer import lr_at, make_optimizers, update_ema
@@ -243,8 +243,7 @@ class Trainer:
             set_model_state_dict(self.model, state["model"])
             set_optimizer_state_dict(self.model, self.optimizers, state["optimiser"])
             if self.sparse is not None:
-                with reading(f"The state of [sparse] at step {resumed} of {self.folder}"):
-                    self.sparse.load_state_dict(state["sparse"])
+                self.sparse.load_state_dict(state["sparse"])
             self.done = resumed
         if self.journal is not None:
             self.journal.rewind(self.done)

@@ -2,7 +2,7 @@
 
 a, b = (held_out_loss(model, source, clips=64) for model in (dense, sparse))
 print(paired_difference(a, b))            # +0.31% (-0.10% to +0.72%)
-print(compare(generate_clips(pipe_a, prompts), generate_clips(pipe_b, prompts)))   # PSNR 24.1 dB, SSIM 0.912
+print(ssim(generate_clips(pipe_a, prompts), generate_clips(pipe_b, prompts)))       # see weft.video.metrics
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from weft.core.errors import InputError
 from weft.video import flow
 from weft.video.dataset import HELD_OUT, ClipSource, to_tensor, tokenizer_of
-from weft.video.metrics import psnr, ssim
 
 if TYPE_CHECKING:
     from weft.video.pipeline import VideoPipeline
@@ -69,21 +68,6 @@ def generate_clips(
             texts = list(prompts[start : start + batch])
             clips.extend(pipe(texts, generator=flow.generator(seed, start), **kwargs).frames)
     return np.stack(clips)
-
-
-class Similarity(NamedTuple):
-    """Of each clip to its counterpart."""
-
-    psnr: np.ndarray
-    ssim: np.ndarray
-
-    def __str__(self) -> str:
-        return f"PSNR {self.psnr.clip(max=100).mean():.1f} dB, SSIM {self.ssim.mean():.3f}"
-
-
-def compare(a: np.ndarray, b: np.ndarray) -> Similarity:
-    """Compare the clips of two models for the same prompts and seed."""
-    return Similarity(psnr(a, b), ssim(a, b))
 
 
 @dataclass(frozen=True)
