@@ -64,7 +64,7 @@ def request(model: Path, **options: Any) -> Request:
     [
         (("-o", "out.webp"), "out.webp must end in one of .mp4, .gif, .png"),
         (("-o", "no/such/out.mp4"), "There is no folder no/such for out.mp4"),
-        (("-o", "{tmp}/folder.mp4"), "cannot be written"),
+        (("-o", "{tmp}/folder.mp4"), "is a folder"),
         (("-o", "{tmp}/out.mp4"), "is no Diffusers checkpoint directory: it has no model_index.json"),
     ],
 )

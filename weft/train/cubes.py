@@ -50,11 +50,8 @@ class Cubes:
     def place(self) -> IntArray:
         """The position of each token in this order."""
         before, video = self._grid.prefix, self.video
-        place = np.empty(self.tokens, dtype=np.int64)
-        place[before : before + video] = self.voxels.inverse[:video]
-        place[:before] = np.arange(video, video + before)
-        place[before + video :] = np.arange(video + before, self.tokens)
-        return place
+        of_video, text = np.split(self.voxels.inverse, [video])
+        return np.concatenate((text[:before], of_video, text[before:]))
 
     @cached_property
     def keep(self) -> Keep:

@@ -24,8 +24,9 @@ from typing import Any, Literal
 from weft.core import files, tables
 from weft.core.backends import check_backend
 from weft.core.errors import InputError
+from weft.core.voxels import Extent
+from weft.video.transformer import DiTSizes
 
-Extent = tuple[int, int, int]
 MAX_BATCH, MAX_FRAMES, MAX_SIZE = 1 << 20, 1 << 16, 1 << 14
 MAX_BLOCK, MAX_TOKENS = 1 << 16, 1 << 24
 """A recipe may come from a stranger: larger values overflow in kernels, or would take all memory."""
@@ -43,19 +44,9 @@ RENAMED = {
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """Sizes of the VideoDiT; see `weft.video.transformer.DiTConfig`."""
+class ModelConfig(DiTSizes):
+    """Sizes of the VideoDiT, and its initial weights."""
 
-    patch: Extent = (4, 8, 8)
-    width: int = 192
-    depth: int = 6
-    heads: int = 6
-    mlp: int = 4
-    qk_norm: bool = True
-    phrase: int = 0
-    """Words per phrase; 4 in weft's own captions, 0 for words that stand alone."""
-    upscale: int = 1
-    """Train on clips downscaled by this factor, and fit an upscaler for the rest."""
     start: str = ""
     """Directory of a model whose weights training starts from."""
 

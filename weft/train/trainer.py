@@ -187,10 +187,10 @@ class Trainer:
         recipe, (clip, _) = self.recipe, self.clips.load(self.clips.indices(1)[:1])
         frames, channels, height, width = clip.shape[1:]
         sizes = {name: size for name, size in vars(recipe.model).items() if name != "start"}
-        up, tokenizer = recipe.model.upscale, self.clips.tokenizer
+        up, vocabulary = recipe.model.upscale, self.clips.vocabulary
         sizes |= {"channels": channels, "video": (frames, height * up, width * up)}
         sizes |= {"shift": math.exp(recipe.train.logit_mean), "pixels": recipe.data.set != "latents"}
-        return DiTConfig(words=len(tokenizer.words), length=tokenizer.length, **sizes)
+        return DiTConfig(words=len(vocabulary.words), length=vocabulary.length, **sizes)
 
     def _make_model(self) -> VideoDiT:
         torch.manual_seed(self.recipe.train.seed)  # the same weights on all ranks, before they are sharded

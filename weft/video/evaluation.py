@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from weft.core.errors import InputError
 from weft.video import flow
-from weft.video.dataset import HELD_OUT, ClipSource, to_tensor, tokenizer_of
+from weft.video.dataset import HELD_OUT, ClipSource, to_tensor, vocabulary_of
 
 if TYPE_CHECKING:
     from weft.video.pipeline import VideoPipeline
@@ -44,7 +44,7 @@ def held_out_loss(
     if source.num_clips is not None and not 0 < clips <= source.num_clips:
         raise InputError(f"clips must be in [1, {source.num_clips}], the size of the set, got {clips}.")
     first = HELD_OUT if source.num_clips is None else source.num_clips - clips
-    encode = tokenizer_of(source).encode
+    encode = vocabulary_of(source).encode
     losses: list[Tensor] = []
     with eval_mode(model):
         weight = next(model.parameters())
