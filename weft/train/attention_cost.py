@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from math import fsum, inf, isfinite, prod
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -49,8 +48,6 @@ if TYPE_CHECKING:
 LENGTH, ROUNDS = 1536, 5
 LARGE_SHARE, SMALL_SHARE = 2, 8  # a half and an eighth of the keys
 PICO = 1e12
-RANDN_CHUNK = 16
-"""torch draws normal numbers in chunks of 16: pieces of multiples of it equal one draw."""
 CPU = torch.device("cpu")
 
 
@@ -163,11 +160,11 @@ def _kernels(
 
 
 def _tiles(rows: int, cols: int, count: int, seed: int = 0) -> Iterator[Tensor]:
-    """Yield pieces of booleans [rows, cols], `count` true in every row; together they equal one draw."""
+    """Yield booleans [rows, cols] in pieces of bounded size, `count` true in every row."""
     numbers = torch.Generator().manual_seed(seed)
-    chunk = RANDN_CHUNK * max(1, elements_per_chunk(CPU) // (RANDN_CHUNK * cols))
-    for first, end in pairwise([*range(0, max(1, rows - chunk), chunk), rows]):
-        yield torch.randn(end - first, cols, generator=numbers).argsort(-1) < count
+    chunk = max(1, elements_per_chunk(CPU) // cols)
+    for first in range(0, rows, chunk):
+        yield torch.randn(min(chunk, rows - first), cols, generator=numbers).argsort(-1) < count
 
 
 def _draw(*shape: int, seed: int = 0) -> Tensor:

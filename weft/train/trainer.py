@@ -261,13 +261,13 @@ class Trainer:
 
     def _write_recipe(self) -> None:
         """Check the recipe against the run's own, if there is one, and store it."""
-        file, recipe = self.folder / "recipe.json", json.loads(json.dumps(self.recipe.to_json()))
-        if digest := getattr(self.clips.source, "digest", None):
-            recipe["clips"] = {"digest": digest}
+        file, digest = self.folder / "recipe.json", getattr(self.clips.source, "digest", None)
+        clips = {"digest": digest} if digest else {}
         if file.exists():
-            check_same(file, recipe)
+            check_same(file, self.recipe, clips)
         if self.mesh.rank:
             return  # every rank checks, so that every rank raises
+        recipe = self.recipe.to_json() | ({"clips": clips} if clips else {})
         with whole(file) as temporary:
             temporary.write_text(json.dumps(recipe, indent=2) + "\n", encoding="utf-8")
 
