@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import asdict
 from importlib.metadata import version
@@ -77,7 +78,21 @@ def generate(request: Request) -> Kwargs:
         "steps": len(progress.done), "seconds": seconds, "seconds_per_step": mean.seconds,
         "imbalance": mean.imbalance, "exposed": mean.exposed, "checked": _checked(proofs),
         "sparse": [sparsity.summary() for sparsity in sparse], "explained": explained,
+        "division": division(meter.plans, comm.size),
     }  # fmt: skip
+
+
+def division(plans: Iterable[tuple[str, int]], ranks: int) -> str:
+    """Return one line about what the ranks do, by the names and ranks of the schedules that were run."""
+    names: dict[int, str] = {}
+    for name, size in plans:
+        names[size] = f"{names[size]}, {name}" if size in names else name
+    texts = [f"each attention sharded over all of them by {names[ranks]}"] if ranks in names else []
+    for size in sorted(names.keys() - {ranks}):
+        each = "one" if size == 1 else str(size)
+        sharded = "" if size == 1 else f", each sharded by {names[size]}"
+        texts.append(f"guidance in two halves, {each} with the prompt and {each} without{sharded}")
+    return f"{ranks} ranks: {'; '.join(texts)}" if ranks > 1 and texts else ""
 
 
 _loaded: dict[tuple[Path, str, bool], Any] = {}

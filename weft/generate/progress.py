@@ -66,14 +66,17 @@ def terminal(*, rank: int, quiet: bool) -> TextIO | None:
 
 
 def line(done: list[StepStats], total: int) -> str:
-    """Return the progress line after some steps."""
-    mean, last = _mean(done), done[-1]
+    """Return the progress line after some steps, which fits 80 columns.
+
+    The first step says nothing about the time left: plans are made and checked in it.
+    """
+    mean, last, left = _mean(done), done[-1], total - len(done)
     texts = [
         f"step {len(done)}/{total}" if total else f"step {len(done)}",
         f"{mean.seconds:.2f} s/step",
-        f"{clock(mean.seconds * max(0, total - len(done)))} left",
-        *([] if last.imbalance is None else [f"imbalance in time {last.imbalance:.2f}"]),
-        f"exposed communication {last.exposed:.1%}",
+        *([f"{clock(mean.seconds * left)} left"] if left == 0 or (left > 0 and len(done) > 1) else []),
+        *([] if last.imbalance is None else [f"imbalance {last.imbalance:.2f}"]),
+        f"exposed {last.exposed:.1%}",
     ]
     return " · ".join(texts)
 
