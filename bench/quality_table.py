@@ -115,7 +115,7 @@ def _differences(arm: Sequence[Result], dense: Sequence[Result]) -> tuple[Any, A
     """Of the mean over timesteps, and of that by their share in training."""
     pairs = _same_seeds(arm, dense)
     losses = [np.stack([pair[side].loss for pair in pairs]) for side in (0, 1)]
-    return paired_difference(*losses, seeds=True), paired_difference(*map(as_trained, losses), seeds=True)
+    return paired_difference(*losses), paired_difference(*map(as_trained, losses))
 
 
 def _accuracy(arm: Sequence[Result], kind: str | None = None) -> Accuracy:

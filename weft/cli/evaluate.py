@@ -91,7 +91,7 @@ def _evaluate(model_dir: Path, against: Path | None, count: int, data: str, step
         counterparts = generate_clips(other, prompts, num_inference_steps=steps)
         decibels = psnr(clips, counterparts).clip(max=100)
         likeness = {"psnr": float(decibels.mean()), "ssim": float(ssim(clips, counterparts).mean())}
-        difference = paired_difference(_loss(other, source, count), loss)
+        difference = paired_difference(_loss(other, source, count)[None], loss[None])
     return {
         "accuracy": accuracy(clips, prompts),
         "loss": float(loss.mean()),

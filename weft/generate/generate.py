@@ -22,7 +22,7 @@ from weft.diffusers.explain import explain
 from weft.diffusers.parallelize import parallelize, restore
 from weft.generate import media, pretrained
 from weft.generate.pretrained import Kwargs
-from weft.generate.progress import StepProgress, terminal
+from weft.generate.progress import StepProgress
 from weft.generate.request import Request, arguments
 from weft.run.devices import device
 from weft.run.exchange import broadcast_json
@@ -48,7 +48,8 @@ def prepare(request: Request) -> None:
 def generate(request: Request) -> Kwargs:
     """Run on every rank; rank 0 writes the file. Return a report, the same on all ranks."""
     comm, meter = world_of(None, 60.0).comm, Meter()
-    progress = StepProgress(comm, meter, request.steps, terminal(rank=comm.rank, quiet=request.quiet))
+    stream = None if request.quiet or comm.rank else sys.stderr
+    progress = StepProgress(comm, meter, request.steps, stream)
     kwargs, fps = arguments(request, progress)
     pipe = _pipeline(request)
     if comm.size > 1:

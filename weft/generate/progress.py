@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import dataclass
 from statistics import fmean
@@ -58,11 +57,6 @@ class StepProgress:
             print(f"\r{text}\x1b[K", end="\n" if last else "", file=self.stream, flush=True)
         else:
             print(text, file=self.stream, flush=True)
-
-
-def terminal(*, rank: int, quiet: bool) -> TextIO | None:
-    """Return the stream of the progress line."""
-    return None if quiet or rank else sys.stderr
 
 
 def line(done: list[StepStats], total: int) -> str:

@@ -1,6 +1,6 @@
 """Evaluation: numbers that compare video models, on the same clips, timesteps and noise.
 
-a, b = (held_out_loss(model, source, clips=64) for model in (dense, sparse))
+a, b = (held_out_loss(model, source, clips=64)[None] for model in (dense, sparse))
 print(paired_difference(a, b))            # +0.31% (-0.10% to +0.72%)
 print(ssim(generate_clips(pipe_a, prompts), generate_clips(pipe_b, prompts)))       # see weft.video.metrics
 """
@@ -82,21 +82,18 @@ class RelativeDifference:
         return f"{self.mean:+.2%} ({self.low:+.2%} to {self.high:+.2%})"
 
 
-def paired_difference(
-    a: np.ndarray, b: np.ndarray, *, seeds: bool = False, seed: int = 0
-) -> RelativeDifference:
-    """Return the relative difference of two models' losses [clips, ...] on the same clips.
+def paired_difference(a: np.ndarray, b: np.ndarray, *, seed: int = 0) -> RelativeDifference:
+    """Return the relative difference of two models' losses [training seeds, clips, ...] on the same clips.
 
-    With seeds=True the losses are [training seeds, clips, ...]. The interval is a bootstrap over clips, and
-    over the seeds too: it then also covers the variation between runs, as far as few seeds can show it.
+    The interval is a bootstrap over clips and over training seeds: with several of these, it also covers the
+    variation between runs, as far as few seeds can show it.
     """
-    if a.shape != b.shape or a.ndim < 1 + seeds or not a.size:
+    if a.shape != b.shape or a.ndim < 2 or not a.size:
         raise InputError(
             f"Losses must have the same shape, got {list(a.shape)} and {list(b.shape)}.",
             hint="Measure both on the same clips.",
         )
-    shape = a.shape[:2] if seeds else (1, len(a))
-    x, y = (losses.reshape(*shape, -1).mean(2) for losses in (a, b))
+    x, y = (losses.reshape(*losses.shape[:2], -1).mean(2) for losses in (a, b))
     rng = np.random.default_rng(seed)
     runs, clips = (rng.multinomial(n, [1 / n] * n, BOOTSTRAP_DRAWS).astype(float) for n in x.shape)
     before, after = (((runs @ losses) * clips).sum(1) for losses in (x, y))

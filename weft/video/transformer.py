@@ -213,14 +213,11 @@ class Rope(nn.Module):
         self.channels = (head_dim // 2 - 2 * ((head_dim // 2 + 1) // 3), *((head_dim // 2 + 1) // 3,) * 2)
 
     def forward(self, patches: Tensor) -> tuple[Tensor, Tensor]:
-        grid, device = patches.shape[1:4], patches.device
+        sizes = (torch.arange(n, dtype=torch.float64, device=patches.device) for n in patches.shape[1:4])
         angles: list[Tensor] = []
-        for axis, (size, count) in enumerate(zip(grid, self.channels, strict=True)):
-            index = torch.arange(count, dtype=torch.float64, device=device)
-            position = torch.arange(size, dtype=torch.float64, device=device)
-            angle = position[:, None] * ROPE_THETA ** -(index / count)
-            shape = [size if dim == axis else 1 for dim in range(3)]
-            angles.append(angle.reshape([*shape, count]).expand(*grid, -1))
+        for position, count in zip(torch.meshgrid(*sizes, indexing="ij"), self.channels, strict=True):
+            index = torch.arange(count, dtype=torch.float64, device=patches.device)
+            angles.append(position[..., None] * ROPE_THETA ** -(index / count))
         angle = torch.cat(angles, -1).flatten(0, 2)
         return angle.cos().to(patches.dtype), angle.sin().to(patches.dtype)
 
