@@ -263,11 +263,8 @@ def _adamw(predictors: nn.ModuleList, lr: float) -> torch.optim.Optimizer | None
         return None
     optimizer = torch.optim.AdamW(predictors.parameters(), lr=lr, weight_decay=0.0)
     for weight in predictors.parameters():
-        weight.grad = torch.zeros_like(weight)
-    optimizer.step()
-    for state in optimizer.state.values():
-        state["step"].zero_()
-    optimizer.zero_grad()
+        moments = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[weight] = {"step": torch.tensor(0.0), **moments}
     return optimizer
 
 
