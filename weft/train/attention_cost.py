@@ -39,7 +39,8 @@ from weft.run.kernels.select import top_k
 from weft.run.kernels.tiles import Blocks
 from weft.run.world import LocalComm, World, world_of
 from weft.sparse.mask_cache import problem_of
-from weft.train.block_selection import Shares, key_mass
+from weft.train.attention_stats import key_mass
+from weft.train.cubes import Shares
 from weft.train.predictor import Predictor, loss_backward
 
 if TYPE_CHECKING:

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from weft.core.indices import IntArray, split_evenly
 from weft.core.mask import BlockMask
+from weft.run.kernels.proxies import elements_per_chunk
 from weft.run.switch import gather
 from weft.sparse.context import AttentionContext
 from weft.sparse.pooling import block_means, gather_rows, owned_tokens, switch_to_heads
-from weft.train.block_selection import BlockScores, Shares, key_mass, nearest_blocks, select_blocks
-from weft.train.cubes import Cubes
+from weft.train.cubes import BlockScores, Cubes, Shares
 from weft.train.predictor import Predictor, loss_backward
 
 if TYPE_CHECKING:
@@ -113,8 +113,8 @@ class AttentionStats:
     def select(self, budgets: Shares) -> BlockMask:
         shares = np.tile(budgets, self.samples)
         if self.config.method == "window":
-            return nearest_blocks(shares, self.cubes)
-        return select_blocks(self._block_scores, shares, self.cubes, self.world, self.q.device)
+            return self.cubes.select_nearest(shares)
+        return self.cubes.select(self._block_scores, shares, self.world, self.q.device)
 
     @cached
     def _block_scores(self) -> BlockScores:
@@ -148,6 +148,29 @@ class AttentionStats:
 
     def _rows(self, x: Tensor) -> Tensor:
         return gather_rows(x, self.layout, self.world, self.places)
+
+
+def key_mass(queries: Tensor, keys: Tensor, block: int) -> BlockScores:
+    """Score by a query of each block [heads, rows, r] and keys [heads, keys, r], `block` of them a block.
+
+    A key block scores the sum of the exponentials of its keys: a mean of keys would hide the one that counts.
+    """
+    chunk = max(1, elements_per_chunk(keys.device) // keys.shape[1])
+
+    def of_chunk(queries: Tensor, keys: Tensor) -> Tensor:
+        scores = queries @ keys
+        if block == 1:
+            return scores
+        scores.sub_(scores.amax(1, keepdim=True)).exp_()  # no log, which would not change the order
+        full = scores.shape[1] // block * block
+        mass = scores[:, :full].unflatten(1, (-1, block)).sum(-1)
+        if full == scores.shape[1]:
+            return mass
+        return torch.cat((mass, scores[:, full:].sum(1, keepdim=True)), 1)
+
+    return lambda head, rows: torch.cat(
+        [of_chunk(some, keys[head].mT) for some in queries[head, rows].split(chunk)]
+    )
 
 
 def _folded(x: Tensor) -> Tensor:

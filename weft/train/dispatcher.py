@@ -21,7 +21,7 @@ import numpy.typing as npt
 from weft.core import tables
 from weft.core.errors import InputError
 from weft.train.attention_cost import AttentionCost
-from weft.train.block_selection import Shares
+from weft.train.cubes import Shares
 
 if TYPE_CHECKING:
     from weft.train.recipe import SparseConfig

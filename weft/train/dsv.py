@@ -41,8 +41,7 @@ from weft.sparse.pooling import sample_positions
 from weft.train import coarse
 from weft.train.attention_cost import AttentionCost
 from weft.train.attention_stats import AttentionStats, Profile
-from weft.train.block_selection import Shares
-from weft.train.cubes import Cubes
+from weft.train.cubes import Cubes, Shares
 from weft.train.dispatcher import Dispatcher
 from weft.train.mesh import all_reduce_flat
 from weft.train.predictor import Predictor
