@@ -29,6 +29,7 @@ from weft.run.exchange import broadcast_json
 from weft.run.measure import trace
 from weft.run.measure.meter import Meter
 from weft.run.world import world_of
+from weft.video.saved_model import name_of
 
 if TYPE_CHECKING:
     from weft.diffusers.sampled_check import SampledCheck
@@ -138,7 +139,7 @@ def _metadata(request: Request, ranks: int, plans: list[str]) -> Kwargs:
     return {
         "prompt": request.prompt,
         "seed": request.seed,
-        "model": request.model.resolve().name,
+        "model": name_of(request.model),
         "ranks": ranks,
         "plan": request.plan,
         "plans": plans,
