@@ -61,7 +61,7 @@ def engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
         (("--host", "192.0.2.1", "--port", "0", "--api-key-file", "KEY"), "192.0.2.1:0"),
         (("--api-key-file", "none"), "none cannot be read"),
         (("--api-key-file", "SHORT"), "at least 16"),
-        (("MODEL",), "is not a Diffusers checkpoint directory"),
+        (("MODEL",), "is no Diffusers checkpoint directory"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_started(words, says, engines, tmp_path, capfd) -> None:

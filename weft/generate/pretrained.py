@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -37,12 +35,7 @@ class PretrainedPipeline(Protocol):
 def check(directory: Path) -> None:
     """Refuse a directory without a pipeline; without torch."""
     if not (directory / INDEX).is_file() and not is_own(directory):
-        name, hint = os.path.relpath(directory), HINT
-        if not directory.exists() and re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name):  # as a model of a hub
-            hint += f" If it is on the Hugging Face Hub: hf download {name} --local-dir {directory.name}"
-        raise InputError(
-            f"{directory} is not a Diffusers checkpoint directory: it has no {INDEX}.", hint=hint
-        )
+        raise InputError(f"{directory} is no Diffusers checkpoint directory: it has no {INDEX}.", hint=HINT)
     check_complete(directory)
 
 
