@@ -167,7 +167,7 @@ def camera_errors(trainer: Trainer, pan: Pan, clips: int) -> list[float]:
     errors: list[float] = []
     for index in range(HELD_OUT, HELD_OUT + clips):
         pixels, captions = pan.batch([index])
-        video, words = to_tensor(pixels), torch.tensor([trainer.clips.tokenizer.encode(captions[0])])
+        video, words = to_tensor(pixels), torch.tensor([trainer.clips.vocabulary.encode(captions[0])])
         noisy = (1 - NOISY) * video + NOISY * randn(video.shape, generator(JUDGED, index), video)
         clean = trainer.model(noisy, torch.tensor([NOISY]), words)[0]
         frames = clean.add(1).mul(127.5).clamp(0, 255).permute(0, 2, 3, 1).numpy()

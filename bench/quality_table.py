@@ -17,8 +17,8 @@ from bench.rows import Results, Row, write_json
 from bench.rows import show as show_rows
 from weft.report import training
 from weft.video.checker import Accuracy
-from weft.video.evaluation import TIMESTEPS, compare, paired_difference
-from weft.video.metrics import features, frechet
+from weft.video.evaluation import TIMESTEPS, paired_difference
+from weft.video.metrics import features, frechet, psnr, ssim
 from weft.video.pan import Pan
 
 MARGIN = 0.01
@@ -115,7 +115,7 @@ def _differences(arm: Sequence[Result], dense: Sequence[Result]) -> tuple[Any, A
     """Of the mean over timesteps, and of that by their share in training."""
     pairs = _same_seeds(arm, dense)
     losses = [np.stack([pair[side].loss for pair in pairs]) for side in (0, 1)]
-    return paired_difference(*losses, seeds=True), paired_difference(*map(as_trained, losses), seeds=True)
+    return paired_difference(*losses), paired_difference(*map(as_trained, losses))
 
 
 def _accuracy(arm: Sequence[Result], kind: str | None = None) -> Accuracy:
@@ -154,13 +154,13 @@ def _samples(by_arm: dict[str, list[Result]], pan: Pan) -> Table:
     table = Table("arm", "prompts right", *parts, "steady", "Fréchet", "to dense")
     for arm, runs in by_arm.items():
         shown, pairs = _accuracy(runs), _same_seeds(runs, dense)
-        alike = compare(*(np.concatenate([pair[side].clips for pair in pairs]) for side in (0, 1)))
+        both = [np.concatenate([pair[side].clips for pair in pairs]) for side in (0, 1)]
         made = features(np.concatenate([r.clips for r in runs]))
         table.add_row(
             arm, f"{shown.right}/{shown.total} ({shown.low:.0%} to {shown.high:.0%})",
             *(f"{each.right / each.total:.0%}" for each in (_accuracy(runs, kind) for kind in parts)),
             f"{np.mean([r.steady for r in runs]):.1f} dB", f"{frechet(made, real[: len(made)]):.2f}",
-            "" if arm == DENSE else f"{alike.psnr.clip(max=100).mean():.1f} dB, {alike.ssim.mean():.2f}",
+            "" if arm == DENSE else f"{psnr(*both).clip(max=100).mean():.1f} dB, {ssim(*both).mean():.2f}",
         )  # fmt: skip
     floor = frechet(real[:count], real[count:])
     table.caption = (

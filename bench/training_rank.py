@@ -145,7 +145,8 @@ class TrainingStep:
             self.sparse.begin(self.number)
         random = torch.Generator().manual_seed(self.number)
         with patch.object(attention_hook, "attention", self.attention):
-            loss = flow.loss(self.model, video, self.words, generator=random)
+            batch = flow.add_noise(video, self.words, generator=random)
+            loss = flow.weighted_loss(self.model, batch, video).mean()
         loss.backward()
         _average([p.grad for p in self.model.parameters() if p.grad is not None])
         clip_grad_norm_(self.model.parameters(), 1.0)

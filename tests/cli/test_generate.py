@@ -16,6 +16,7 @@ from weft.cli.main import main
 from weft.core.errors import InputError
 from weft.core.units import clock
 from weft.generate import media
+from weft.generate.generate import division
 from weft.generate.progress import StepStats, line
 from weft.generate.request import Request, arguments
 
@@ -59,12 +60,17 @@ def request(model: Path, **options: Any) -> Request:
 # What is refused before anything runs.
 
 
+def test_an_empty_prompt_is_refused(capsys) -> None:
+    assert ended("generate", "", "-o", "loom.mp4") == 2
+    assert "The prompt is empty." in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         (("-o", "out.webp"), "out.webp must end in one of .mp4, .gif, .png"),
         (("-o", "no/such/out.mp4"), "There is no folder no/such for out.mp4"),
-        (("-o", "{tmp}/folder.mp4"), "cannot be written"),
+        (("-o", "{tmp}/folder.mp4"), "is a folder"),
         (("-o", "{tmp}/out.mp4"), "is no Diffusers checkpoint directory: it has no model_index.json"),
     ],
 )
@@ -146,9 +152,23 @@ def test_guidance_that_is_not_distilled_is_that_of_two_branches(models, tmp_path
 def test_the_live_line_has_pace_and_time_left() -> None:
     slow, fast = (StepStats(seconds=s, imbalance=1.25, exposed=0.041) for s in (9.0, 2.0))
     pace = "step 3/50 · 2.00 s/step · 1:34 left"
-    assert line([slow, fast, fast], 50) == f"{pace} · imbalance in time 1.25 · exposed communication 4.1%"
+    assert line([slow, fast, fast], 50) == f"{pace} · imbalance 1.25 · exposed 4.1%"
+    assert line([slow], 50) == "step 1/50 · 9.00 s/step · imbalance 1.25 · exposed 4.1%", "it made the plans"
+    assert len(line([replace(slow, seconds=999.99, imbalance=99.9, exposed=1.0)] * 2, 1000)) < 80
     assert line([replace(fast, imbalance=None)], 1).startswith("step 1/1 · 2.00 s/step · 0:00 left · exposed")
     assert clock(3729.4) == "1:02:09"
+
+
+def test_one_line_says_what_the_ranks_do() -> None:
+    assert division({("ring", 2): None}, 2) == "2 ranks: each attention sharded over all of them by ring"
+    assert (
+        division([("alone", 1)], 2) == "2 ranks: guidance in two halves, one with the prompt and one without"
+    )
+    assert division([("ulysses", 4), ("ring", 2)], 4) == (
+        "4 ranks: each attention sharded over all of them by ulysses; guidance in two halves, "
+        "2 with the prompt and 2 without, each sharded by ring"
+    )
+    assert division([("alone", 1)], 1) == division([], 2) == ""
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path) -> None:

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.video.clips import render
 from weft.generate import media
-from weft.video.scenes import Scene, render
 
 av = pytest.importorskip("av")
 Image: Any = pytest.importorskip("PIL.Image")
 
 ABOUT = {"prompt": "a löom", "seed": 7, "versions": {"weft": "1"}}
-CLIP = render(Scene.of("a red circle moving left over a blue square"), frames=5, seed=1)
+CLIP = render("a red circle moving left over a blue square", frames=5, seed=1)
 
 
 def shown(path: Path) -> np.ndarray:

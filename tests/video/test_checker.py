@@ -7,11 +7,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from tests.video.clips import render
 from weft.core.errors import InputError
 from weft.video.captions import COLORS, Phrase
 from weft.video.checker import Accuracy, Judgment, accuracy, detect, judge
 from weft.video.pan import Pan
-from weft.video.scenes import PALETTE, Scene, SceneShape, Sprite, blank, paint, render
+from weft.video.scenes import PALETTE, Sprite, blank, paint
 from weft.video.shapes import Shapes
 
 
@@ -58,7 +59,7 @@ WRONG = {
 
 @pytest.mark.parametrize("caption", WRONG)
 def test_one_wrong_word_is_found_and_no_other(caption: str) -> None:
-    clip = render(Scene.of(SCENE), seed=8)
+    clip = render(SCENE, seed=8)
     assert all(judgement.right for judgement in judge(clip, SCENE))
     assert {j.attribute: j.detected for j in judge(clip, caption) if not j.right} == WRONG[caption]
 
@@ -87,7 +88,7 @@ MISMADE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 @pytest.mark.parametrize("how", MISMADE)
 def test_mismade_clips_are_wrong(how: str) -> None:
     caption = "a red square moving left"
-    shape = Sprite(SceneShape("square", "red", "left"), 10.0, np.linspace([45, 33], [18, 33], 16))
+    shape = Sprite(Phrase("red", "square", "left"), 10.0, np.linspace([45, 33], [18, 33], 16))
     canvas = blank(1, 16, 64)
     paint(canvas, [[shape]])
     assert accuracy(canvas, [caption]).right == 1
@@ -96,7 +97,7 @@ def test_mismade_clips_are_wrong(how: str) -> None:
 
 def moving(kind: str, path: np.ndarray) -> np.ndarray:
     canvas = blank(1, len(path), 64)
-    paint(canvas, [[Sprite(SceneShape(kind, "red"), 9.0, path)]])
+    paint(canvas, [[Sprite(Phrase("red", kind), 9.0, path)]])
     return canvas[0]
 
 
@@ -117,7 +118,7 @@ def test_small_shapes_may_be_blurred() -> None:
 
 
 def test_two_of_one_colour_are_two() -> None:
-    red = SceneShape("circle", "red")
+    red = Phrase("red", "circle")
     canvas = blank(1, 4, 64)
     paint(canvas, [[Sprite(red, 7.0, np.full((4, 2), at)) for at in (16.0, 48.0)]])
     assert [phrase.color for phrase in detect(canvas[0])] == ["red", "red"]
@@ -126,7 +127,7 @@ def test_two_of_one_colour_are_two() -> None:
 
 @pytest.mark.parametrize("color", COLORS)
 def test_dim_colours_keep_their_names(color: str) -> None:
-    frame = render(Scene((SceneShape("circle", color),)), seed=1)
+    frame = render(f"a {color} circle", seed=1)
     assert [p.color for p in detect(frame * 0.7)] == [color]
     assert (
         np.linalg.norm([np.subtract(PALETTE[color], PALETTE[c]) for c in COLORS if c != color], axis=1).min()
@@ -135,7 +136,7 @@ def test_dim_colours_keep_their_names(color: str) -> None:
 
 
 def test_what_is_not_told_is_not_judged() -> None:
-    clip = render(Scene.of("a red circle moving left"), seed=1)
+    clip = render("a red circle moving left", seed=1)
     assert [j.attribute for j in judge(clip, "a circle moving left")] == ["count", "kind", "motion"]
     with pytest.raises(InputError, match="empty caption"):
         judge(clip, "")
@@ -144,7 +145,7 @@ def test_what_is_not_told_is_not_judged() -> None:
 
 
 def test_accuracy_counts_parts_and_mistakes() -> None:
-    clips = [render(Scene.of("a red circle moving left"), 8, 32, seed) for seed in range(3)]
+    clips = [render("a red circle moving left", 8, 32, seed) for seed in range(3)]
     found = accuracy(clips, ["a red circle moving left", "a red circle moving up", "a red star moving up"])
     assert (found.right, found.total) == (1, 3)
     assert {part: each.right for part, each in found.parts.items()} == {

@@ -68,7 +68,7 @@ def test_edges_count_where_an_error_has_them() -> None:
 
 def test_the_loss_is_the_weighted_error_of_the_prediction() -> None:
     told, video = Told(), normal(2, 2, 3, 4, 4)
-    found = flow.loss(told, video, WORDS, generator=seed(), drop=0.0)
+    found = flow.weighted_loss(told, flow.add_noise(video, WORDS, generator=seed(), drop=0.0), video).mean()
     _, timestep, _ = told.seen[0]
     error = (video - torch.tensor([0.1, 0.4]).reshape(-1, 1, 1, 1, 1)).square().mean((1, 2, 3, 4))
     torch.testing.assert_close(found, (error / timestep.clamp(min=0.15) ** 2).mean())
@@ -156,7 +156,7 @@ def test_one_clip_is_learned_and_made_again() -> None:
     losses = list[float]()
     for _ in range(150):
         optimizer.zero_grad()
-        value = flow.loss(model, video, words, generator=random)
+        value = flow.weighted_loss(model, flow.add_noise(video, words, generator=random), video).mean()
         value.backward()
         optimizer.step()
         losses.append(value.item())

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from bench.quality import steadiness
+from tests.video.clips import clip_of
 from weft.core.errors import InputError
 from weft.video.captions import SHAKING, STILL, encode, parse
 from weft.video.pan import DIM, Pan, camera_motion, texture, track_camera
@@ -16,7 +17,7 @@ FORMS = [Pan(), Pan(frames=7, size=61, patch=3, seed=1), Pan(size=64, patch=4, m
 @pytest.mark.parametrize("pan", FORMS, ids=str)
 def test_frames_are_the_texture_as_the_camera_sees_it(pan: Pan) -> None:
     for index in range(8):
-        frames, caption = pan[index]
+        frames, caption = clip_of(pan, index)
         velocity = pan.velocity(index)
         assert frames.shape == (pan.frames, pan.size, pan.size, 3) and frames.dtype == np.uint8
         assert velocity.shape == (pan.frames - 1, 2)
@@ -33,14 +34,14 @@ def test_frames_are_the_texture_as_the_camera_sees_it(pan: Pan) -> None:
 def test_the_camera_is_recovered_in_noise_too(pan: Pan) -> None:
     rng = np.random.default_rng(0)
     for index in range(8, 14):
-        frames, _ = pan[index]
+        frames, _ = clip_of(pan, index)
         noisy = np.clip(frames + rng.normal(0, 0.05 * 255, frames.shape), 0, 255)
         for seen in (frames, noisy):
             np.testing.assert_array_equal(track_camera(seen), pan.velocity(index))
 
 
 def test_some_cameras_turn_back() -> None:
-    told = [parse(Pan()[index][1])[0].motion for index in range(40)]
+    told = [parse(clip_of(Pan(), index)[1])[0].motion for index in range(40)]
     assert len(set(told)) == 5 and 5 < told.count(SHAKING) < 25
     shaken = Pan().velocity(told.index(SHAKING))
     assert (np.sign(shaken[:-1]) * np.sign(shaken[1:])).min() == -1
@@ -64,8 +65,8 @@ def test_the_word_for_a_way(velocity: list[list[int]], word: str) -> None:
 def test_a_batch_is_its_clips() -> None:
     pan = Pan(frames=5, size=33, seed=9)
     clips, captions = pan.batch([4, 1])
-    np.testing.assert_array_equal(clips[1], pan[1][0])
-    assert captions == [pan[4][1], pan[1][1]]
+    np.testing.assert_array_equal(clips[1], clip_of(pan, 1)[0])
+    assert captions == [clip_of(pan, index)[1] for index in (4, 1)]
     assert (clips[0] != clips[1]).any()
 
 

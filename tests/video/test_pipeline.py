@@ -191,7 +191,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_weft_generate_without_a_directory_is_by_wefts_own(tmp_path, capfd, monkeypatch, name) -> None:
     pytest.importorskip("av")
     pipeline().save(tmp_path / "shipped", dtype=torch.float32)
-    monkeypatch.setattr(saved_model, "files", lambda _: tmp_path)
+    monkeypatch.setattr(saved_model, "SHIPPED", tmp_path / "shipped")
     out = tmp_path / name
     assert ended("generate", PROMPT, "-o", out, "--steps", "3", "--seed", "1", "--json") == 0
     told = json.loads(capfd.readouterr().out)
@@ -208,7 +208,7 @@ def test_weft_verify_takes_a_directory_of_wefts_own(tmp_path, capfd) -> None:
 
 
 def test_weft_generate_says_what_is_missing(tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(saved_model, "files", lambda _: tmp_path)
+    monkeypatch.setattr(saved_model, "SHIPPED", tmp_path / "shipped")
     for words, says in (((PROMPT,), "has no model"), ((tmp_path,), "There is no prompt")):
         assert ended("generate", *words, "-o", tmp_path / "ball.mp4") == 2
         assert says in " ".join(capsys.readouterr().err.split())

@@ -7,9 +7,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from tests.video.clips import clip_of
 from weft.core.errors import InputError
-from weft.video.captions import COLORS, JOINTS, KINDS, parse
-from weft.video.scenes import STEPS, Scene
+from weft.video.captions import COLORS, JOINTS, KINDS, parse, spell
+from weft.video.scenes import STEPS
 from weft.video.shapes import Shapes, draw
 
 
@@ -18,16 +19,16 @@ def test_alone_or_in_a_batch_a_clip_is_the_same() -> None:
     clips, captions = data.batch(order)
     assert clips.shape == (4, 7, 37, 37, 3) and clips.dtype == np.uint8
     for index, clip, caption in zip(order, clips, captions, strict=True):
-        alone, told = data[index]
+        alone, told = clip_of(data, index)
         np.testing.assert_array_equal(alone, clip)
-        assert told == caption == Scene.of(caption).caption
+        assert told == caption == spell(parse(caption))
     assert (clips[0] != clips[2]).any()
-    assert (Shapes(frames=7, size=37, seed=6)[2][0] != clips[1]).any()
+    assert (clip_of(Shapes(frames=7, size=37, seed=6), 2)[0] != clips[1]).any()
 
 
 def test_every_word_is_as_likely_as_its_peers() -> None:
     rng = np.random.default_rng(0)
-    told = [parse(draw(rng, 2).caption) for _ in range(2000)]
+    told = [draw(rng, 2) for _ in range(2000)]
     for part, words in (("color", COLORS), ("kind", KINDS), ("motion", tuple(STEPS))):
         counts = Counter(getattr(phrase, part) for phrases in told for phrase in phrases)
         assert set(counts) == set(words)
@@ -37,6 +38,6 @@ def test_every_word_is_as_likely_as_its_peers() -> None:
 
 
 def test_one_shape_if_one_is_asked_for() -> None:
-    assert all(len(Scene.of(Shapes(max_shapes=1, frames=4, size=24)[i][1]).shapes) == 1 for i in range(30))
+    assert all(" and " not in c and " over " not in c for c in Shapes(4, 24, 1).batch(range(30))[1])
     with pytest.raises(InputError, match="max_shapes .* got 3"):
         Shapes(max_shapes=3)

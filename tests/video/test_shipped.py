@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from weft.generate.pretrained import check
 from weft.video.checker import accuracy
 from weft.video.pipeline import VideoPipeline
-from weft.video.saved_model import WEIGHTS, shipped
+from weft.video.saved_model import WEIGHTS, name_of, shipped
 
 PROMPTS = (
     "a red circle moving left",
@@ -20,6 +22,7 @@ PROMPTS = (
 
 def test_it_shows_what_it_is_asked_for() -> None:
     check(shipped())
+    assert name_of(shipped()) == "weft-shapes" and name_of(Path("models/wan/")) == "wan"
     assert (shipped() / WEIGHTS).stat().st_size <= 12_000_000
     pipe = VideoPipeline.load(shipped())
     made = pipe(PROMPTS, generator=torch.Generator().manual_seed(2), num_inference_steps=15).frames

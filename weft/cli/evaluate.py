@@ -66,8 +66,8 @@ def run(
 def _evaluate(model_dir: Path, against: Path | None, count: int, data: str, steps: int) -> Evaluation:
     from weft.video.checker import accuracy
     from weft.video.dataset import HELD_OUT
-    from weft.video.evaluation import compare, generate_clips, paired_difference
-    from weft.video.metrics import features, frechet
+    from weft.video.evaluation import generate_clips, paired_difference
+    from weft.video.metrics import features, frechet, psnr, ssim
     from weft.video.pan import Pan
     from weft.video.pipeline import VideoPipeline
     from weft.video.shapes import Shapes
@@ -88,9 +88,10 @@ def _evaluate(model_dir: Path, against: Path | None, count: int, data: str, step
     likeness, difference = None, None
     if against is not None:
         other = VideoPipeline.load(against)
-        psnr, ssim = compare(clips, generate_clips(other, prompts, num_inference_steps=steps))
-        likeness = {"psnr": float(psnr.clip(max=100).mean()), "ssim": float(ssim.mean())}
-        difference = paired_difference(_loss(other, source, count), loss)
+        counterparts = generate_clips(other, prompts, num_inference_steps=steps)
+        decibels = psnr(clips, counterparts).clip(max=100)
+        likeness = {"psnr": float(decibels.mean()), "ssim": float(ssim(clips, counterparts).mean())}
+        difference = paired_difference(_loss(other, source, count)[None], loss[None])
     return {
         "accuracy": accuracy(clips, prompts),
         "loss": float(loss.mean()),

@@ -90,6 +90,8 @@ def _model_and_prompt(first: str, second: str | None) -> tuple[Path, str]:
 
     if second is not None:
         return Path(first), second
+    if not first.strip():
+        raise InputError("The prompt is empty.", hint='Write what to show: "a red circle moving left".')
     if Path(first).is_dir():
         raise InputError(f"There is no prompt for {first}.", hint="Write it after the directory, in quotes.")
     return shipped(), first
@@ -138,7 +140,7 @@ def _generate(request: Request, ranks: int) -> Kwargs | None:
     if torch.cuda.is_available() and ranks > 1:  # as torchrun would: one process for each GPU
         sys.exit(launched(ranks))
     with model_ranks(ranks) as pool:
-        with Console(stderr=True, quiet=request.quiet).status(f"loading {request.model.name} …"):
+        with Console(stderr=True, quiet=request.quiet).status("loading the model …"):
             run_once(pool, prepare, request)
         return run_once(pool, generate, request)[0]
 
@@ -146,12 +148,12 @@ def _generate(request: Request, ranks: int) -> Kwargs | None:
 def _summary(report: Kwargs) -> str:
     """Return the file, how to generate it again, and the timing."""
     frames = f", {report['frames']} frames" if report["frames"] > 1 else ""
-    plans = f" ({', '.join(report['plans'])})" if report["plans"] else ""
     lines = [
         f"{report['out']}: {report['size']}{frames}, seed {report['seed']}",
-        f"{report['steps']} steps of {report['seconds_per_step']:.2f} s on {report['ranks']} ranks{plans}, "
-        f"{report['seconds']:.1f} s in all",
+        f"{report['steps']} steps of {report['seconds_per_step']:.2f} s, {report['seconds']:.1f} s in all",
     ]
+    if report["division"]:
+        lines.append(report["division"])
     if gain := report["explained"].get("gain"):
         lines.append(f"plans that followed the masks: attention {gain:.2f} × as fast as with the first plans")
     return "\n".join(lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import asdict
 from importlib.metadata import version
@@ -21,13 +22,14 @@ from weft.diffusers.explain import explain
 from weft.diffusers.parallelize import parallelize, restore
 from weft.generate import media, pretrained
 from weft.generate.pretrained import Kwargs
-from weft.generate.progress import StepProgress, terminal
+from weft.generate.progress import StepProgress
 from weft.generate.request import Request, arguments
 from weft.run.devices import device
 from weft.run.exchange import broadcast_json
 from weft.run.measure import trace
 from weft.run.measure.meter import Meter
 from weft.run.world import world_of
+from weft.video.saved_model import name_of
 
 if TYPE_CHECKING:
     from weft.diffusers.sampled_check import SampledCheck
@@ -47,7 +49,8 @@ def prepare(request: Request) -> None:
 def generate(request: Request) -> Kwargs:
     """Run on every rank; rank 0 writes the file. Return a report, the same on all ranks."""
     comm, meter = world_of(None, 60.0).comm, Meter()
-    progress = StepProgress(comm, meter, request.steps, terminal(rank=comm.rank, quiet=request.quiet))
+    stream = None if request.quiet or comm.rank else sys.stderr
+    progress = StepProgress(comm, meter, request.steps, stream)
     kwargs, fps = arguments(request, progress)
     pipe = _pipeline(request)
     if comm.size > 1:
@@ -77,7 +80,21 @@ def generate(request: Request) -> Kwargs:
         "steps": len(progress.done), "seconds": seconds, "seconds_per_step": mean.seconds,
         "imbalance": mean.imbalance, "exposed": mean.exposed, "checked": _checked(proofs),
         "sparse": [sparsity.summary() for sparsity in sparse], "explained": explained,
+        "division": division(meter.plans, comm.size),
     }  # fmt: skip
+
+
+def division(plans: Iterable[tuple[str, int]], ranks: int) -> str:
+    """Return one line about what the ranks do, by the names and ranks of the schedules that were run."""
+    names: dict[int, str] = {}
+    for name, size in plans:
+        names[size] = f"{names[size]}, {name}" if size in names else name
+    texts = [f"each attention sharded over all of them by {names[ranks]}"] if ranks in names else []
+    for size in sorted(names.keys() - {ranks}):
+        each = "one" if size == 1 else str(size)
+        sharded = "" if size == 1 else f", each sharded by {names[size]}"
+        texts.append(f"guidance in two halves, {each} with the prompt and {each} without{sharded}")
+    return f"{ranks} ranks: {'; '.join(texts)}" if ranks > 1 and texts else ""
 
 
 _loaded: dict[tuple[Path, str, bool], Any] = {}
@@ -122,7 +139,7 @@ def _metadata(request: Request, ranks: int, plans: list[str]) -> Kwargs:
     return {
         "prompt": request.prompt,
         "seed": request.seed,
-        "model": request.model.resolve().name,
+        "model": name_of(request.model),
         "ranks": ranks,
         "plan": request.plan,
         "plans": plans,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from weft.core.errors import InputError
-from weft.core.files import whole
+from weft.core.files import check_writable, whole
 
 if TYPE_CHECKING:
     from weft.generate.pretrained import Kwargs
@@ -36,9 +36,8 @@ def check_target(path: Path) -> None:
         raise InputError(
             f"{path} must end in one of {', '.join(SUFFIXES)}.", hint="The suffix is the format."
         )
-    if not path.parent.is_dir():
-        raise InputError(f"There is no folder {path.parent} for {path.name}.", hint="Give another --out.")
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
+    check_writable(path, hint="Give another --out.")
+    if not os.access(path.parent, os.W_OK):
         raise InputError(f"{path} cannot be written.", hint="Give another --out.")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import dataclass
 from statistics import fmean
@@ -60,20 +59,18 @@ class StepProgress:
             print(text, file=self.stream, flush=True)
 
 
-def terminal(*, rank: int, quiet: bool) -> TextIO | None:
-    """Return the stream of the progress line."""
-    return None if quiet or rank else sys.stderr
-
-
 def line(done: list[StepStats], total: int) -> str:
-    """Return the progress line after some steps."""
-    mean, last = _mean(done), done[-1]
+    """Return the progress line after some steps, which fits 80 columns.
+
+    The first step says nothing about the time left: plans are made and checked in it.
+    """
+    mean, last, left = _mean(done), done[-1], total - len(done)
     texts = [
         f"step {len(done)}/{total}" if total else f"step {len(done)}",
         f"{mean.seconds:.2f} s/step",
-        f"{clock(mean.seconds * max(0, total - len(done)))} left",
-        *([] if last.imbalance is None else [f"imbalance in time {last.imbalance:.2f}"]),
-        f"exposed communication {last.exposed:.1%}",
+        *([f"{clock(mean.seconds * left)} left"] if left == 0 or (left > 0 and len(done) > 1) else []),
+        *([] if last.imbalance is None else [f"imbalance {last.imbalance:.2f}"]),
+        f"exposed {last.exposed:.1%}",
     ]
     return " · ".join(texts)
 

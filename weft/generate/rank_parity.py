@@ -21,12 +21,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten, treespec_dumps, treespec_loads
+from torch.utils._pytree import tree_map_only
 
 from weft.diffusers.adapters import adapter_of
 from weft.diffusers.parallelize import parallelize, restore
 from weft.generate import pretrained
 from weft.generate.pretrained import Kwargs
+from weft.generate.state import PipelineState, copied
 from weft.run.devices import device
 from weft.run.exchange import all_gather_json, broadcast_json
 from weft.run.measure import trace
@@ -208,21 +209,8 @@ def _error(output: Tensor, expected: Tensor) -> float:
 
 def broadcast_call(call: TransformerCall | None) -> TransformerCall:
     """Broadcast rank 0's arguments to every rank of a launched world, without unpickling."""
-    leaves, spec = tree_flatten(tuple(call or ((), {})))
-    headers = [_header(x) if isinstance(x, Tensor) else {"value": x} for x in leaves]
-    message = broadcast_json({"spec": treespec_dumps(spec), "leaves": headers})
-    shared = []
-    for i, header in enumerate(message["leaves"]):
-        if "value" in header:
-            shared.append(header["value"])
-            continue
-        dtype = getattr(torch, header["dtype"])
-        x = leaves[i] if call else torch.empty(header["shape"], dtype=dtype)
-        data = x.contiguous().reshape(-1).view(torch.uint8)
-        dist.broadcast(data, 0)
-        shared.append(data.view(dtype).reshape(header["shape"]))
-    return TransformerCall(*tree_unflatten(shared, treespec_loads(message["spec"])))
-
-
-def _header(x: Tensor) -> Kwargs:
-    return {"dtype": str(x.dtype).removeprefix("torch."), "shape": list(x.shape)}
+    data = PipelineState(0, copied((call or TransformerCall((), {}))._asdict())).to_bytes()
+    size = broadcast_json(len(data))
+    buffer = torch.frombuffer(bytearray(data.ljust(size)[:size]), dtype=torch.uint8)
+    dist.broadcast(buffer, 0)
+    return TransformerCall(**PipelineState.from_bytes(buffer.numpy().tobytes()).values)

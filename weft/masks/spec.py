@@ -127,7 +127,10 @@ def _read(written: str, default: Any) -> Any:
     """Parse an option by the type of its default."""
     if isinstance(default, tuple):
         items = cast("tuple[Any, ...]", default)
-        return tuple(_read(item, items[0]) for item in written.split(_joint(items)))
+        texts = written.split(_joint(items))
+        if isinstance(items[0], int) and len(texts) != len(items):
+            raise ValueError(written)
+        return tuple(_read(text, items[0]) for text in texts)
     value = type(default)(written)
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(written)

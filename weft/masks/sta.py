@@ -30,7 +30,8 @@ def sta_mask(
     5×6×1 and 5×1×10.
     """
     if not window or any(len(box) != 3 or min(box) < 1 for box in window):
-        raise InputError(f"window must be boxes of three sizes in tiles, such as [(3, 3, 3)], got {window}.")
+        boxes = "+".join("x".join(map(str, box)) for box in window)
+        raise InputError(f"window must be boxes of three sizes >= 1 in tiles, such as 3x3x3, got {boxes}.")
     cells = grid.cubes(block, tile)
     inside = [~cells.least(~_in_window(cells, tile, box)) for box in window]
     full = np.ones_like(inside[0])

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.core.errors import InputError
+from weft.core.errors import InputError, nearest_of
 from weft.core.mask import BlockMask
 from weft.core.voxels import Extent
 from weft.masks.grid import TokenGrid
@@ -84,7 +84,7 @@ class TopKMask:
     def __init__(self, share: float, *, block: int = 64, tile: Extent = (4, 4, 4)) -> None:
         if not 0 < share <= 1:
             raise InputError(
-                f"topk: the share of tiles must be in (0, 1], got {share:g}.", hint="Write topk:0.2."
+                f"The share of tiles of topk must be in (0, 1], got {share:g}.", hint="Write topk:0.2."
             )
         self.share, self.block, self.tile = share, block, tile
 
@@ -163,8 +163,12 @@ def _method(name: str, own: dict[str, str], block: int) -> SparseAttention:
     tile = own.get("tile", "").partition("=")[2]
     if name == "topk":
         return _topk(own, tile, block)
+    if name not in PRODUCERS:
+        raise InputError(
+            f"There is no sparse attention {name!r}.", hint=nearest_of(name, ("topk", *PRODUCERS))
+        )
     spec = f"{name}:{','.join(own.values())}" if own else name
-    if name in PUBLISHED or name not in PRODUCERS:  # errors at once; others may fit certain heads only
+    if name in PUBLISHED:  # errors at once; others may fit certain heads only
         mask_from_spec(spec, heads=1, grid=TokenGrid(1, 1, 1), block=block)
     if name == "svg" and "spatial" not in own:
         kinds = (",".join([*own.values(), f"spatial={flag}"]) for flag in (1, 0))
@@ -174,11 +178,12 @@ def _method(name: str, own: dict[str, str], block: int) -> SparseAttention:
 
 def _topk(own: dict[str, str], tile: str, block: int) -> TopKMask:
     try:
-        share, *rest = (option for key, option in own.items() if key != "tile")
-        if not rest:
-            return TopKMask(float(share), block=block, tile=_extent(tile or "4x4x4"))
+        [share] = (float(option) for key, option in own.items() if key != "tile")
+        extent = _extent(tile or "4x4x4")
     except ValueError:
         pass
+    else:
+        return TopKMask(share, block=block, tile=extent)
     raise InputError(
         f"topk:{','.join(own.values())} cannot be parsed.",
         hint="Write it like topk:0.2 or topk:0.2,tile=4x4x4; options are "

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from math import fsum, inf, isfinite, prod
 from statistics import median
 from typing import TYPE_CHECKING
@@ -42,7 +41,8 @@ from weft.run.kernels.select import top_k
 from weft.run.kernels.tiles import Blocks, Tiles
 from weft.run.world import LocalComm, World, world_of
 from weft.sparse.mask_cache import problem_of
-from weft.train.block_selection import KeyMass, Shares
+from weft.train.attention_stats import key_mass
+from weft.train.cubes import Shares
 from weft.train.predictor import Predictor, loss_backward
 
 if TYPE_CHECKING:
@@ -51,8 +51,6 @@ if TYPE_CHECKING:
 LENGTH, ROUNDS = 1536, 5
 LARGE_SHARE, SMALL_SHARE = 2, 8  # a half and an eighth of the keys
 PICO = 1e12
-RANDN_CHUNK = 16
-"""torch draws normal numbers in chunks of 16: pieces of multiples of it equal one draw."""
 CPU = torch.device("cpu")
 
 
@@ -174,11 +172,11 @@ def _kernels(
 
 
 def _tiles(rows: int, cols: int, count: int, seed: int = 0) -> Iterator[Tensor]:
-    """Yield pieces of booleans [rows, cols], `count` true in every row; together they equal one draw."""
+    """Yield booleans [rows, cols] in pieces of bounded size, `count` true in every row."""
     numbers = torch.Generator().manual_seed(seed)
-    chunk = RANDN_CHUNK * max(1, elements_per_chunk(CPU) // (RANDN_CHUNK * cols))
-    for first, end in pairwise([*range(0, max(1, rows - chunk), chunk), rows]):
-        yield torch.randn(end - first, cols, generator=numbers).argsort(-1) < count
+    chunk = max(1, elements_per_chunk(CPU) // cols)
+    for first in range(0, rows, chunk):
+        yield torch.randn(min(chunk, rows - first), cols, generator=numbers).argsort(-1) < count
 
 
 def _draw(*shape: int, seed: int = 0) -> Tensor:
@@ -203,9 +201,9 @@ def _selection(tokens: int, dim: int, device: torch.device, config: SparseConfig
             loss_backward(predictor, config.loss, rows @ k.mT, rows, k, tokens, alone)
             with torch.no_grad():
                 low, block = (predictor(q, 0), predictor(k, 1)), block_k
-        scores = KeyMass(pool(low[0], block_q)[0], low[1][0], block)
+        scores = key_mass(pool(low[0], block_q)[0], low[1][0], block)
         for head in range(heads):
-            top_k(scores.of(head, groups)[None], 1 / SMALL_SHARE)
+            top_k(scores(head, groups)[None], 1 / SMALL_SHARE)
 
     return _time_in_turns(select, device=device)[0] / heads
 

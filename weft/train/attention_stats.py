@@ -17,11 +17,11 @@ from torch import Tensor
 
 from weft.core.indices import IntArray, split_evenly
 from weft.core.mask import BlockMask
+from weft.run.kernels.proxies import elements_per_chunk
 from weft.run.switch import gather
 from weft.sparse.context import AttentionContext
 from weft.sparse.pooling import block_means, gather_rows, owned_tokens, switch_to_heads
-from weft.train.block_selection import BlockScores, KeyMass, Proximity, Shares, nearest_blocks, select_blocks
-from weft.train.cubes import Cubes
+from weft.train.cubes import BlockScores, Cubes, Shares
 from weft.train.predictor import Predictor, loss_backward
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class AttentionStats:
         block_scores = self._block_scores  # communicates: also on ranks without heads
         for head, probs in enumerate(weights):
             blocks = F.pad(probs, (0, -probs.shape[1] % cubes.block_k)).unflatten(1, (cubes.cols, -1)).sum(2)
-            scores = block_scores.of(head, groups).masked_fill(always_kept, torch.inf)
+            scores = block_scores(head, groups).masked_fill(always_kept, torch.inf)
             order = scores.sort(descending=True, stable=True)[1]
             curves[head, 0] = blocks.gather(1, order).cumsum(1).mean(0)
             curves[head, 1] = blocks.sort(descending=True)[0].cumsum(1).mean(0)
@@ -113,23 +113,24 @@ class AttentionStats:
     def select(self, budgets: Shares) -> BlockMask:
         shares = np.tile(budgets, self.samples)
         if self.config.method == "window":
-            return nearest_blocks(shares, self.cubes)
-        return select_blocks(self._block_scores, shares, self.cubes, self.world, self.q.device)
+            return self.cubes.select_nearest(shares)
+        return self.cubes.select(self._block_scores, shares, self.world, self.q.device)
 
     @cached
     def _block_scores(self) -> BlockScores:
         cubes, layout, world = self.cubes, self.layout, self.world
         if self.config.method == "window":
-            return Proximity(cubes.proximity.to(self.q.device))
+            proximity = cubes.proximity.to(self.q.device)
+            return lambda _, rows: proximity[rows]
         if self.predictor is None or self.inputs is None:
             sizes = (self.q, cubes.block), (self.k, cubes.block_k)
-            return KeyMass(*(block_means(x, layout, world, size)[0] for x, size in sizes), block=1)
+            return key_mass(*(block_means(x, layout, world, size)[0] for x, size in sizes), block=1)
         low = _folded(self.predictor(self.inputs[0], 0))
         if self.config.proxy == "center":
             queries = gather_rows(low, layout, world, cubes.centers)[0, self.local_heads]
         else:
             queries = block_means(low, layout, world, cubes.block)[0]
-        return KeyMass(queries.to(self._low_keys.dtype), self._low_keys, cubes.block_k)
+        return key_mass(queries.to(self._low_keys.dtype), self._low_keys, cubes.block_k)
 
     @cached
     def _low_keys(self) -> Tensor:
@@ -147,6 +148,29 @@ class AttentionStats:
 
     def _rows(self, x: Tensor) -> Tensor:
         return gather_rows(x, self.layout, self.world, self.places)
+
+
+def key_mass(queries: Tensor, keys: Tensor, block: int) -> BlockScores:
+    """Score by a query of each block [heads, rows, r] and keys [heads, keys, r], `block` of them a block.
+
+    A key block scores the sum of the exponentials of its keys: a mean of keys would hide the one that counts.
+    """
+    chunk = max(1, elements_per_chunk(keys.device) // keys.shape[1])
+
+    def of_chunk(queries: Tensor, keys: Tensor) -> Tensor:
+        scores = queries @ keys
+        if block == 1:
+            return scores
+        scores.sub_(scores.amax(1, keepdim=True)).exp_()  # no log, which would not change the order
+        full = scores.shape[1] // block * block
+        mass = scores[:, :full].unflatten(1, (-1, block)).sum(-1)
+        if full == scores.shape[1]:
+            return mass
+        return torch.cat((mass, scores[:, full:].sum(1, keepdim=True)), 1)
+
+    return lambda head, rows: torch.cat(
+        [of_chunk(some, keys[head].mT) for some in queries[head, rows].split(chunk)]
+    )
 
 
 def _folded(x: Tensor) -> Tensor:

@@ -46,8 +46,6 @@ from weft.train.sharded_state import (
 )
 
 MANIFEST = "manifest.json"
-ERRORS = {kind.__name__: kind for kind in (InputError, WeftError)}
-"""Errors that are raised on all ranks as they are, by name."""
 
 
 class OldFormatError(InputError):
@@ -179,8 +177,11 @@ class Checkpoints:
         value, failure, cause = None, None, None
         try:
             value = work()
+        except WeftError as error:
+            failure, cause = (isinstance(error, InputError), error.message, error.hint), error
         except Exception as error:
-            failure, cause = self._describe(error), error
+            message = f"Rank {self._rank}: {type(error).__name__}: {str(error).rstrip('.')}."
+            failure, cause = (False, message, ""), error
         results = [(value, failure)]
         if self._group is not None:
             try:
@@ -190,16 +191,9 @@ class Checkpoints:
                 raise CommError(message, hint=error.hint) from error
         for _, failed in results:
             if failed is not None:
-                kind, message, hint = failed
-                raise ERRORS[kind](message, hint=hint) from cause
+                is_input, message, hint = failed
+                raise (InputError if is_input else WeftError)(message, hint=hint) from cause
         return [value for value, _ in results]
-
-    def _describe(self, error: Exception) -> tuple[str, str, str]:
-        """Return class, message and hint of an error; name the rank if it is not one of weft's."""
-        if isinstance(error, WeftError):
-            kind = next(name for name, kind in ERRORS.items() if isinstance(error, kind))
-            return kind, error.message, error.hint
-        return "WeftError", f"Rank {self._rank}: {type(error).__name__}: {str(error).rstrip('.')}.", ""
 
 
 def _step(path: Path) -> int:

@@ -36,9 +36,9 @@ def gated(ctx: AttentionContext, layout: Layout, block: int, q: Tensor, k: Tenso
         raise InputError(
             f"{ctx.name} has no gate for a coarse branch.", hint="Call DSV.prepare(model) first."
         )
-    world, wide = ctx.world, k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-    wide_v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
-    means = _means(torch.cat((q, wide, wide_v), -1), layout, world, block)
+    world = ctx.world
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    means = _means(torch.cat((q, k, v), -1), layout, world, block)
     mean_q, mean_k, mean_v = means.split(q.shape[3], -1)
     local_blocks, index = np.unique(layout.order(world.comm.rank) // block, return_inverse=True)
     local_q = mean_q.index_select(2, torch.from_numpy(local_blocks).to(q.device))

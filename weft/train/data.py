@@ -12,7 +12,7 @@ from torch import Tensor
 
 from weft.core.errors import InputError
 from weft.train.recipe import Recipe
-from weft.video.dataset import HELD_OUT, ClipSource, to_tensor, tokenizer_of
+from weft.video.dataset import HELD_OUT, ClipSource, to_tensor, vocabulary_of
 from weft.video.pan import Pan
 from weft.video.shapes import Shapes
 
@@ -41,7 +41,7 @@ class ClipLoader:
         self, source: ClipSource, *, batch: int, held_out: int, seed: int, downscale: int = 1
     ) -> None:
         self.source, self.batch, self.seed, self.downscale = source, batch, seed, downscale
-        self.tokenizer, size = tokenizer_of(source), source.num_clips
+        self.vocabulary, size = vocabulary_of(source), source.num_clips
         if size is not None and size <= held_out:
             raise InputError(
                 f"data.held_out must be less than the number of clips, got {held_out} of {size}.",
@@ -72,7 +72,7 @@ class ClipLoader:
 
     def load(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         clips, captions = self.source.batch(list(indices))
-        words = torch.tensor([self.tokenizer.encode(caption) for caption in captions])
+        words = torch.tensor([self.vocabulary.encode(caption) for caption in captions])
         return to_tensor(clips, self.downscale), words
 
     def close(self) -> None:

@@ -4,45 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import OutOfMemoryError, Tensor
 
+from weft.core import tables
 from weft.core.errors import InputError, WeftError
 from weft.core.files import read_json
 from weft.run.exchange import all_gather_json
 from weft.train.recipe import RENAMED, Recipe
 
-MAY_CHANGE = {"steps": 0, "accumulate": 0, "checkpointing": False}
-"""Recipe keys that may change when a run resumes, like all of [save] and [parallel]."""
+SECTIONS = ("model", "data", "train", "sparse")
+"""Parts of a recipe that must stay as they are when a run resumes."""
+MAY_CHANGE: dict[str, Any] = {"steps": 0, "accumulate": 0, "checkpointing": False}
+"""Keys of [train] that may change nevertheless."""
 MAX_CLIP_VALUE = 1e4
 """Pixels are from -1 to 1, and latents that a model can learn are not far from it."""
 
 
-def check_same(file: Path, recipe: dict[str, Any]) -> None:
-    """Refuse a recipe that differs from `file`, the one that the run was started with."""
+def check_same(file: Path, recipe: Recipe, clips: dict[str, str]) -> None:
+    """Refuse a recipe, or clips, that differ from those in `file`, with which the run was started."""
     try:
         old = read_json(file)
+        sections = {name: _renamed(name, old[name]) for name in SECTIONS if old.get(name) is not None}
+        before = tables.read(Recipe, sections, str(file))  # keys that the run is older than have defaults
     except InputError as error:
         raise InputError(error.message, hint="Restore it, or give another --out.") from None
-    defaults = Recipe().to_json()
-    for name in ("model", "data", "train", "sparse", "clips"):
-        if not isinstance(old.get(name), dict | None):
-            raise InputError(
-                f"[{name}] of {file} must be a table.", hint="Restore it, or give another --out."
-            )
-        # Keys that a run is older than have their defaults.
-        before, after = (
-            {**(defaults.get(name) or {}), **_renamed(name, table.get(name) or {}), **MAY_CHANGE}
-            for table in (old, recipe)
-        )
-        if before != after:
+    old_train, new_train = (replace(each.train, **MAY_CHANGE) for each in (before, recipe))
+    same = {name: getattr(before, name) == getattr(recipe, name) for name in SECTIONS}
+    same |= {"train": old_train == new_train, "clips": (old.get("clips") or {}) == clips}
+    for name, is_same in same.items():
+        if not is_same:
             raise InputError(f"{file.parent} has a run with another [{name}].", hint="Give another --out.")
 
 
-def _renamed(section: str, config: dict[str, Any]) -> dict[str, Any]:
+def _renamed(section: str, config: Any) -> Any:
     """Return a section with the present names of its keys; older weft wrote British ones."""
+    if not isinstance(config, dict):
+        return config
     names = RENAMED.get(section, {})
     config = {names.get(key, key): value for key, value in config.items()}
     return config | {"proxy": "center"} if config.get("proxy") == "centre" else config
@@ -79,18 +80,4 @@ def explaining_out_of_memory() -> Iterator[None]:
         raise WeftError(
             f"There is not enough memory: {reason}.",
             hint="Lower train.batch or the sizes in [data] and [model], or use more ranks.",
-        ) from error
-
-
-@contextmanager
-def reading(source: str) -> Iterator[None]:
-    """Turn errors of parsing a file's contents into one that names their `source`."""
-    try:
-        yield
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        if isinstance(error, WeftError):
-            raise
-        raise InputError(
-            f"{source} cannot be used: {type(error).__name__}: {error}.",
-            hint="Resume with the recipe and the version of weft that wrote it, or give another --out.",
         ) from error

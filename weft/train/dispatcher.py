@@ -21,7 +21,7 @@ import numpy.typing as npt
 from weft.core import tables
 from weft.core.errors import InputError
 from weft.train.attention_cost import AttentionCost
-from weft.train.block_selection import Shares
+from weft.train.cubes import Shares
 
 if TYPE_CHECKING:
     from weft.train.recipe import SparseConfig
@@ -104,10 +104,6 @@ class Dispatcher:
         budgets = self.blocks[layer].budgets
         return None if budgets is None else np.array(budgets)
 
-    def stage(self, layer: int) -> int:
-        """Return 1 until the predictor is good, then 2."""
-        return 2 if self.blocks[layer].ready else 1
-
     def profiles(self, layer: int) -> bool:
         """Return whether a block is profiled in this step."""
         ready = self.blocks[layer].ready
@@ -169,7 +165,7 @@ class Dispatcher:
         return {
             "layer": layer,
             "mode": "sparse" if block.sparse else "dense",
-            "stage": self.stage(layer),
+            "stage": 2 if block.ready else 1,
             "density": list(block.budgets or (1.0,) * self.heads),
         }
 

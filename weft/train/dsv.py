@@ -15,9 +15,11 @@ Blocks that are recomputed for their gradients reuse their masks.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from functools import partial
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -39,8 +41,7 @@ from weft.sparse.pooling import sample_positions
 from weft.train import coarse
 from weft.train.attention_cost import AttentionCost
 from weft.train.attention_stats import AttentionStats, Profile
-from weft.train.block_selection import Shares
-from weft.train.cubes import Cubes
+from weft.train.cubes import Cubes, Shares
 from weft.train.dispatcher import Dispatcher
 from weft.train.mesh import all_reduce_flat
 from weft.train.predictor import Predictor
@@ -49,15 +50,12 @@ if TYPE_CHECKING:
     from weft.train.recipe import SparseConfig
 
 
-class AttentionSize(NamedTuple):
-    """The arguments of `AttentionCost.measure`."""
+@dataclass(frozen=True)
+class DSVState:
+    """What is stored beside tensors, as JSON that may be forged."""
 
-    tokens: int
-    heads: int
-    dim: int
-    dtype: torch.dtype
-    device: torch.device
-    backend: str
+    dispatcher: dict[str, Any]
+    plans: dict[str, Any]
 
 
 class DSV:
@@ -87,7 +85,8 @@ class DSV:
         """By layer, forward and layout, for recomputed blocks; until the end of the step."""
         self._losses: dict[int, list[float]] = {}
         self._profiles: dict[int, list[Profile]] = {}
-        self._last_call: tuple[World, AttentionSize] | None = None
+        self._last_call: tuple[World, Callable[[], AttentionCost]] | None = None
+        """The world of the last forward in training, and how to measure the cost of its attention."""
         self._plans: dict[str, Any] = {}
         """Plans of a checkpoint, until there is a planner."""
 
@@ -117,8 +116,10 @@ class DSV:
             mask = self._compute_mask(ctx, self._cubes[ctx.grid], q, k, training=training)
         if training:
             self._masks[key] = mask
-            size = AttentionSize(ctx.layout.size, ctx.heads, q.shape[3], q.dtype, q.device, ctx.backend)
-            self._last_call = ctx.world, size
+            self._last_call = ctx.world, partial(
+                AttentionCost.measure, ctx.layout.size, ctx.heads, q.shape[3], q.dtype, q.device,
+                ctx.backend, config=self.config, world=ctx.world,
+            )  # fmt: skip
         return mask
 
     def _check_sizes(self, ctx: AttentionContext, q: Tensor) -> None:
@@ -171,7 +172,7 @@ class DSV:
         self._masks = {}
         if self._last_call is None:
             return
-        world, size = self._last_call
+        world, measure_cost = self._last_call
         if self.optimizer is not None:
             self._average_gradients(world)
             self.optimizer.step()
@@ -179,8 +180,8 @@ class DSV:
         self._observe()
         costs = self.dispatcher.costs
         if self.config.gate == "cost" and (costs is None or costs.ranks != world.comm.size):
-            measured = asdict(AttentionCost.measure(*size, config=self.config, world=world))
-            self.dispatcher.costs = AttentionCost(**broadcast_json(measured))  # all ranks must decide alike
+            # All ranks must decide alike.
+            self.dispatcher.costs = AttentionCost(**broadcast_json(asdict(measure_cost())))
         self._losses, self._profiles = {}, {}
 
     def _average_gradients(self, world: World) -> None:
@@ -221,17 +222,18 @@ class DSV:
     def state_dict(self) -> dict[str, Any]:
         """Return tensors, to be loaded in place, and the rest as text."""
         plans = self._plans if self._last_call is None else self._last_call[0].planner.state()
-        rest = {"dispatcher": self.dispatcher.state_dict(), "plans": plans}
-        return {"predictors": self.predictors.state_dict(), **self._moments(), "rest": json.dumps(rest)}
+        rest = json.dumps(asdict(DSVState(self.dispatcher.state_dict(), plans)))
+        return {"predictors": self.predictors.state_dict(), **self._moments(), "rest": rest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.predictors.load_state_dict(state["predictors"])
         for name, moments in self._moments().items():
             for weight, moment in moments.items():
                 moment.copy_(state[name][weight])
-        rest = parse_json(state["rest"], "Its rest")
-        self.dispatcher.load_state_dict(rest["dispatcher"])
-        self._plans = _checked_plans(rest["plans"], self.dispatcher.heads)
+        source = "The state of [sparse]"
+        rest = tables.read(DSVState, parse_json(state["rest"], source), source)
+        self.dispatcher.load_state_dict(rest.dispatcher)
+        self._plans = _checked_plans(rest.plans, self.dispatcher.heads)
 
     def _moments(self) -> dict[str, dict[str, Tensor]]:
         """Return the optimizer's state by its name and the weight's."""
@@ -260,11 +262,8 @@ def _adamw(predictors: nn.ModuleList, lr: float) -> torch.optim.Optimizer | None
         return None
     optimizer = torch.optim.AdamW(predictors.parameters(), lr=lr, weight_decay=0.0)
     for weight in predictors.parameters():
-        weight.grad = torch.zeros_like(weight)
-    optimizer.step()
-    for state in optimizer.state.values():
-        state["step"].zero_()
-    optimizer.zero_grad()
+        moments = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[weight] = {"step": torch.tensor(0.0), **moments}
     return optimizer
 
 

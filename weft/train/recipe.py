@@ -24,8 +24,9 @@ from typing import Any, Literal
 from weft.core import files, tables
 from weft.core.backends import check_backend
 from weft.core.errors import InputError
+from weft.core.voxels import Extent
+from weft.video.transformer import DiTSizes
 
-Extent = tuple[int, int, int]
 MAX_BATCH, MAX_FRAMES, MAX_SIZE = 1 << 20, 1 << 16, 1 << 14
 MAX_BLOCK, MAX_TOKENS = 1 << 16, 1 << 24
 """A recipe may come from a stranger: larger values overflow in kernels, or would take all memory."""
@@ -43,19 +44,9 @@ RENAMED = {
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """Sizes of the VideoDiT; see `weft.video.transformer.DiTConfig`."""
+class ModelConfig(DiTSizes):
+    """Sizes of the VideoDiT, and its initial weights."""
 
-    patch: Extent = (4, 8, 8)
-    width: int = 192
-    depth: int = 6
-    heads: int = 6
-    mlp: int = 4
-    qk_norm: bool = True
-    phrase: int = 0
-    """Words per phrase; 4 in weft's own captions, 0 for words that stand alone."""
-    upscale: int = 1
-    """Train on clips downscaled by this factor, and fit an upscaler for the rest."""
     start: str = ""
     """Directory of a model whose weights training starts from."""
 
@@ -173,10 +164,8 @@ class SparseConfig:
     """Sequence length for the cost model, if not the real one."""
 
     def __post_init__(self) -> None:
-        for name in ("rank", "rows", "profile_every", "profile_rarely"):
-            _check_range(f"sparse.{name}", getattr(self, name), 1)
-        for name in ("anneal", "stage1", "lr"):
-            _check_range(f"sparse.{name}", getattr(self, name), 0)
+        _check_ranges("sparse", self, "rank rows profile_every profile_rarely", 1)
+        _check_ranges("sparse", self, "anneal stage1 lr", 0)
         for size in (*self.cube, math.prod(self.cube)):
             _check_range("sparse.cube", size, 1, MAX_BLOCK)
         _check_range("sparse.block_k", self.block_k or 1, 1, MAX_BLOCK)
@@ -198,23 +187,20 @@ class Recipe:
 
     def __post_init__(self) -> None:
         train, data = self.train, self.data
-        for name, value, minimum in (
-            ("train.steps", train.steps, 1), ("train.edges", train.edges, 0),
-            ("train.accumulate", train.accumulate, 1), ("train.warmup", train.warmup, 0),
-            ("save.every", self.save.every, 1), ("save.keep", self.save.keep, 1),
-            ("data.held_out", data.held_out, 1), ("parallel.sequence", self.parallel.sequence, 0),
-            ("train.seed", train.seed, 0), ("save.samples", self.save.samples, 0),
-            ("save.validate", self.save.validate, 0), ("len(save.prompts)", len(self.save.prompts), 1),
-        ):  # fmt: skip
-            _check_range(name, value, minimum)
         check_backend(self.parallel.backend)
-        _check_range("train.batch", train.batch, 1, MAX_BATCH)
-        _check_range("train.logit_mean", train.logit_mean, -MAX_LOGIT_MEAN, MAX_LOGIT_MEAN)
-        _check_range("data.frames", data.frames, 1, MAX_FRAMES)
-        _check_range("data.size", data.size, 1, MAX_SIZE)
-        _check_range("model.upscale", self.model.upscale, 1, data.size)
-        for name in ("ema", "drop", "floor"):
-            _check_range(f"train.{name}", getattr(train, name), 0, 1)
+        _check_ranges("train", train, "steps accumulate", 1)
+        _check_ranges("train", train, "edges warmup seed", 0)
+        _check_ranges("train", train, "ema drop floor", 0, 1)
+        _check_ranges("train", train, "batch", 1, MAX_BATCH)
+        _check_ranges("train", train, "logit_mean", -MAX_LOGIT_MEAN, MAX_LOGIT_MEAN)
+        _check_ranges("data", data, "held_out", 1)
+        _check_ranges("data", data, "frames", 1, MAX_FRAMES)
+        _check_ranges("data", data, "size", 1, MAX_SIZE)
+        _check_ranges("model", self.model, "upscale", 1, data.size)
+        _check_ranges("parallel", self.parallel, "sequence", 0)
+        _check_ranges("save", self.save, "every keep", 1)
+        _check_ranges("save", self.save, "samples validate", 0)
+        _check_range("len(save.prompts)", len(self.save.prompts), 1)
         for path in (data.path, self.model.start):
             if any(len(name.encode()) > MAX_NAME_BYTES for name in Path(path).parts):
                 raise InputError(f"{path[:80]!r} in the recipe is too long for a path.")
@@ -261,6 +247,13 @@ class Recipe:
         else:
             raise InputError(f"A recipe must end in .toml or .py, got {file}.")
         return Recipe.of(table, str(file))
+
+
+def _check_ranges(
+    section: str, config: object, names: str, minimum: float, maximum: float = math.inf
+) -> None:
+    for name in names.split():
+        _check_range(f"{section}.{name}", getattr(config, name), minimum, maximum)
 
 
 def _check_range(name: str, value: float, minimum: float, maximum: float = math.inf) -> None:

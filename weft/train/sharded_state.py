@@ -74,25 +74,17 @@ class ShardCopy(NamedTuple):
     num_bytes: int
 
 
-class Leaf(NamedTuple):
-    """A value of a state, with the dict that holds it."""
-
-    table: StateDict
-    key: str
-    value: Any
-
-
 def copy_shards(state: StateDict, *, rank: int, ranks: int) -> ShardCopy:
     """Copy what this rank writes of `state` to host memory; all but DTensors is the same on all ranks."""
     chunks, values, total = dict[str, Chunk](), dict[str, Any](), 0
-    for turn, (name, leaf) in enumerate(_leaves(state).items()):
-        if not isinstance(leaf.value, Tensor):
+    for turn, (name, (table, key)) in enumerate(_leaves(state).items()):
+        tensor = table[key]
+        if not isinstance(tensor, Tensor):
             inside = dict[str, Tensor]()
-            values[name] = pack(copied(leaf.value), inside)
+            values[name] = pack(copied(tensor), inside)
             if inside:
                 raise InputError(f"{name} contains a tensor or an array.", hint="Save it under its own name.")
             continue
-        tensor = leaf.value
         if tensor.dtype not in DTYPES:
             raise InputError(f"{name} has dtype {tensor.dtype}.", hint=f"Use {', '.join(map(str, DTYPES))}.")
         total += tensor.numel() * tensor.element_size() + HEADER_BYTES * ranks
@@ -136,12 +128,13 @@ def fill(state: StateDict, folder: Path, files: Iterable[str]) -> None:
             shown = f"{', '.join(sorted(names)[:3])}{' …' if len(names) > 3 else ''}"
             raise InputError(f"{lacks} has no {shown}, which {has} has.", hint=MISMATCH_HINT)
     targets, left = dict[str, Chunk](), dict[str, int]()
-    for name, leaf in leaves.items():
-        if isinstance(leaf.value, Tensor) == (name in values):
+    for name, (table, key) in leaves.items():
+        own = table[key]
+        if isinstance(own, Tensor) == (name in values):
             raise InputError(f"{name} of {folder} has another type than this run's.", hint=MISMATCH_HINT)
-        if not isinstance(leaf.value, Tensor):
-            leaf.table[leaf.key] = _value(values[name], leaf.value, f"{name} of {folder}")
-        elif chunk := _local(leaf.value):
+        if not isinstance(own, Tensor):
+            table[key] = _value(values[name], own, f"{name} of {folder}")
+        elif chunk := _local(own):
             targets[name], left[name] = chunk, chunk.data.numel()
     for shard in shards:
         for name, count in shard.copy_into(targets):
@@ -202,16 +195,16 @@ class _Shard:
                     yield name, chunk.numel()
 
 
-def _leaves(state: StateDict, path: str = "") -> dict[str, Leaf]:
-    """Return all values by their dotted names, in the order of the state."""
-    leaves = dict[str, Leaf]()
+def _leaves(state: StateDict, path: str = "") -> dict[str, tuple[StateDict, str]]:
+    """Return the dict and key of each value by its dotted name, in the order of the state."""
+    leaves = dict[str, tuple[StateDict, str]]()
     for key, value in state.items():
         if not isinstance(key, str):
             raise InputError(
                 f"Keys of a state must be strings, got {key!r} in state{path}.", hint="Use str()."
             )
         nested = isinstance(value, dict) and value
-        below = _leaves(value, f"{path}.{key}") if nested else {f"{path}.{key}"[1:]: Leaf(state, key, value)}
+        below = _leaves(value, f"{path}.{key}") if nested else {f"{path}.{key}"[1:]: (state, key)}
         if twice := leaves.keys() & below.keys():
             raise InputError(f"Two values of the state have the name {min(twice)}.", hint="Rename one.")
         leaves |= below

@@ -33,7 +33,7 @@ from weft.run.devices import device
 from weft.train import artifacts
 from weft.train.checkpoints import Checkpoints
 from weft.train.data import ClipLoader, source_of
-from weft.train.diagnostics import check_same, diverged, explaining_out_of_memory, reading
+from weft.train.diagnostics import check_same, diverged, explaining_out_of_memory
 from weft.train.journal import Journal
 from weft.train.mesh import TrainingMesh, full
 from weft.train.optimizer import lr_at, make_optimizers, update_ema
@@ -187,10 +187,10 @@ class Trainer:
         recipe, (clip, _) = self.recipe, self.clips.load(self.clips.indices(1)[:1])
         frames, channels, height, width = clip.shape[1:]
         sizes = {name: size for name, size in vars(recipe.model).items() if name != "start"}
-        up, tokenizer = recipe.model.upscale, self.clips.tokenizer
+        up, vocabulary = recipe.model.upscale, self.clips.vocabulary
         sizes |= {"channels": channels, "video": (frames, height * up, width * up)}
         sizes |= {"shift": math.exp(recipe.train.logit_mean), "pixels": recipe.data.set != "latents"}
-        return DiTConfig(words=len(tokenizer.words), length=tokenizer.length, **sizes)
+        return DiTConfig(words=len(vocabulary.words), length=vocabulary.length, **sizes)
 
     def _make_model(self) -> VideoDiT:
         torch.manual_seed(self.recipe.train.seed)  # the same weights on all ranks, before they are sharded
@@ -243,8 +243,7 @@ class Trainer:
             set_model_state_dict(self.model, state["model"])
             set_optimizer_state_dict(self.model, self.optimizers, state["optimiser"])
             if self.sparse is not None:
-                with reading(f"The state of [sparse] at step {resumed} of {self.folder}"):
-                    self.sparse.load_state_dict(state["sparse"])
+                self.sparse.load_state_dict(state["sparse"])
             self.done = resumed
         if self.journal is not None:
             self.journal.rewind(self.done)
@@ -262,13 +261,13 @@ class Trainer:
 
     def _write_recipe(self) -> None:
         """Check the recipe against the run's own, if there is one, and store it."""
-        file, recipe = self.folder / "recipe.json", json.loads(json.dumps(self.recipe.to_json()))
-        if digest := getattr(self.clips.source, "digest", None):
-            recipe["clips"] = {"digest": digest}
+        file, digest = self.folder / "recipe.json", getattr(self.clips.source, "digest", None)
+        clips = {"digest": digest} if digest else {}
         if file.exists():
-            check_same(file, recipe)
+            check_same(file, self.recipe, clips)
         if self.mesh.rank:
             return  # every rank checks, so that every rank raises
+        recipe = self.recipe.to_json() | ({"clips": clips} if clips else {})
         with whole(file) as temporary:
             temporary.write_text(json.dumps(recipe, indent=2) + "\n", encoding="utf-8")
 

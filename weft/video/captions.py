@@ -13,6 +13,7 @@ from dataclasses import astuple, dataclass, replace
 from difflib import get_close_matches
 
 from weft.core.errors import InputError
+from weft.video.vocabulary import Vocabulary
 
 COLORS = ("red", "orange", "yellow", "green", "cyan", "blue", "purple", "white")
 KINDS = ("circle", "square", "triangle", "star")
@@ -100,13 +101,14 @@ def encode(prompt: str) -> list[int]:
     return ids + [0] * (LENGTH - len(ids))
 
 
-class SceneTokenizer:
-    """The `Tokenizer` of this vocabulary."""
+class SceneVocabulary(Vocabulary):
+    """The words above, whose place in a prompt follows from its grammar."""
 
-    words, length, encode = WORDS, LENGTH, staticmethod(encode)
+    def encode(self, text: str) -> list[int]:
+        return encode(text)
 
 
-SCENE_TOKENIZER = SceneTokenizer()
+SCENE_VOCABULARY = SceneVocabulary(WORDS, LENGTH)
 
 
 def _known_words(prompt: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Sources of captioned clips: the protocol, their tokenizers, and clips as tensors."""
+"""Sources of captioned clips: the protocol, their vocabularies, and clips as tensors."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.video.captions import SCENE_TOKENIZER
-from weft.video.vocabulary import Tokenizer
+from weft.video.captions import SCENE_VOCABULARY
+from weft.video.vocabulary import Vocabulary
 
 HELD_OUT = 1 << 40
 """Generated sets are endless: their clips from this index on are never trained on."""
@@ -30,9 +30,9 @@ class ClipSource(Protocol):
         ...
 
 
-def tokenizer_of(source: ClipSource) -> Tokenizer:
+def vocabulary_of(source: ClipSource) -> Vocabulary:
     """Return the vocabulary of a source, or weft's own."""
-    return getattr(source, "vocabulary", None) or SCENE_TOKENIZER
+    return getattr(source, "vocabulary", None) or SCENE_VOCABULARY
 
 
 def to_tensor(clips: np.ndarray, downscale: int = 1) -> Tensor:

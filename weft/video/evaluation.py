@@ -1,8 +1,8 @@
 """Evaluation: numbers that compare video models, on the same clips, timesteps and noise.
 
-a, b = (held_out_loss(model, source, clips=64) for model in (dense, sparse))
+a, b = (held_out_loss(model, source, clips=64)[None] for model in (dense, sparse))
 print(paired_difference(a, b))            # +0.31% (-0.10% to +0.72%)
-print(compare(generate_clips(pipe_a, prompts), generate_clips(pipe_b, prompts)))   # PSNR 24.1 dB, SSIM 0.912
+print(ssim(generate_clips(pipe_a, prompts), generate_clips(pipe_b, prompts)))       # see weft.video.metrics
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from weft.core.errors import InputError
 from weft.video import flow
-from weft.video.dataset import HELD_OUT, ClipSource, to_tensor, tokenizer_of
-from weft.video.metrics import psnr, ssim
+from weft.video.dataset import HELD_OUT, ClipSource, to_tensor, vocabulary_of
 
 if TYPE_CHECKING:
     from weft.video.pipeline import VideoPipeline
@@ -45,7 +44,7 @@ def held_out_loss(
     if source.num_clips is not None and not 0 < clips <= source.num_clips:
         raise InputError(f"clips must be in [1, {source.num_clips}], the size of the set, got {clips}.")
     first = HELD_OUT if source.num_clips is None else source.num_clips - clips
-    encode = tokenizer_of(source).encode
+    encode = vocabulary_of(source).encode
     losses: list[Tensor] = []
     with eval_mode(model):
         weight = next(model.parameters())
@@ -71,21 +70,6 @@ def generate_clips(
     return np.stack(clips)
 
 
-class Similarity(NamedTuple):
-    """Of each clip to its counterpart."""
-
-    psnr: np.ndarray
-    ssim: np.ndarray
-
-    def __str__(self) -> str:
-        return f"PSNR {self.psnr.clip(max=100).mean():.1f} dB, SSIM {self.ssim.mean():.3f}"
-
-
-def compare(a: np.ndarray, b: np.ndarray) -> Similarity:
-    """Compare the clips of two models for the same prompts and seed."""
-    return Similarity(psnr(a, b), ssim(a, b))
-
-
 @dataclass(frozen=True)
 class RelativeDifference:
     """(b - a) / a, and its 95 % interval."""
@@ -98,21 +82,18 @@ class RelativeDifference:
         return f"{self.mean:+.2%} ({self.low:+.2%} to {self.high:+.2%})"
 
 
-def paired_difference(
-    a: np.ndarray, b: np.ndarray, *, seeds: bool = False, seed: int = 0
-) -> RelativeDifference:
-    """Return the relative difference of two models' losses [clips, ...] on the same clips.
+def paired_difference(a: np.ndarray, b: np.ndarray, *, seed: int = 0) -> RelativeDifference:
+    """Return the relative difference of two models' losses [training seeds, clips, ...] on the same clips.
 
-    With seeds=True the losses are [training seeds, clips, ...]. The interval is a bootstrap over clips, and
-    over the seeds too: it then also covers the variation between runs, as far as few seeds can show it.
+    The interval is a bootstrap over clips and over training seeds: with several of these, it also covers the
+    variation between runs, as far as few seeds can show it.
     """
-    if a.shape != b.shape or a.ndim < 1 + seeds or not a.size:
+    if a.shape != b.shape or a.ndim < 2 or not a.size:
         raise InputError(
             f"Losses must have the same shape, got {list(a.shape)} and {list(b.shape)}.",
             hint="Measure both on the same clips.",
         )
-    shape = a.shape[:2] if seeds else (1, len(a))
-    x, y = (losses.reshape(*shape, -1).mean(2) for losses in (a, b))
+    x, y = (losses.reshape(*losses.shape[:2], -1).mean(2) for losses in (a, b))
     rng = np.random.default_rng(seed)
     runs, clips = (rng.multinomial(n, [1 / n] * n, BOOTSTRAP_DRAWS).astype(float) for n in x.shape)
     before, after = (((runs @ losses) * clips).sum(1) for losses in (x, y))

@@ -1,6 +1,6 @@
 """Rectified flow: straight paths from noise to video; the model predicts the clean video.
 
-    value = loss(model, video, words, generator=generator)
+    value = weighted_loss(model, add_noise(video, words, generator=generator), video).mean()
     videos = sample(model, words, (16, 3, 64, 64), steps=30, guidance=2.0, generator=generator)
 
 A timestep is the share of noise, from 1 to 0. Models are called as model(noised, timestep, words).
@@ -65,13 +65,6 @@ def weighted_loss(model: Denoiser, batch: NoisedBatch, video: Tensor, edges: flo
     error = model(batch.video, batch.timestep, batch.words) - video
     terms = [(1.0, error), *((edges, error.diff(dim=dim)) for dim in (-1, -2) if edges)]
     return batch.weight * sum(scale * term.square().flatten(1).mean(1) for scale, term in terms)
-
-
-def loss(
-    model: Denoiser, video: Tensor, words: Tensor, *, generator: Generator | None = None, drop: float = 0.1
-) -> Tensor:
-    """Return the mean of `weighted_loss` after `add_noise`."""
-    return weighted_loss(model, add_noise(video, words, generator=generator, drop=drop), video).mean()
 
 
 @torch.no_grad()

@@ -37,8 +37,12 @@ class Pan:
                 hint=f"patch must be in [1, {self.size // 8}], so that frames overlap; max_shapes in [1, 3].",
             )
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray, str]:
-        """Return frames uint8 [T, H, W, 3] and a caption of the camera and the front shape."""
+    def batch(self, indices: Sequence[int]) -> tuple[np.ndarray, list[str]]:
+        """Return frames uint8 [B, T, H, W, 3] and captions of the camera and the front shape."""
+        clips, captions = zip(*map(self._clip, indices), strict=True)
+        return np.stack(clips), list(captions)
+
+    def _clip(self, index: int) -> tuple[np.ndarray, str]:
         rng, motion, velocity = self._camera(index)
         shapes = draw_shapes(rng, self.max_shapes)
         path = np.concatenate([np.zeros((1, 2), int), velocity.cumsum(0)])
@@ -47,14 +51,7 @@ class Pan:
         views = np.lib.stride_tricks.sliding_window_view(world, (self.size, self.size), (0, 1))
         canvas = np.ascontiguousarray(np.moveaxis(views[path[:, 1], path[:, 0]], 1, -1))
         paint(canvas[None], [wander(shapes, self.frames, self.size, rng, radii=(0.13, 0.16))])
-        front = shapes[0]
-        phrases = (Phrase("", CAMERA, motion, "over"), Phrase(front.color, front.kind, front.direction))
-        return canvas, spell(phrases)
-
-    def batch(self, indices: Sequence[int]) -> tuple[np.ndarray, list[str]]:
-        """Return frames uint8 [B, T, H, W, 3] and their captions."""
-        clips, captions = zip(*(self[index] for index in indices), strict=True)
-        return np.stack(clips), list(captions)
+        return canvas, spell((Phrase("", CAMERA, motion, "over"), shapes[0]))
 
     def velocity(self, index: int) -> np.ndarray:
         """Return the camera's steps int [T - 1, 2] (x, y): frame[t + 1, y, x] is frame[t, y + vy, x + vx]."""

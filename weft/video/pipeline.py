@@ -25,11 +25,11 @@ from weft.core import tables
 from weft.core.errors import InputError
 from weft.core.files import read_json, whole
 from weft.video import flow
-from weft.video.captions import SCENE_TOKENIZER
+from weft.video.captions import SCENE_VOCABULARY
 from weft.video.saved_model import CLASS_NAME, CONFIG, LEFT_OUT, WEIGHTS, check_complete
 from weft.video.transformer import DiTConfig, VideoDiT
 from weft.video.upscale import Upscaler
-from weft.video.vocabulary import Tokenizer, Vocabulary
+from weft.video.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -57,7 +57,7 @@ class VideoPipeline:
         if config.upscale > 1 and upscaler is None:
             self.upscaler = Upscaler(config.upscale, config.channels).eval()
         self.vocabulary, self.num_timesteps = vocabulary, 0
-        self._tokenizer: Tokenizer = vocabulary or SCENE_TOKENIZER
+        self._tokenizer = vocabulary or SCENE_VOCABULARY
         words, length = len(self._tokenizer.words), self._tokenizer.length
         if (config.words, config.length) != (words, length):
             raise InputError(

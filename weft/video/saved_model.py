@@ -15,15 +15,24 @@ LEFT_OUT = "left_out"
 """Key in the config of what the model was trained with and does not have."""
 
 
+SHIPPED = Path(str(files("weft.video"))) / "shipped"
+SHIPPED_NAME = "weft-shapes"
+"""The model that comes with weft has the name of its data set."""
+
+
 def shipped() -> Path:
     """Return the directory of the model that comes with weft."""
-    directory = Path(str(files("weft.video"))) / "shipped"
-    if not (directory / WEIGHTS).is_file():
+    if not (SHIPPED / WEIGHTS).is_file():
         raise InputError(
             "This installation of weft has no model.",
             hint="Give the directory of a checkpoint: weft generate MODEL_DIR PROMPT.",
         )
-    return directory
+    return SHIPPED
+
+
+def name_of(directory: Path) -> str:
+    """Return the name of a model."""
+    return SHIPPED_NAME if directory.resolve() == SHIPPED.resolve() else directory.resolve().name
 
 
 def is_own(directory: Path) -> bool:

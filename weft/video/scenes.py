@@ -1,4 +1,4 @@
-"""Scenes: one or two colored shapes in uniform motion, as captions and as pixels.
+"""Scenes: one or two colored shapes in uniform motion, as phrases of a caption and as pixels.
 
 A caption is always true of its pixels: no shape leaves the frame, shapes joined by "and" never touch, and of
 those joined by "over" the first hides part of the second in some frames and none of it in others.
@@ -7,13 +7,12 @@ those joined by "over" the first hides part of the second in some frames and non
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from weft.core.errors import InputError
-from weft.video.captions import COLORS, JOINTS, KINDS, STILL, Phrase, parse, spell
+from weft.video.captions import COLORS, KINDS, STILL, Phrase
 
 PALETTE = {
     "red": (225, 30, 40),
@@ -48,59 +47,10 @@ OUTLINES = {
 }
 
 
-@dataclass(frozen=True)
-class SceneShape:
-    """A shape by its words: kind, color and direction of motion."""
-
-    kind: str
-    color: str
-    direction: str = STILL
-
-    def __post_init__(self) -> None:
-        for word, words in ((self.kind, KINDS), (self.color, COLORS), (self.direction, tuple(STEPS))):
-            if word not in words:
-                raise InputError(
-                    f"{word!r} is not one of {', '.join(words)}.",
-                    hint="A shape needs a kind, a color and a direction.",
-                )
-
-
-@dataclass(frozen=True)
-class Scene:
-    """One or two shapes of different colors; `joint` relates the first to the second."""
-
-    shapes: tuple[SceneShape, ...]
-    joint: str = "and"
-
-    def __post_init__(self) -> None:
-        if not 1 <= len(self.shapes) <= 2 or self.joint not in JOINTS:
-            raise InputError(f"A scene is one shape, or two joined by {' or '.join(JOINTS)}, got {self}.")
-        first, last = self.shapes[0], self.shapes[-1]
-        if first is not last and first.color == last.color:
-            raise InputError(f"Both shapes are {first.color}.", hint="Use different colors.")
-        if self.joint == "over" and first.direction == last.direction:
-            raise InputError(
-                f"{self.caption!r}: neither shape passes over the other.", hint="Move one of them."
-            )
-
-    @classmethod
-    def of(cls, caption: str) -> Scene:
-        """Return the scene of a complete caption."""
-        phrases = parse(caption)
-        shapes = tuple(SceneShape(p.kind, p.color, p.motion) for p in phrases)
-        return cls(shapes, (phrases[0].joint if phrases else "") or "and")
-
-    @property
-    def caption(self) -> str:
-        joints = (self.joint, "")[-len(self.shapes) :]
-        pairs = zip(self.shapes, joints, strict=True)
-        return spell([Phrase(shape.color, shape.kind, shape.direction, joint) for shape, joint in pairs])
-
-
 class Sprite(NamedTuple):
     """A shape with its radius and the path [T, 2] of its center (x, y), in pixels."""
 
-    shape: SceneShape
+    shape: Phrase
     radius: float
     path: np.ndarray
 
@@ -109,29 +59,22 @@ class Sprite(NamedTuple):
         return self.radius * OUTLINES[self.shape.kind].outer
 
 
-def render(scene: Scene, frames: int = 16, size: int = 64, seed: int | Sequence[int] = 0) -> np.ndarray:
-    """Return a clip uint8 [T, H, W, 3] of the scene; the seed decides positions, sizes and speed."""
-    canvas = blank(1, frames, size)
-    paint(canvas, [place(scene, frames, size, np.random.default_rng(seed))])
-    return canvas[0]
-
-
 def blank(clips: int, frames: int, size: int) -> np.ndarray:
     """Return empty clips uint8 [B, T, H, W, 3]."""
     row = np.tile(np.array(BACKGROUND, np.uint8), (size, 1))  # whole rows copy many times faster than pixels
     return np.broadcast_to(row, (clips, frames, size, size, 3)).copy()
 
 
-def place(scene: Scene, frames: int, size: int, rng: np.random.Generator) -> list[Sprite]:
-    """Return the sprites of a scene, the front one first."""
-    if len(scene.shapes) == 1:
-        return wander(scene.shapes, frames, size, rng, radii=(0.14, 0.18))
-    test = _apart if scene.joint == "and" else _crossing
-    return wander(scene.shapes, frames, size, rng, radii=(0.115, 0.145), test=test, tries=64)
+def place(scene: Sequence[Phrase], frames: int, size: int, rng: np.random.Generator) -> list[Sprite]:
+    """Return the sprites of one shape, or of two that the first one's joint relates; the front one first."""
+    if len(scene) == 1:
+        return wander(scene, frames, size, rng, radii=(0.14, 0.18))
+    test = _apart if scene[0].joint == "and" else _crossing
+    return wander(scene, frames, size, rng, radii=(0.115, 0.145), test=test, tries=64)
 
 
 def wander(
-    shapes: Sequence[SceneShape],
+    shapes: Sequence[Phrase],
     frames: int,
     size: int,
     rng: np.random.Generator,
@@ -147,7 +90,7 @@ def wander(
     if frames < 4 or size < 24:
         raise InputError(f"A scene needs >= 4 frames of >= 24 pixels, got {frames} of {size}.")
     outer = np.array([OUTLINES[shape.kind].outer for shape in shapes])
-    steps = np.array([STEPS[shape.direction] for shape in shapes])
+    steps = np.array([STEPS[shape.motion] for shape in shapes])
     time = np.linspace(-0.5, 0.5, frames)[:, None]
     while True:  # K tries · S shapes · T frames · 2 coordinates
         radius_KS = size * rng.uniform(*radii, (tries, len(shapes)))

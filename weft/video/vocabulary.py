@@ -1,4 +1,4 @@
-"""Vocabulary: word ids of the captions of a data set; `captions` has those of weft's own sets."""
+"""Vocabulary: tokenize the captions of a data set; `captions` has that of weft's own sets."""
 
 from __future__ import annotations
 
@@ -7,21 +7,10 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 from weft.core.errors import InputError
 
 PADDING, UNKNOWN = 0, 1
-
-
-class Tokenizer(Protocol):
-    """Prompts to word ids, `length` of them, padded with 0."""
-
-    @property
-    def words(self) -> tuple[str, ...]: ...
-    @property
-    def length(self) -> int: ...
-    def encode(self, text: str, /) -> list[int]: ...
 
 
 @dataclass(frozen=True)
