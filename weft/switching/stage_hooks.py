@@ -63,8 +63,6 @@ class StageHook(StagedModelHook):
             return forward(*args, **kwargs)
         if self.inner is not None:
             forward = partial(self.inner, forward)
-        if stages.probe is not None:
-            return stages.probe.run_stage(at, forward, args, kwargs)
-        name = stages.modules[at].name
-        call = stages.enter(at, StageCall.of(name, args, kwargs))
-        return stages.leave(at, call, forward(*call.args, **call.kwargs))
+        stage = stages.modules[at]
+        call = stages.enter(at, StageCall.of(stage.name, args, kwargs))
+        return stages.leave(at, call, stages.activation.run(stage, forward, call))

@@ -49,7 +49,7 @@ from weft.switching.declare import (
 )
 from weft.switching.dropout_mode import DropoutMode
 from weft.switching.stage_hooks import StagedModelHook, StageHook
-from weft.switching.stage_probe import StageProbe, check_mixing
+from weft.switching.stage_probe import check_mixing
 
 CHECKS = ("always", "none")
 
@@ -121,8 +121,6 @@ class Stages:
         """The placements for the last input."""
         self.activation = ShardedActivation(names, _worlds(mesh))
         self.dropout = DropoutMode(self.activation)
-        self.probe: StageProbe | None = None
-        """What runs the stages while the model is probed."""
         self.is_copied = False
         """Whether deep copies of the modules are stages too."""
         self._routes: dict[tuple[int, ...], StageLayouts] = {}
@@ -182,8 +180,7 @@ class Stages:
         try:
             check_mixing(self, forward, args, kwargs)
         finally:
-            self.probe, self.dropout.is_probing = None, False
-            self.activation.placement = self.activation.replicated
+            self.dropout.is_probing = False
 
     def enter(self, at: int, call: StageCall) -> StageCall:
         """Return the call of a stage with its tensor redistributed."""
