@@ -28,24 +28,28 @@ BLOCKS = {
 }
 
 
-def shard(model: nn.Module, mesh: MeshLike = None) -> LatteHook:
+def shard(model: nn.Module, mesh: MeshLike = None) -> ShardedLatte:
     """Shard a Latte from its first block to its last; mesh (of one axis), gradients: see `weft.stages`."""
-    hook = LatteHook(ShardedLatte(model), world_of(mesh, 60.0))
-    wrap_module(model, hook)
-    return hook
+    latte = ShardedLatte(model, mesh)
+    wrap_module(model, latte)
+    return latte
 
 
-class ShardedLatte:
+class ShardedLatte(ForwardWrapper):
     """A Latte as stages; its blocks get side inputs with as many rows as the shard."""
 
-    def __init__(self, model: Target) -> None:
-        self.model = model
+    def __init__(self, model: Target, mesh: MeshLike = None) -> None:
+        self.model, self.mesh = model, mesh
         self.forward: Forward = model.forward
         self._stages: Stages | None = None
         self._key: tuple[World, str, int] | None = None
         """What the stages are for: the ranks, the dims that are sharded, the number of blocks."""
         self._batch = 0
         self._frames = torch.empty(0)
+
+    def around(self, forward: Forward, args: Args, kwargs: Kwargs) -> PyTree:
+        self.forward = forward
+        return self.run(self.mesh, args, kwargs)
 
     def run(self, mesh: MeshLike, args: Args, kwargs: Kwargs) -> PyTree:
         """Run the model's forward on the ranks of a mesh.
@@ -71,7 +75,7 @@ class ShardedLatte:
     def _stages_for(self, world: World, shard: str) -> Stages:
         key = world, shard, len(getattr(self.model, IN_SPACE)) + len(getattr(self.model, IN_TIME))
         if self._stages is None or key != self._key or not self._stages.is_current():
-            self.remove()
+            self._remove_stages()
             self._key = key
             self._stages = Stages(
                 self.model, BLOCKS, dims="batch time space channel", shard=shard, mesh=world
@@ -91,25 +95,13 @@ class ShardedLatte:
         return forward(x, mask, text, None, timestep, *rest, **kwargs)
 
     def remove(self) -> None:
-        """Unwrap the blocks."""
+        self._remove_stages()
+        unwrap_module(self.model)
+
+    def _remove_stages(self) -> None:
         if self._stages is not None:
             self._stages.remove()
         self._stages = None
-
-
-class LatteHook(ForwardWrapper):
-    """Runs the forward of a Latte that `shard` sharded."""
-
-    def __init__(self, latte: ShardedLatte, world: World) -> None:
-        self.latte, self.world = latte, world
-
-    def around(self, forward: Forward, args: Args, kwargs: Kwargs) -> PyTree:
-        self.latte.forward = forward
-        return self.latte.run(self.world, args, kwargs)
-
-    def remove(self) -> None:
-        self.latte.remove()
-        unwrap_module(self.latte.model)
 
 
 def _rows(side: Tensor | None, B: int, rows: int) -> Tensor | None:

@@ -64,9 +64,6 @@ class ForwardWrapper:
         """Run `forward`, the plain method, and whatever belongs before and after it."""
         raise NotImplementedError
 
-    def before_copy(self) -> None:
-        """Remove what cannot be copied."""
-
     def __deepcopy__(self, memo: dict[int, PyTree]) -> ForwardWrapper | None:
         """Return the wrapper whose `after_copy` is called with the copy, which is plain; by default none."""
 
@@ -189,8 +186,6 @@ def _copy(self: T) -> T:
 
 def _reduce(self: Target, _: int) -> tuple[Callable[[CopiedClass], Target], tuple[CopiedClass], Kwargs]:
     """Take apart for copy.deepcopy, which calls `_set_state` of the copy; pickle fails at `CopiedClass`."""
-    if (wrapper := vars(self).get(WRAPPER)) is not None:
-        wrapper.before_copy()
     state = {key: value for key, value in vars(self).items() if key != "_compiled_call_impl"}
     return _new, (CopiedClass(type(self)),), state
 
