@@ -76,16 +76,14 @@ class StageModule(NamedTuple):
         return " ".join(g[0] if len(g) == 1 else f"({' '.join(g)})" for g in self.groups)
 
 
-def find_stages(
-    model: nn.Module, loop: Declared, dims: list[str], shard: tuple[str, ...]
-) -> list[StageModule]:
+def find_stages(model: nn.Module, loop: Declared, dims: list[str]) -> list[StageModule]:
     """Return the stages of one loop: layer by layer, in each layer in the order of the dict."""
     stages: list[tuple[tuple[tuple[int, str], ...], int, StageModule]] = []
     for number, (pattern, declared) in enumerate(loop.items()):
         mixes = declared if isinstance(declared, Mixes) else Mixes(declared)
         for name, module in matching(model, pattern):
             layer = _layer(name, pattern)
-            stages.append((layer, number, _stage(name, module, mixes, dims, shard)))
+            stages.append((layer, number, _stage(name, module, mixes, dims)))
     stages.sort(key=lambda item: item[:2])
     return [stage for _, _, stage in stages]
 
@@ -97,18 +95,14 @@ def _layer(name: str, pattern: str) -> tuple[tuple[int, str], ...]:
     return tuple((int(each), "") if each.isdecimal() else (0, each) for each in free)
 
 
-def _stage(
-    name: str, module: nn.Module, declared: Mixes, dims: list[str], shard: tuple[str, ...]
-) -> StageModule:
+def _stage(name: str, module: nn.Module, declared: Mixes, dims: list[str]) -> StageModule:
     groups = parse_dims(declared.dims) if declared.dims else tuple((dim,) for dim in dims)
     mixes = declared.mixes.split()
     if unknown := [dim for dim in mixes if dim not in dims]:
         raise InputError(
             f"Stage {name} is declared to mix {unknown[0]!r}.", hint=f"The dims are {', '.join(dims)}."
         )
-    stage = StageModule(
-        name, module, ModelStage(name, tuple(d for d in mixes if d in shard), declared.inside), groups
-    )
+    stage = StageModule(name, module, ModelStage(name, tuple(mixes), declared.inside), groups)
     if sorted(stage.order) != sorted(dims):
         raise InputError(
             f"Stage {name} is declared to have the dims {stage}.",

@@ -44,16 +44,16 @@ class StageHook(StagedModelHook):
 
     def __init__(self, stages: Stages, module: nn.Module, at: int | None = None) -> None:
         super().__init__(stages)
-        self.module, self.at, self._placement = module, at, stages.activation.replicated
+        self.module, self.at = module, at
         self.inner: Callable[..., PyTree] | None = None
 
     def around(self, forward: Forward, args: Args, kwargs: Kwargs) -> PyTree:
-        activation, dropout = self.stages.activation, self.stages.dropout
+        stages = self.stages
         if not is_recomputing():
-            self._placement = activation.placement
-        elif not dropout.is_active and any(module.training for module in self.module.modules()):
-            activation.placement = self._placement
-            with dropout:
+            stages.placements[self] = stages.activation.placement
+        elif not stages.is_running and any(module.training for module in self.module.modules()):
+            stages.activation.placement = stages.placements[self]
+            with stages.dropout:
                 return self._run(forward, args, kwargs)
         return self._run(forward, args, kwargs)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from math import prod
 
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ from weft.hooks.wrap import (
     unwrap_module,
     wrap_module,
 )
-from weft.plan.stage_layouts import WHOLE, StageLayouts, choose_layouts
+from weft.plan.stage_layouts import WHOLE, StageLayouts, State, choose_layouts
 from weft.run.world import MeshLike, World, world_of
 from weft.switching.activation import ShardedActivation
 from weft.switching.declare import (
@@ -104,11 +105,11 @@ class Stages:
     ) -> None:
         loops = [declared] if isinstance(declared, Mapping) else list(declared)
         names, self._exit = dims.split(), tuple(exit.split())
-        self._shard = tuple(shard.split() or names[1:-1])
-        if unknown := [dim for dim in (*self._shard, *self._exit) if dim not in (*names, WHOLE)]:
+        self.shard = tuple(shard.split() or names[1:-1])
+        if unknown := [dim for dim in (*self.shard, *self._exit) if dim not in (*names, WHOLE)]:
             raise InputError(f"There is no dim {unknown[0]!r}.", hint=f"The dims are {', '.join(names)}.")
         self.model = model
-        self.modules = [stage for loop in loops for stage in find_stages(model, loop, names, self._shard)]
+        self.modules = [stage for loop in loops for stage in find_stages(model, loop, names)]
         check_apart(self.modules)
         if not self.modules or len(set(names)) < len(names):
             raise InputError(
@@ -121,12 +122,16 @@ class Stages:
         """The placements for the last input."""
         self.activation = ShardedActivation(names, _worlds(mesh))
         self.dropout = DropoutMode(self.activation)
+        self.placements: dict[StageHook, State] = {}
+        """The placement of the tensor where each module began to run in the last forward."""
         self.is_copied = False
         """Whether deep copies of the modules are stages too."""
-        self._routes: dict[tuple[int, ...], StageLayouts] = {}
+        self._routes: dict[tuple[int | str, ...], StageLayouts] = {}
         self._comparisons: dict[World, Comparison] = {}
         self._next = 0
         self._runs = 0
+        self.is_running = False
+        """Whether the model's forward runs: else a stage is called alone, or recomputed for its gradients."""
         self.hooks = {stage.name: StageHook(self, stage.module, at) for at, stage in enumerate(self.modules)}
         between = [
             module for _, module in modules_between(model, self.modules) if WRAPPER not in vars(module)
@@ -162,13 +167,15 @@ class Stages:
 
     def run(self, forward: Forward, args: Args, kwargs: Kwargs) -> PyTree:
         """Run the model's forward."""
-        self.activation.placement = self.activation.replicated
+        self.activation.placement, self.placements = self.activation.replicated, {}
         with ExitStack() as stack:
             for world, comparison in self._comparisons.items():
                 stack.enter_context(comparison(world, self.model, args, kwargs))
             stack.enter_context(self.dropout.forward_of(self.model))
             if not is_recomputing():
                 self._check_mixing(forward, args, kwargs)
+            self.is_running = True
+            stack.callback(setattr, self, "is_running", False)  # noqa: FBT003
             return forward(*args, **kwargs)
 
     def _check_mixing(self, forward: Forward, args: Args, kwargs: Kwargs) -> None:
@@ -186,7 +193,7 @@ class Stages:
         """Return the call of a stage with its tensor redistributed."""
         stage = self.modules[at]
         self.check_order(at)
-        if at == 0:
+        if at == 0 and (self.is_running or not is_recomputing()):
             self.route = self.measured(stage, call.x)
         assert self.route is not None
         self.check_samples(at, call)
@@ -213,13 +220,24 @@ class Stages:
         y = self.activation.unfold(stage, y)
         y = self.activation.redistribute(y, self.route.moves[-1], f"The end, after {stage.name}")
         y = self.activation.fold(stage, y)
+        self._restore_in_backward(y)
         return (y, *out[1:]) if isinstance(out, tuple) else y
+
+    def _restore_in_backward(self, out: Tensor) -> None:
+        """Let modules that are recomputed for the gradients of an output see the sizes of this forward."""
+        state = self.route, self.activation.sizes, self.placements
+
+        def restore(_: Tensor) -> None:
+            self.route, self.activation.sizes, self.placements = state
+
+        if out.requires_grad:
+            out.register_hook(restore)
 
     def check_samples(self, at: int, call: StageCall) -> None:
         """Reject other arguments that have a row for each sample, where samples are sharded."""
         assert self.route is not None
         batch, sizes = self.activation.dims[0], self.activation.sizes
-        others = {sizes[dim] for dim in self._shard if dim != batch}
+        others = {sizes[dim] for dim in self.shard if dim != batch}
         if batch not in self.route.layouts[at] or sizes[batch] in others:
             return
         for name, value in (*enumerate(call.args), *call.kwargs.items()):
@@ -235,13 +253,14 @@ class Stages:
         """Return the placements of a whole tensor in the stages."""
         self.activation.measure(stage, x, self.sizes)
         sizes = self.activation.sizes
-        key = (*sizes.values(), x.element_size())
+        key = (*sizes.values(), x.element_size(), *self.shard)
         if key not in self._routes:
+            mixes = [tuple(dim for dim in each.stage.mixes if dim in self.shard) for each in self.modules]
             self._routes[key] = choose_layouts(
-                [each.stage for each in self.modules],
-                {dim: sizes[dim] for dim in self._shard},
+                [replace(each.stage, mixes=dims) for each, dims in zip(self.modules, mixes, strict=True)],
+                {dim: sizes[dim] for dim in self.shard},
                 [world.comm.size for world in self.activation.worlds],
-                width=x.element_size() * prod(size for dim, size in sizes.items() if dim not in self._shard),
+                width=x.element_size() * prod(size for dim, size in sizes.items() if dim not in self.shard),
                 exit=self._exit if len(self._exit) > 1 else "".join(self._exit),
             )
         return self._routes[key]
