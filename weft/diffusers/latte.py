@@ -68,7 +68,7 @@ class ShardedLatte(ForwardWrapper):
         frames = self._frames = model.temp_pos_embed
         model.temp_pos_embed = torch.zeros_like(frames[:, :1])
         try:
-            return stages.run(self.forward, args, kwargs)
+            return stages.around(self.forward, args, kwargs)
         finally:
             model.temp_pos_embed = frames
 

@@ -59,16 +59,20 @@ class ForwardWrapper:
     method = "forward"
     opaque = False
     """Whether torch.compile must not trace it."""
+    is_copied = False
+    """Whether deep copies of its object have it too; by default they are plain."""
 
     def around(self, forward: Forward, args: Args, kwargs: Kwargs) -> PyTree:
         """Run `forward`, the plain method, and whatever belongs before and after it."""
         raise NotImplementedError
 
     def __deepcopy__(self, memo: dict[int, PyTree]) -> ForwardWrapper | None:
-        """Return the wrapper whose `after_copy` is called with the copy, which is plain; by default none."""
+        """Return the wrapper whose `after_copy` is called with the copy, which is plain."""
+        return self if self.is_copied else None
 
     def after_copy(self, new: Target) -> None:
         """Wrap a deep copy as the original is wrapped."""
+        wrap_module(new, self)
 
 
 def wrap_module(target: Target, wrapper: ForwardWrapper) -> None:

@@ -1,4 +1,4 @@
-"""Run the modules of a model with stages: the model, its stages, and the modules between them."""
+"""StageHook: run a module of a model with stages, a stage or what lies between them."""
 
 from __future__ import annotations
 
@@ -10,30 +10,14 @@ from torch import nn
 from torch.utils._pytree import PyTree
 
 from weft.hooks.input_check import is_recomputing
-from weft.hooks.wrap import Args, Forward, ForwardWrapper, Kwargs, wrap_module
+from weft.hooks.wrap import Args, Forward, ForwardWrapper, Kwargs
 from weft.switching.declare import StageCall
 
 if TYPE_CHECKING:
     from weft.switching.stages import Stages
 
 
-class StagedModelHook(ForwardWrapper):
-    """Runs the model; deep copies of it are wrapped alike if the stages say so."""
-
-    def __init__(self, stages: Stages) -> None:
-        self.stages = stages
-
-    def around(self, forward: Forward, args: Args, kwargs: Kwargs) -> PyTree:
-        return self.stages.run(forward, args, kwargs)
-
-    def __deepcopy__(self, memo: dict[int, PyTree]) -> ForwardWrapper | None:
-        return self if self.stages.is_copied else None
-
-    def after_copy(self, new: nn.Module) -> None:
-        wrap_module(new, self)
-
-
-class StageHook(StagedModelHook):
+class StageHook(ForwardWrapper):
     """Runs a stage, or a module between stages.
 
     When it is recomputed, outside of the model's forward, it has the placement and the dropout that it had.
@@ -43,8 +27,7 @@ class StageHook(StagedModelHook):
     """
 
     def __init__(self, stages: Stages, module: nn.Module, at: int | None = None) -> None:
-        super().__init__(stages)
-        self.module, self.at = module, at
+        self.stages, self.module, self.at = stages, module, at
         self.inner: Callable[..., PyTree] | None = None
 
     def around(self, forward: Forward, args: Args, kwargs: Kwargs) -> PyTree:

@@ -31,6 +31,7 @@ from weft.hooks.wrap import (
     WRAPPER,
     Args,
     Forward,
+    ForwardWrapper,
     Kwargs,
     is_wrapped,
     unwrap_module,
@@ -49,7 +50,7 @@ from weft.switching.declare import (
     modules_between,
 )
 from weft.switching.dropout_mode import DropoutMode
-from weft.switching.stage_hooks import StagedModelHook, StageHook
+from weft.switching.stage_hooks import StageHook
 from weft.switching.stage_probe import check_mixing
 
 CHECKS = ("always", "none")
@@ -90,7 +91,7 @@ def stages(
     return handle
 
 
-class Stages:
+class Stages(ForwardWrapper):
     """Redistributes a tensor between the stages of a model; `remove` undoes it."""
 
     def __init__(
@@ -124,8 +125,6 @@ class Stages:
         self.dropout = DropoutMode(self.activation)
         self.placements: dict[StageHook, State] = {}
         """The placement of the tensor where each module began to run in the last forward."""
-        self.is_copied = False
-        """Whether deep copies of the modules are stages too."""
         self._routes: dict[tuple[int | str, ...], StageLayouts] = {}
         self._comparisons: dict[World, Comparison] = {}
         self._next = 0
@@ -133,29 +132,28 @@ class Stages:
         self.is_running = False
         """Whether the model's forward runs: else a stage is called alone, or recomputed for its gradients."""
         self.hooks = {stage.name: StageHook(self, stage.module, at) for at, stage in enumerate(self.modules)}
-        between = [
-            module for _, module in modules_between(model, self.modules) if WRAPPER not in vars(module)
-        ]
-        self._wrapped = [stage.module for stage in self.modules] + between
-        for stage in self.modules:
-            if WRAPPER in vars(stage.module):
-                raise InputError(f"Stage {stage.name} is sharded already.", hint="Call remove() first.")
-            wrap_module(stage.module, self.hooks[stage.name])
-        for module in between:
-            wrap_module(module, StageHook(self, module))
+        if wrapped := [name for name, hook in self.hooks.items() if WRAPPER in vars(hook.module)]:
+            raise InputError(f"Stage {wrapped[0]} is sharded already.", hint="Call remove() first.")
+        for name, module in modules_between(model, self.modules):
+            if WRAPPER not in vars(module):
+                self.hooks[name] = StageHook(self, module)
+        for hook in self.hooks.values():
+            wrap_module(hook.module, hook)
 
     def wrap_model(self, mesh: Meshes, *, always: bool) -> None:
-        """Wrap the model itself; compare its inputs over all ranks that it is sharded over."""
+        """Wrap the model itself and its copies; compare its inputs over all ranks that it is sharded over."""
         name, order = type(self.model).__name__, forward_parameters(self.model)
         worlds = (world_of(axis, 60.0) for axis in _axes(mesh))
         self._comparisons = {world: Comparison(name, order, always=always) for world in worlds}
-        self.is_copied = True
-        self._wrapped.append(self.model)
-        wrap_module(self.model, StagedModelHook(self))
+        for wrapper in (self, *self.hooks.values()):
+            wrapper.is_copied = True
+        wrap_module(self.model, self)
 
     def remove(self) -> None:
-        for module in self._wrapped:
-            unwrap_module(module)
+        for hook in self.hooks.values():
+            unwrap_module(hook.module)
+        if vars(self.model).get(WRAPPER) is self:
+            unwrap_module(self.model)
 
     def is_current(self) -> bool:
         """Return whether the stages are still the model's modules, and wrapped."""
@@ -165,7 +163,7 @@ class Stages:
             for stage in self.modules
         )
 
-    def run(self, forward: Forward, args: Args, kwargs: Kwargs) -> PyTree:
+    def around(self, forward: Forward, args: Args, kwargs: Kwargs) -> PyTree:
         """Run the model's forward."""
         self.activation.placement, self.placements = self.activation.replicated, {}
         with ExitStack() as stack:
