@@ -115,15 +115,18 @@ class ShardedRegion:
         if self.sparsity is not None:
             self._begin_step(arguments)
         kind = self.model.training, *(name for name, value in arguments.items() if value is not None)
+        unprobed: InputError | None = None
         if world.comm.size > 1 and kind not in self._probed:
-            check_mixing(self, args, kwargs)
-            self._probed.add(kind)
+            unprobed = check_mixing(self, args, kwargs)
         before, self.active = self.active, True
         try:
             with RandomGuard(self.random_error) if self._is_guarded() else nullcontext():
                 out = self.enter.around(self.forward, args, kwargs)
         finally:
             self.active = before
+        if unprobed is not None:
+            raise unprobed
+        self._probed.add(kind)
         if self.sampled_check is not None:
             if self.verbose:
                 sys.stderr.write(f"weft: {self.sampled_check}\n")

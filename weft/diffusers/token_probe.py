@@ -112,10 +112,13 @@ class ProbeTokens(TokenShards):
         return RowSpans(a, b, tuple(spans))
 
 
-def check_mixing(region: ShardedRegion, args: Args, kwargs: Kwargs) -> None:
-    """Raise on all ranks if the model mixes tokens outside of what its adapter declares."""
+def check_mixing(region: ShardedRegion, args: Args, kwargs: Kwargs) -> InputError | None:
+    """Raise on all ranks if the model mixes tokens outside of what its adapter declares.
+
+    Return the error to raise if its forward can run, but was not probed.
+    """
     if cannot_compare((args, kwargs, next(region.model.parameters(), None))):
-        return
+        return None
     mesh = region.shards.mesh
 
     def run(trace: Trace, noise: int, own: bool, first: ProbeTokens | None) -> ProbeTokens:  # noqa: FBT001
@@ -131,16 +134,17 @@ def check_mixing(region: ShardedRegion, args: Args, kwargs: Kwargs) -> None:
         return shards
 
     mixing = find_mixing(region.model, [region.shards.world.comm], run)
-    if mixing is not None:
-        (name, _), cause = mixing
-        kind = f" ({type(modules(region.model)[name]).__name__})" if name else ""
-        # Where a module leaves out padding, tokens that follow it move to its positions.
-        drops_padding = any(streams.endswith("?") for streams in region.adapter.attention.values())
-        raise InputError(
-            f"{name or type(region.model).__name__}{kind} computes a token from {cause.format('tokens')}, "
-            "where each rank has only its part of them.",
-            hint=("Pad texts at their ends. " if drops_padding else "")
-            + "Declare it in the adapter: under attention, or under local if its keys are whole. Else "
-            "gather before it and split after it; positions are made for the whole and split (inputs, "
-            "outputs).",
-        )
+    if mixing is None or isinstance(mixing, InputError):
+        return mixing
+    (name, _), cause = mixing
+    kind = f" ({type(modules(region.model)[name]).__name__})" if name else ""
+    # Where a module leaves out padding, tokens that follow it move to its positions.
+    drops_padding = any(streams.endswith("?") for streams in region.adapter.attention.values())
+    raise InputError(
+        f"{name or type(region.model).__name__}{kind} computes a token from {cause.format('tokens')}, "
+        "where each rank has only its part of them.",
+        hint=("Pad texts at their ends. " if drops_padding else "")
+        + "Declare it in the adapter: under attention, or under local if its keys are whole. Else "
+        "gather before it and split after it; positions are made for the whole and split (inputs, "
+        "outputs).",
+    )

@@ -6,7 +6,6 @@ give the same rows again; modules that mix rows, count them, or use their positi
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -54,10 +53,13 @@ ProbeRun = Callable[["Trace", int, bool, R | None], R]
 """
 
 
-def find_mixing(model: nn.Module, comms: Sequence[Comm], run: ProbeRun[R]) -> tuple[MixedRows, str] | None:
+def find_mixing(
+    model: nn.Module, comms: Sequence[Comm], run: ProbeRun[R]
+) -> tuple[MixedRows, str] | InputError | None:
     """Return the module whose rows depend on more than themselves, and on what: the same for all ranks.
 
-    A model that cannot run on few rows is probed on those that each rank has.
+    A model that cannot run on few rows is probed on those that each rank has. If it cannot run on these
+    either, return the error to raise if its forward can.
     """
 
     def worst(outcome: int) -> int:
@@ -79,11 +81,12 @@ def find_mixing(model: nn.Module, comms: Sequence[Comm], run: ProbeRun[R]) -> tu
             return None
         if outcome == FINE:
             return None
-    # The forward itself raises weft's errors, with more details. All ranks warn: a warning may raise.
-    if not isinstance(failure, InputError):
-        name = type(model).__name__
-        warnings.warn(f"{name} could not be probed for modules that mix tokens: {failure}", stacklevel=3)
-    return None
+    # A forward that cannot run either raises an error of its own, with more details.
+    return InputError(
+        f"{type(model).__name__} could not be probed for modules that mix tokens: "
+        f"{failure or 'it failed on another rank'}",
+        hint="Its forward must run without side effects, on as many tokens as a rank has.",
+    )
 
 
 def _mixed(run: ProbeRun[R], trace: Trace, first: int, second: int, *, own: bool) -> MixedRows | None:

@@ -86,11 +86,14 @@ class ProbeActivation(ShardedActivation):
         return list(dict.fromkeys(each for each in spans if each.same[0][2]))
 
 
-def check_mixing(stages: Stages, forward: Forward, args: Args, kwargs: Kwargs) -> None:
-    """Raise on all ranks if rows of a sharded dim depend on others where no stage is declared to mix them."""
+def check_mixing(stages: Stages, forward: Forward, args: Args, kwargs: Kwargs) -> InputError | None:
+    """Raise on all ranks if rows of a sharded dim depend on others where no stage is declared to mix them.
+
+    Return the error to raise if the model's forward can run, but was not probed.
+    """
     real = stages.activation
     if cannot_compare((args, kwargs)):
-        return
+        return None
 
     def run(
         axis: int,
@@ -113,8 +116,11 @@ def check_mixing(stages: Stages, forward: Forward, args: Args, kwargs: Kwargs) -
 
     for axis in (axis for axis, world in enumerate(real.worlds) if world.comm.size > 1):
         mixing = find_mixing(stages.model, [world.comm for world in real.worlds], partial(run, axis))
+        if isinstance(mixing, InputError):
+            return mixing
         if mixing is not None:
             raise _error(stages, *mixing)
+    return None
 
 
 def _error(stages: Stages, mixed: MixedRows, cause: str) -> InputError:

@@ -170,20 +170,23 @@ class Stages(ForwardWrapper):
             for world, comparison in self._comparisons.items():
                 stack.enter_context(comparison(world, self.model, args, kwargs))
             stack.enter_context(self.dropout.forward_of(self.model))
-            if not is_recomputing():
-                self._check_mixing(forward, args, kwargs)
+            unprobed = None if is_recomputing() else self._check_mixing(forward, args, kwargs)
             self.is_running = True
             stack.callback(setattr, self, "is_running", False)  # noqa: FBT003
-            return forward(*args, **kwargs)
+            out = forward(*args, **kwargs)
+        if unprobed is not None:
+            self._runs = 0  # the next forward is probed again
+            raise unprobed
+        return out
 
-    def _check_mixing(self, forward: Forward, args: Args, kwargs: Kwargs) -> None:
+    def _check_mixing(self, forward: Forward, args: Args, kwargs: Kwargs) -> InputError | None:
         """Test the declarations, before some forwards."""
         self._runs += 1
         if self._runs & (self._runs - 1):
-            return
+            return None
         self.dropout.is_probing = True
         try:
-            check_mixing(self, forward, args, kwargs)
+            return check_mixing(self, forward, args, kwargs)
         finally:
             self.dropout.is_probing = False
 
