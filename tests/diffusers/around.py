@@ -35,7 +35,7 @@ LIMIT = 2e-5
 LEAST = {torch.float64: 1e-3, torch.float32: 1.0}
 REGIONS = ("wan", "flux", "sd3", "cogvideox-rotary", "ltx", "mochi", "hunyuan", "qwen-padded")
 MODELS = (*REGIONS, "latte")
-"""A Latte is split by stages: two sizes before one backward are refused, and Diffusers has no LoRA for it."""
+"""Diffusers has no LoRA for Latte."""
 
 
 @dataclass

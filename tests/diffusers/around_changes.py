@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
-from tests.diffusers.around import REGIONS, Run, descend, first, row, weighted
+from tests.diffusers.around import Run, descend, first, row, weighted
 from tests.diffusers.around_copies import blocks
 from tests.diffusers.around_lora import TARGETS
 from tests.diffusers.around_pipes import made
@@ -110,7 +110,7 @@ def functional_call(run: Run) -> None:
         run.keep(f"all grad {name}", run.mean(grad))
 
 
-@row(*REGIONS)
+@row()
 def beside_its_copy(run: Run) -> None:
     """Two forwards before one backward, blocks computed again."""
     model = run.model().train()

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from tests.diffusers.around import REGIONS, Run, descend, first, row, weighted
+from tests.diffusers.around import Run, descend, first, row, weighted
 from tests.diffusers.around_copies import blocks
 
 OTHER: dict[str, Any] = {"grid": (2, 3, 5)}
@@ -159,12 +159,12 @@ def checkpoint_wrapper_and_restore(run: Run) -> None:
     run.step("again", run.split(model))
 
 
-@row(*REGIONS)
+@row()
 def checkpoint_wrapper_with_two_sizes(run: Run) -> None:
     _two_sizes(run, _wrapped(run.split(run.model().train())))
 
 
-@row(*REGIONS)
+@row()
 def gradient_checkpointing_before(run: Run) -> None:
     model = run.model().train()
     model.enable_gradient_checkpointing()
@@ -172,7 +172,7 @@ def gradient_checkpointing_before(run: Run) -> None:
     _two_sizes(run, model)
 
 
-@row(*REGIONS)
+@row()
 def gradient_checkpointing_after(run: Run) -> None:
     model = run.split(run.model().train())
     model.enable_gradient_checkpointing()

@@ -142,6 +142,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "double backward": (twice, "gradient of its gradient"),
     "vmap": (lambda fn, x: torch.func.vmap(fn)(x[None]), "torch.vmap"),
     "export": (exported, "cannot be exported"),
+    "trace": (lambda fn, x: torch.jit.trace(fn, (x,)), "cannot be exported"),
     "tangent through compiled blocks": (in_level, "graph of torch.compile"),
 }
 

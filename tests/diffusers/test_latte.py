@@ -68,6 +68,20 @@ def test_checkpointed_blocks_are_the_same_in_training() -> None:
     check(job(None), on_ranks(3, job), 1e-10)
 
 
+@pytest.mark.parametrize("frames", [(5, 5), (5, 1), (1, 5)])
+def test_two_sizes_before_one_backward_are_recomputed_each_with_its_own(frames: tuple[int, int]) -> None:
+    def job(world: World | None) -> tuple[Tensor, list[Tensor]]:
+        made = model(5).train()
+        made.enable_gradient_checkpointing()
+        if world is not None:
+            latte.shard(made, world)
+        outs = [made(**video(batch, each)).sample for batch, each in zip((1, 2), frames, strict=True)]
+        loss = torch.stack([(out * normal(*out.shape, seed=7)).sum() for out in outs]).sum()
+        return outs[0].detach(), list(torch.autograd.grad(loss, list(made.parameters())))
+
+    check(job(None), on_ranks(3, job), 1e-10)
+
+
 def test_videos_and_images_may_follow_each_other_until_it_is_removed() -> None:
     def job(world: World | None) -> list[Tensor]:
         made = model(5)

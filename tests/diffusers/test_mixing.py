@@ -282,6 +282,32 @@ def test_what_is_whole_in_a_stage_may_have_places() -> None:
     check(job(None), on_ranks(2, job), 1e-10)
 
 
+def needs_gradients(x: Tensor) -> Tensor:
+    """As code that a probe cannot run."""
+    if not torch.is_grad_enabled():
+        raise ValueError("no gradients here")
+    return x * 1
+
+
+def test_a_model_that_cannot_be_probed_is_refused() -> None:
+    text = message(lambda model: put(model, needs_gradients, "in a block"))
+    assert text.startswith("Tiny could not be probed for modules that mix tokens: no gradients here")
+
+    def job(world: Any) -> None:
+        model = seeded(Frames(needs_gradients, "code", first=False))
+        weft.stages(model, TURNS, dims=DIMS, mesh=world)
+        for _ in range(2):
+            with pytest.raises(InputError, match=r"Frames could not be probed .* no gradients here"):
+                model(normal(2, 4, 6, 6))
+
+    on_ranks(2, job)
+
+
+def test_a_forward_that_fails_raises_its_own_error() -> None:
+    with pytest.raises(ZeroDivisionError):
+        run(lambda model: put(model, lambda _: 1 // 0, "in a block"))
+
+
 def test_streams_may_be_declared_otherwise() -> None:
     """The text cut too, though nothing attends over it: its keys are not whole any more."""
     cut = replace(TINY, inputs={"": {**TINY.inputs[""], "text": Shard("text", 1)}})

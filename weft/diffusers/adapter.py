@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils._pytree import PyTree
 
 from weft.core.voxels import Extent
+from weft.diffusers.grids import patches
 from weft.hooks.module_tree import named, no_module
 from weft.hooks.wrap import Target
 
@@ -121,3 +122,11 @@ ROPE = Shard("video", 0)
 BLOCK = {"hidden_states": VIDEO, "encoder_hidden_states": TEXT}
 CONTROL = {"controlnet_block_samples": VIDEO, "controlnet_single_block_samples": VIDEO}
 END = {"proj_out": VIDEO}
+SELF = Adapter(
+    "",
+    gather=END,
+    attention={"transformer_blocks.*.attn1": "video"},
+    local=("transformer_blocks.*.attn2",),
+    grid=patches,
+)
+"""Of a model with self-attention and cross-attention."""

@@ -115,19 +115,6 @@ def _defaults(kind: type[nn.Module], name: str) -> dict[str, PyTree]:
 PlanSpec = str | Plan | Planned | Schedule
 
 
-def _misfit(plan: PlanSpec, ranks: int) -> InputError | None:
-    """Return why a plan does not fit so many ranks."""
-    try:
-        if isinstance(plan, str):
-            if plan != "auto":
-                parse(plan, ranks)
-        elif (needed := schedule_of(plan).attention[0].ranks) != ranks:
-            return InputError(f"The plan is for {needed} ranks, this world has {ranks}.")
-    except InputError as error:
-        return error
-    return None
-
-
 def check_plan(plan: PlanSpec, ranks: int, guidance: Guidance, *, cfg: str) -> None:
     """Reject a plan that does not fit the ranks, or halves of them, on which no forward could run.
 
@@ -138,9 +125,20 @@ def check_plan(plan: PlanSpec, ranks: int, guidance: Guidance, *, cfg: str) -> N
             f"plan must be a name, a Plan or a Schedule, got {plan!r}, a {type(plan).__name__}.",
             hint="Pass the name of a strategy such as ulysses, or what `weft.plan` returns.",
         )
-    misfit = _misfit(plan, ranks)
-    half_misfit = misfit if guidance.halves is None else _misfit(plan, ranks // 2)
-    if half_misfit is not None and (misfit is not None or cfg == "on"):
-        raise misfit or half_misfit
-    if half_misfit is not None:
-        guidance.halves = None
+    if guidance.halves is not None:
+        try:
+            _check_ranks(plan, ranks // 2)
+        except InputError:
+            if cfg == "on":
+                raise
+            guidance.halves = None
+    if guidance.halves is None:
+        _check_ranks(plan, ranks)
+
+
+def _check_ranks(plan: PlanSpec, ranks: int) -> None:
+    if isinstance(plan, str):
+        if plan != "auto":
+            parse(plan, ranks)
+    elif (needed := schedule_of(plan).attention[0].ranks) != ranks:
+        raise InputError(f"The plan is for {needed} ranks, this world has {ranks}.")

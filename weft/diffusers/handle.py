@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial, wraps
 from importlib import import_module
 from inspect import signature
@@ -24,8 +24,9 @@ from weft.diffusers.explain import explained
 from weft.diffusers.guidance import Guidance
 from weft.diffusers.latte import ShardedLatte
 from weft.diffusers.region import ShardedRegion
+from weft.diffusers.sampled_check import SampledCheck
 from weft.diffusers.step_counter import StepCounter
-from weft.diffusers.vae import ParallelVAE, parallelize_vae
+from weft.diffusers.vae import DecodeHook, parallelize_vae
 from weft.hooks.input_check import Comparison
 from weft.hooks.module_tree import forward_parameters, unwrapped
 from weft.hooks.rng import broadcast_rng
@@ -77,7 +78,7 @@ class ParallelHandle:
         self._guidance: list[Guidance] = []
         self._marked: list[Target] = []
         self._pipes: WeakSet[Pipeline] = WeakSet()
-        self._vaes: list[ParallelVAE] = []
+        self._vaes: list[DecodeHook] = []
 
     @cached_property
     def world(self) -> World:
@@ -104,15 +105,16 @@ class ParallelHandle:
             if sparsity is not None and plan == "auto":
                 plan = axes_of(options.mesh) or plan  # the axes of a mesh may name a plan
             check_plan(plan, comm.size, guidance, cfg=options.cfg)
+            kind = type(model).__name__
             region = ShardedRegion(
                 model,
                 adapter,
-                name=name,
-                plan=plan,
-                sparsity=sparsity,
-                step_counter=self.step_counter,
-                backend=options.backend,
-                check=options.check != "none",
+                kind if name == kind else f"{kind} {name}",
+                plan,
+                sparsity,
+                self.step_counter,
+                options.backend,
+                None if options.check == "none" else SampledCheck(),
                 verbose=comm.rank == 0,
             )
         elif sparsity is not None:
@@ -206,20 +208,8 @@ class ModelHook(ForwardWrapper):
         with self.inputs(self.handle.world, self.region.model, args, kwargs, values=values):
             return self.guidance(self.region.run, args, kwargs)
 
-    def before_copy(self) -> None:
-        if isinstance(self.region, ShardedLatte):
-            self.region.remove()  # until the next forward
-
-    def __deepcopy__(self, memo: dict[int, PyTree]) -> CopiedModelHook:
-        return CopiedModelHook(deepcopy(self.handle, memo), self.name)
-
-
-@dataclass(eq=False)
-class CopiedModelHook(ForwardWrapper):
-    """Applies a handle to the copy of a model."""
-
-    handle: ParallelHandle
-    name: str
+    def __deepcopy__(self, memo: dict[int, PyTree]) -> ModelHook:
+        return replace(self, handle=deepcopy(self.handle, memo))
 
     def after_copy(self, new: nn.Module) -> None:
         self.handle.apply(self.name, new)

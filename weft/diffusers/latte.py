@@ -28,24 +28,27 @@ BLOCKS = {
 }
 
 
-def shard(model: nn.Module, mesh: MeshLike = None) -> LatteHook:
+def shard(model: nn.Module, mesh: MeshLike = None) -> ShardedLatte:
     """Shard a Latte from its first block to its last; mesh (of one axis), gradients: see `weft.stages`."""
-    hook = LatteHook(ShardedLatte(model), world_of(mesh, 60.0))
-    wrap_module(model, hook)
-    return hook
+    latte = ShardedLatte(model, mesh)
+    wrap_module(model, latte)
+    return latte
 
 
-class ShardedLatte:
+class ShardedLatte(ForwardWrapper):
     """A Latte as stages; its blocks get side inputs with as many rows as the shard."""
 
-    def __init__(self, model: Target) -> None:
-        self.model = model
+    def __init__(self, model: Target, mesh: MeshLike = None) -> None:
+        self.model, self.mesh = model, mesh
         self.forward: Forward = model.forward
         self._stages: Stages | None = None
-        self._key: tuple[World, str, int] | None = None
-        """What the stages are for: the ranks, the dims that are sharded, the number of blocks."""
-        self._batch = 0
+        self._key: tuple[World, int] | None = None
+        """What the stages are for: the ranks, the number of blocks."""
         self._frames = torch.empty(0)
+
+    def around(self, forward: Forward, args: Args, kwargs: Kwargs) -> PyTree:
+        self.forward = forward
+        return self.run(self.mesh, args, kwargs)
 
     def run(self, mesh: MeshLike, args: Args, kwargs: Kwargs) -> PyTree:
         """Run the model's forward on the ranks of a mesh.
@@ -58,58 +61,53 @@ class ShardedLatte:
         patches, ranks = H * W // model.config.patch_size**2, world.comm.size
         if patches < ranks:
             raise InputError(f"Frames of {patches} patches cannot be sharded over {ranks} ranks.")
+        stages = self._stages_for(world)
         # Diffusers' code cannot pass on a shard without a frame; with few frames, each rank has all of them.
-        stages = self._stages_for(world, "time space" if ranks <= T else "space")
-        stages.sizes, self._batch = {"batch": B, "time": T}, B
+        stages.shard = ("time", "space") if ranks <= T else ("space",)
+        stages.sizes = {"batch": B, "time": T}
         frames = self._frames = model.temp_pos_embed
         model.temp_pos_embed = torch.zeros_like(frames[:, :1])
         try:
-            return stages.run(self.forward, args, kwargs)
+            return stages.around(self.forward, args, kwargs)
         finally:
             model.temp_pos_embed = frames
 
-    def _stages_for(self, world: World, shard: str) -> Stages:
-        key = world, shard, len(getattr(self.model, IN_SPACE)) + len(getattr(self.model, IN_TIME))
+    def _stages_for(self, world: World) -> Stages:
+        key = world, len(getattr(self.model, IN_SPACE)) + len(getattr(self.model, IN_TIME))
         if self._stages is None or key != self._key or not self._stages.is_current():
-            self.remove()
+            self._remove_stages()
             self._key = key
-            self._stages = Stages(
-                self.model, BLOCKS, dims="batch time space channel", shard=shard, mesh=world
-            )
+            self._stages = Stages(self.model, BLOCKS, dims="batch time space channel", shard="", mesh=world)
             for name, hook in self._stages.hooks.items():
-                hook.inner = partial(self._run_block, name == f"{IN_TIME}.0")
+                hook.inner = partial(self._run_block, self._stages, name == f"{IN_TIME}.0")
         return self._stages
 
-    def _run_block(self, is_first: bool, forward: Forward, *args: PyTree, **kwargs: PyTree) -> Tensor:  # noqa: FBT001
+    def _run_block(
+        self,
+        stages: Stages,
+        is_first: bool,  # noqa: FBT001
+        forward: Forward,
+        *args: PyTree,
+        **kwargs: PyTree,
+    ) -> Tensor:
         """Run a block with the text and the timestep of all frames, or patches."""
         x, mask, text, text_mask, timestep, *rest = args
         if text_mask is not None:
             raise InputError("A sharded Latte takes no encoder_attention_mask.")
         if is_first and x.shape[1] > 1:
             x = x + self._frames.to(x)
-        text, timestep = (_rows(side, self._batch, len(x)) for side in (text, timestep))
+        batch = stages.activation.sizes["batch"]
+        text, timestep = (_rows(side, batch, len(x)) for side in (text, timestep))
         return forward(x, mask, text, None, timestep, *rest, **kwargs)
 
     def remove(self) -> None:
-        """Unwrap the blocks."""
+        self._remove_stages()
+        unwrap_module(self.model)
+
+    def _remove_stages(self) -> None:
         if self._stages is not None:
             self._stages.remove()
         self._stages = None
-
-
-class LatteHook(ForwardWrapper):
-    """Runs the forward of a Latte that `shard` sharded."""
-
-    def __init__(self, latte: ShardedLatte, world: World) -> None:
-        self.latte, self.world = latte, world
-
-    def around(self, forward: Forward, args: Args, kwargs: Kwargs) -> PyTree:
-        self.latte.forward = forward
-        return self.latte.run(self.world, args, kwargs)
-
-    def remove(self) -> None:
-        self.latte.remove()
-        unwrap_module(self.latte.model)
 
 
 def _rows(side: Tensor | None, B: int, rows: int) -> Tensor | None:

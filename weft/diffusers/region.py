@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from math import prod
 
 import numpy as np
@@ -46,43 +47,39 @@ from weft.sparse.context import AttentionContext, SparseAttention
 from weft.sparse.mask_cache import problem_of
 
 
+@dataclass(eq=False)
 class ShardedRegion:
-    """Installed in a model until `remove`; `run` is the model's forward with its tokens sharded."""
+    """Installed in a model until `remove`; `run` is the model's forward with its tokens sharded.
 
-    def __init__(  # noqa: PLR0913 - the options of parallelize
-        self,
-        model: nn.Module,
-        adapter: Adapter,
-        *,
-        name: str = "",
-        plan: PlanSpec = "auto",
-        sparsity: SparseAttention | None = None,
-        step_counter: StepCounter | None = None,
-        backend: str = "auto",
-        check: bool = False,
-        verbose: bool = False,
-    ) -> None:
-        self.model, self.adapter, self.plan = model, adapter.for_model(model), plan
-        self.backend = backend
-        kind = type(model).__name__
-        self.name = kind if name in ("", kind) else f"{kind} {name}"
-        """The model's name in plans: a pipeline may have two of a class."""
+    name            the model's name in plans: a pipeline may have two of a class.
+    sampled_check   of the attentions of the first forward.
+    verbose         whether this is the one rank that prints.
+    """
+
+    model: nn.Module
+    adapter: Adapter
+    name: str = ""
+    plan: PlanSpec = "auto"
+    sparsity: SparseAttention | None = None
+    step_counter: StepCounter = field(default_factory=StepCounter)
+    backend: str = "auto"
+    sampled_check: SampledCheck | None = None
+    verbose: bool = False
+
+    def __post_init__(self) -> None:
+        self.adapter = self.adapter.for_model(self.model)
         self.worlds: dict[World, None] = {}
         """That it has run on: with guidance, halves of the ranks too."""
-        self.sparsity, self.step_counter = sparsity, step_counter or StepCounter()
         self.extent, self.layers = (1, 1, 1), 0
         self.orders: set[tuple[str, ...]] = set()
         """Streams as attentions have them."""
-        self._names = forward_parameters(model)
+        self._names = forward_parameters(self.model)
         self.shards = TokenShards()
         self._probed: set[tuple[bool | str, ...]] = set()
         """Kinds of calls that are known to mix no tokens."""
         self.mask_inputs = MaskInputs()
         """What attention masks of this forward are made of."""
-        self.forward: Forward = model.forward
-        self.sampled_check = SampledCheck() if check else None
-        self.verbose = verbose
-        """Whether this is the one rank that prints."""
+        self.forward: Forward = self.model.forward
         self.runs = self.run_now = 0
         self.active = False
         """Whether the model runs, or its gradients are computed: else modules are called alone."""
@@ -118,15 +115,18 @@ class ShardedRegion:
         if self.sparsity is not None:
             self._begin_step(arguments)
         kind = self.model.training, *(name for name, value in arguments.items() if value is not None)
+        unprobed: InputError | None = None
         if world.comm.size > 1 and kind not in self._probed:
-            check_mixing(self, args, kwargs)
-            self._probed.add(kind)
+            unprobed = check_mixing(self, args, kwargs)
         before, self.active = self.active, True
         try:
             with RandomGuard(self.random_error) if self._is_guarded() else nullcontext():
                 out = self.enter.around(self.forward, args, kwargs)
         finally:
             self.active = before
+        if unprobed is not None:
+            raise unprobed
+        self._probed.add(kind)
         if self.sampled_check is not None:
             if self.verbose:
                 sys.stderr.write(f"weft: {self.sampled_check}\n")

@@ -17,8 +17,8 @@ from weft.core.errors import CommError
 from weft.core.indices import IntArray
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask, BoolArray
-from weft.run.switch import all_gather
 from weft.run.world import World
+from weft.sparse.pooling import gather_rows
 
 ROWS = 8
 """Of each rank in each attention."""
@@ -55,7 +55,8 @@ class SampledCheck:
         head = len(self.errors) % q.shape[1]
         order = layout.order(world.comm.rank)
         rows = np.unique(np.linspace(0, len(order) - 1, ROWS).astype(int)) if len(order) else np.zeros(0, int)
-        kv = _gathered(torch.stack([k, v])[:, :, head * k.shape[1] // q.shape[1]], layout, world)
+        kv = torch.stack([k, v])[:, :, head * k.shape[1] // q.shape[1]]
+        kv = gather_rows(kv, layout, world, np.arange(layout.size))
         keep = None if mask is None else torch.from_numpy(_keys_of(mask, head, order[rows])).to(q.device)
         error = min(_error(q[:, head, rows], kv, out[:, head, rows], scale, keep), 1e6)
         errors = [
@@ -77,16 +78,6 @@ class SampledCheck:
             f"to {max(self.errors.values(), default=0.0):.1e}, {self.allowed:.0e} is allowed"
             f" ({self.seconds:.2f} s)"
         )
-
-
-def _gathered(x: Tensor, layout: Layout, world: World) -> Tensor:
-    """[2, B, own tokens, D] → [2, B, all tokens, D], in the order of the whole."""
-    most = max(layout.rows(rank) for rank in range(layout.ranks))
-    padded = all_gather(torch.nn.functional.pad(x, (0, 0, 0, most - x.shape[2])), mesh=world, stage="check")
-    whole = x.new_zeros(*x.shape[:2], layout.size, x.shape[3])
-    for rank in range(layout.ranks):
-        whole[:, :, torch.from_numpy(layout.order(rank))] = padded[rank, :, :, : layout.rows(rank)]
-    return whole
 
 
 def _keys_of(mask: BlockMask, head: int, rows: IntArray) -> BoolArray:

@@ -19,7 +19,7 @@ from weft.core.errors import InputError
 from weft.diffusers.adapter import Shard
 from weft.diffusers.shards import TokenShards
 from weft.hooks.module_tree import modules
-from weft.hooks.probe import NONE, MixedRows, ProbeRows, RowSpans, Trace, cannot_compare, find_mixing
+from weft.hooks.probe import NONE, ProbeRows, RowSpans, Trace, cannot_compare, find_mixing
 from weft.hooks.rng import RandomGuard
 from weft.hooks.wrap import Args, Kwargs
 from weft.run.world import MeshLike
@@ -43,8 +43,6 @@ class ProbeTokens(TokenShards):
         self.trace, self.noise, self.own, self.before = trace, noise, own, before
         self.probe_attention = self.attend
         self.gathered: list[Tensor] = []
-        if before is not None:
-            self.sizes = dict(before.sizes)
 
     def picked(self, stream: str) -> ProbeRows:
         """Return the tokens of a stream; noise has the position of the first or the last."""
@@ -69,12 +67,9 @@ class ProbeTokens(TokenShards):
             self.trace.complete_sizes.update(count for count in map(self.rows, self.orders()) if count > 1)
         elif self.is_replicated(stream):
             return x
-        rows = self.picked(stream)
-        x = x.detach().index_select(dim, torch.tensor([*rows.indices], device=x.device))
         # Masks and the like, which have no channels, get no noise.
-        if self.noise != NONE and dim % x.dim() < x.dim() - 1 and x.is_floating_point():
-            rows.add_noise(x, dim, seed=int(self.before is not None))
-        return x
+        is_noisy = self.noise != NONE and dim % x.dim() < x.dim() - 1 and x.is_floating_point()
+        return self.picked(stream).pick(x, dim, seed=int(self.before is not None) if is_noisy else None)
 
     def gather(self, x: Tensor, spec: Shard, name: str) -> Tensor:
         """Repeat few tokens to as many as there are; the same in both runs, as later modules may mix them."""
@@ -100,11 +95,12 @@ class ProbeTokens(TokenShards):
             )  # the forward's error is better
         return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
 
-    def compared(self) -> list[RowSpans]:
+    def compared(self, before: ProbeTokens) -> list[RowSpans]:
         """Return the dims that tokens may be in: of one stream, or of several one after another."""
-        assert self.before is not None
+        self.sizes = before.sizes
         split = {stream for stream in self.sizes if not self.is_replicated(stream)}
-        rows = {self._compared(self.before, order): None for order in self.orders() if split & {*order}}
+        rows = {self._compared(before, order): None for order in self.orders() if split & {*order}}
+        self.sizes = {}  # nothing is split yet
         return [each for each in rows if all(length for *_, length in each.same)]
 
     def _compared(self, before: ProbeTokens, order: tuple[str, ...]) -> RowSpans:
@@ -116,42 +112,39 @@ class ProbeTokens(TokenShards):
         return RowSpans(a, b, tuple(spans))
 
 
-def check_mixing(region: ShardedRegion, args: Args, kwargs: Kwargs) -> None:
-    """Raise on all ranks if the model mixes tokens outside of what its adapter declares."""
+def check_mixing(region: ShardedRegion, args: Args, kwargs: Kwargs) -> InputError | None:
+    """Raise on all ranks if the model mixes tokens outside of what its adapter declares.
+
+    Return the error to raise if its forward can run, but was not probed.
+    """
     if cannot_compare((args, kwargs, next(region.model.parameters(), None))):
-        return
+        return None
     mesh = region.shards.mesh
 
-    def run(shards: ProbeTokens, rows: list[RowSpans]) -> None:
+    def run(trace: Trace, noise: int, own: bool, first: ProbeTokens | None) -> ProbeTokens:  # noqa: FBT001
+        shards = ProbeTokens(mesh, trace, noise, own=own, before=first)
+        rows = None if first is None else shards.compared(first)
         before = region.shards, region.active
         region.shards, region.active = shards, True
         try:
             with RandomGuard(region.random_error):  # functions that draw random numbers raise their own error
-                shards.trace.run(lambda: region.enter.around(region.forward, args, kwargs), rows)
+                trace.run(lambda: region.enter.around(region.forward, args, kwargs), rows)
         finally:
             region.shards, region.active = before
+        return shards
 
-    def probe(trace: Trace, first_noise: int, second_noise: int, own: bool) -> MixedRows | None:  # noqa: FBT001
-        first = ProbeTokens(mesh, trace, first_noise, own=own)
-        run(first, [])
-        second = ProbeTokens(mesh, trace, second_noise, own=own, before=first)
-        if not (rows := second.compared()):
-            return None
-        second.sizes = {}  # nothing is split yet
-        run(second, rows)
-        return trace.first_mixed()
-
-    mixing = find_mixing(region.model, [region.shards.world.comm], probe)
-    if mixing is not None:
-        (name, _), cause = mixing
-        kind = f" ({type(modules(region.model)[name]).__name__})" if name else ""
-        # Where a module leaves out padding, tokens that follow it move to its positions.
-        drops_padding = any(streams.endswith("?") for streams in region.adapter.attention.values())
-        raise InputError(
-            f"{name or type(region.model).__name__}{kind} computes a token from {cause.format('tokens')}, "
-            "where each rank has only its part of them.",
-            hint=("Pad texts at their ends. " if drops_padding else "")
-            + "Declare it in the adapter: under attention, or under local if its keys are whole. Else "
-            "gather before it and split after it; positions are made for the whole and split (inputs, "
-            "outputs).",
-        )
+    mixing = find_mixing(region.model, [region.shards.world.comm], run)
+    if mixing is None or isinstance(mixing, InputError):
+        return mixing
+    (name, _), cause = mixing
+    kind = f" ({type(modules(region.model)[name]).__name__})" if name else ""
+    # Where a module leaves out padding, tokens that follow it move to its positions.
+    drops_padding = any(streams.endswith("?") for streams in region.adapter.attention.values())
+    raise InputError(
+        f"{name or type(region.model).__name__}{kind} computes a token from {cause.format('tokens')}, "
+        "where each rank has only its part of them.",
+        hint=("Pad texts at their ends. " if drops_padding else "")
+        + "Declare it in the adapter: under attention, or under local if its keys are whole. Else "
+        "gather before it and split after it; positions are made for the whole and split (inputs, "
+        "outputs).",
+    )

@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain, zip_longest
 from math import prod
@@ -47,7 +47,7 @@ from weft.hooks.wrap import (
     wrap_module,
 )
 from weft.plan.heads import Groups, refined
-from weft.run.agree import agree, gather_text
+from weft.run.agree import abort, agree, gather_facts
 from weft.run.world import World
 
 TILED_VAES = {
@@ -62,26 +62,16 @@ PAIRS = {"AutoencoderKLCogVideoX", "AutoencoderKLMochi"}  # their decoders retur
 TAG = 2 * int(digest("decoded tiles")[:6], 16)
 
 
-def parallelize_vae(vae: nn.Module, world: World) -> ParallelVAE:
+def parallelize_vae(vae: nn.Module, world: World) -> DecodeHook:
     """Let `vae.decode` decode this rank's share of the tiles only, and return the whole.
 
     Tiling is the user's choice, before or after: `vae.enable_tiling()`. A VAE that is not supported is left
     alone; `reason` is why.
     """
-    if not (reason := _obstacle(vae, world)):
-        wrap_module(vae, DecodeHook(vae, world))
-    return ParallelVAE(vae, reason)
-
-
-class ParallelVAE:
-    """A VAE that is wrapped, unless there is a reason."""
-
-    def __init__(self, vae: nn.Module, reason: str) -> None:
-        self._vae, self.reason = vae, reason
-
-    def remove(self) -> None:
-        if not self.reason:
-            unwrap_module(self._vae)
+    hook = DecodeHook(vae, world)
+    if not hook.reason:
+        wrap_module(vae, hook)
+    return hook
 
 
 def _obstacle(vae: Target, world: World) -> str:
@@ -130,13 +120,17 @@ class DecoderProxy(nn.Module):
 
 
 class DecodeHook(ForwardWrapper):
-    """Runs `vae.decode` on all ranks."""
+    """Runs `vae.decode` on all ranks, unless there is a reason not to."""
 
     method, opaque = "decode", True
 
     def __init__(self, vae: Target, world: World) -> None:
-        self.vae, self.comm = vae, world.comm
+        self.vae, self.comm, self.reason = vae, world.comm, _obstacle(vae, world)
         self.pairs = type(vae).__name__ in PAIRS
+
+    def remove(self) -> None:
+        if not self.reason:
+            unwrap_module(self.vae)
 
     def around(self, forward: Forward, args: Args, kwargs: Kwargs) -> PyTree:
         leaves = chain(args, kwargs.values(), self.vae.parameters())
@@ -186,9 +180,8 @@ class DecodeHook(ForwardWrapper):
         shares = refined(loads, self.comm.size)
         try:
             outs = {tile: self._compute(tiles[tile]) for tile in shares[self.comm.rank]}
-        except Exception:
-            with suppress(CommError):
-                self._shapes(None)
+        except Exception as error:
+            abort(self.comm, CommError(f"it failed to decode its tiles: {error}"))
             raise
         return self._exchange(outs, tiles, shares)
 
@@ -206,37 +199,33 @@ class DecodeHook(ForwardWrapper):
         self, outs: dict[int, list[Tensor]], tiles: list[Tile], shares: Groups
     ) -> list[list[Tensor]]:
         """Gather the results. A tile has memory of its own, which is freed when it has been blended."""
-        shapes, dtype = self._shapes(outs)
+        outputs = self._outputs(outs)
         results: list[list[Tensor]] = [[] for _ in tiles]
         for turn in zip_longest(*shares):
             flat: dict[int, Tensor] = {}
             for rank, tile in enumerate(turn):
                 if tile is None:
                     continue
-                sizes, device = [prod(shape) for shape in shapes[tile]], tiles[tile][0].tile.device
+                (dtype, shapes), device = outputs[tile], tiles[tile][0].tile.device
+                sizes = [prod(shape) for shape in shapes]
                 if rank == self.comm.rank:
                     flat[rank] = torch.cat([out.flatten() for out in outs.pop(tile)])
                 else:
                     flat[rank] = torch.empty(sum(sizes), dtype=dtype, device=device)
-                views = zip(flat[rank].split(sizes), shapes[tile], strict=True)
+                views = zip(flat[rank].split(sizes), shapes, strict=True)
                 results[tile] = [x.view(shape) for x, shape in views]
             self._broadcast(flat)
         return results
 
-    def _shapes(self, outs: dict[int, list[Tensor]] | None) -> tuple[dict[int, list[list[int]]], torch.dtype]:
-        """Gather the shapes of the outputs of each tile; all ranks raise if one failed and passes None."""
-        made = [] if outs is None else [*chain(*outs.values())]
-        shapes = None if outs is None else {tile: [list(x.shape) for x in xs] for tile, xs in outs.items()}
-        texts = gather_text(self.comm, json.dumps([shapes, str(made[0].dtype)[6:] if made else ""]))
-        rows = [json.loads(text) for text in texts]
-        failed = [rank for rank, (shapes, _) in enumerate(rows) if shapes is None]
-        if failed:
-            raise CommError(
-                f"Rank {failed[0]} failed to decode its tiles.", hint="Look at its own error first."
-            )
-        dtype = next(dtype for _, dtype in rows if dtype)
-        by_tile = {int(tile): each for shapes, _ in rows for tile, each in shapes.items()}
-        return by_tile, getattr(torch, dtype)
+    def _outputs(self, outs: dict[int, list[Tensor]]) -> dict[int, tuple[torch.dtype, list[list[int]]]]:
+        """Gather the dtype and the shapes of the outputs of each tile; all ranks raise if one failed."""
+        own = {
+            str(tile): json.dumps([str(xs[0].dtype)[6:], [list(x.shape) for x in xs]])
+            for tile, xs in outs.items()
+        }
+        by_tile = chain(*(theirs.items() for theirs in gather_facts(self.comm, own)))
+        described = {int(tile): json.loads(text) for tile, text in by_tile}
+        return {tile: (getattr(torch, dtype), shapes) for tile, (dtype, shapes) in described.items()}
 
     def _broadcast(self, flat: dict[int, Tensor]) -> None:
         """Send this rank's tile to all others, and receive theirs."""

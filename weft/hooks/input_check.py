@@ -16,7 +16,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import PyTree
 
 from weft.core.errors import AgreementError
 from weft.hooks.digest import digest, fact, hexadecimal, leaves_of, number_of_facts
@@ -49,9 +48,6 @@ class Comparison:
         """Of values that are not compared yet, by the number of their forward."""
         self._received: dict[int, dict[int, int]] = {}
         """The values of ranks, as one number, by forward and rank."""
-
-    def __deepcopy__(self, memo: dict[int, PyTree]) -> Comparison:
-        return Comparison(self.name, self.order, always=self.always)
 
     @contextmanager
     def __call__(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import TypeVar
@@ -84,7 +85,9 @@ def named(model: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def no_module(model: nn.Module, pattern: str) -> InputError:
+    near = get_close_matches(pattern.strip("'").replace("*", "0"), modules(model), cutoff=0.3)
     return InputError(
-        f"A {type(unwrapped(model)).__name__} has no module {pattern}, which its adapter names.",
-        hint="In a pattern * is any one component of a name; print(model) lists them.",
+        f"A {type(unwrapped(model)).__name__} has no module {pattern}.",
+        hint=(f"Did you mean {', '.join(near)}? " if near else "")
+        + "In a pattern * is any one component of a name; print(model) lists them.",
     )

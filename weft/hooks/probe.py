@@ -6,12 +6,11 @@ give the same rows again; modules that mix rows, count them, or use their positi
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -46,14 +45,21 @@ class MixedRows(NamedTuple):
     dim: str
 
 
-Probe = Callable[["Trace", int, int, bool], "MixedRows | None"]
-"""Runs a model twice with such noise, on few rows or on this rank's; returns the first module that mixes."""
+R = TypeVar("R")
+ProbeRun = Callable[["Trace", int, bool, R | None], R]
+"""(trace, noise, own, first) -> a run of the model on few rows, or on this rank's own, traced.
+
+`first` is the run that this one is compared with, if it is the second.
+"""
 
 
-def find_mixing(model: nn.Module, comms: Sequence[Comm], probe: Probe) -> tuple[MixedRows, str] | None:
+def find_mixing(
+    model: nn.Module, comms: Sequence[Comm], run: ProbeRun[R]
+) -> tuple[MixedRows, str] | InputError | None:
     """Return the module whose rows depend on more than themselves, and on what: the same for all ranks.
 
-    A model that cannot run on few rows is probed on those that each rank has.
+    A model that cannot run on few rows is probed on those that each rank has. If it cannot run on these
+    either, return the error to raise if its forward can.
     """
 
     def worst(outcome: int) -> int:
@@ -64,30 +70,36 @@ def find_mixing(model: nn.Module, comms: Sequence[Comm], probe: Probe) -> tuple[
     failure: Exception | None = None
     for own in (False, True):
         try:
-            outcome = FINE if probe(Trace(model), NONE, AROUND, own) is None else MIXES
+            outcome = FINE if _mixed(run, Trace(model), NONE, AROUND, own=own) is None else MIXES
         except Exception as error:  # noqa: BLE001 - whatever a model may raise for other sizes
             outcome, failure = FAILED, error
         outcome = worst(outcome)
         if outcome == MIXES:  # on some rank; more runs show the cause, or that it was rounding
-            mixed = _explained(model, probe, own=own)
-            if worst(FINE if mixed is None else MIXES) == MIXES:
-                return mixed or (MixedRows("", ""), "other {}, as another rank found")
+            mixing = _explained(model, run, own=own)
+            if worst(FINE if mixing is None else MIXES) == MIXES:
+                return mixing or (MixedRows("", ""), "other {}, as another rank found")
             return None
         if outcome == FINE:
             return None
-    # The forward itself raises weft's errors, with more details. All ranks warn: a warning may raise.
-    if not isinstance(failure, InputError):
-        name = type(model).__name__
-        warnings.warn(f"{name} could not be probed for modules that mix tokens: {failure}", stacklevel=3)
-    return None
+    # A forward that cannot run either raises an error of its own, with more details.
+    return InputError(
+        f"{type(model).__name__} could not be probed for modules that mix tokens: "
+        f"{failure or 'it failed on another rank'}",
+        hint="Its forward must run without side effects, on as many tokens as a rank has.",
+    )
 
 
-def _explained(model: nn.Module, probe: Probe, *, own: bool) -> tuple[MixedRows, str] | None:
+def _mixed(run: ProbeRun[R], trace: Trace, first: int, second: int, *, own: bool) -> MixedRows | None:
+    run(trace, second, own, run(trace, first, own, None))
+    return trace.first_mixed()
+
+
+def _explained(model: nn.Module, run: ProbeRun[R], *, own: bool) -> tuple[MixedRows, str] | None:
     for first, second, cause in CAUSES:
         trace = Trace(model, every=True)
         trace.limit *= 8 if first == NONE else 1  # rounding differs with the number of rows
-        if (mixed := probe(trace, first, second, own)) is not None:
-            return mixed, cause
+        if (rows := _mixed(run, trace, first, second, own=own)) is not None:
+            return rows, cause
     return None
 
 
@@ -143,12 +155,14 @@ class Trace:
         self._running: list[str] = []
         self._eps = torch.finfo(torch.float32).eps
 
-    def run(self, forward: Callable[[], PyTree], rows: Sequence[RowSpans] = ()) -> None:
-        """Record the first run, or compare the second with it."""
-        self.rows = list(rows)
+    def run(self, forward: Callable[[], PyTree], rows: Sequence[RowSpans] | None = None) -> None:
+        """Record the first run, or compare the second with it, unless both have no rows in common."""
+        self.rows = list(rows or ())
         self._count.clear()
         self.errors.clear()
         self._running = []
+        if rows is not None and not rows:
+            return
         with isolated(self.model), self._hooked():
             forward()
 
@@ -236,10 +250,13 @@ class ProbeRows(NamedTuple):
         """How many rows are not noise."""
         return len(self.indices) - self.front - self.back
 
-    def add_noise(self, x: Tensor, dim: int, seed: int) -> None:
-        """Replace the first and last rows, in place."""
-        for rows in x.narrow(dim, 0, self.front), x.narrow(dim, x.shape[dim] - self.back, self.back):
-            rows.copy_(noise_like(rows, seed))
+    def pick(self, x: Tensor, dim: int, *, seed: int | None) -> Tensor:
+        """Return these rows of a whole tensor, the first and last replaced by noise if there is a seed."""
+        x = x.detach().index_select(dim, torch.tensor([*self.indices], device=x.device))
+        if seed is not None:
+            for rows in x.narrow(dim, 0, self.front), x.narrow(dim, x.shape[dim] - self.back, self.back):
+                rows.copy_(noise_like(rows, seed))
+        return x
 
 
 def noise_like(row: Tensor, seed: int = 0) -> Tensor:

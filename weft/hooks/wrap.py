@@ -59,19 +59,20 @@ class ForwardWrapper:
     method = "forward"
     opaque = False
     """Whether torch.compile must not trace it."""
+    is_copied = False
+    """Whether deep copies of its object have it too; by default they are plain."""
 
     def around(self, forward: Forward, args: Args, kwargs: Kwargs) -> PyTree:
         """Run `forward`, the plain method, and whatever belongs before and after it."""
         raise NotImplementedError
 
-    def before_copy(self) -> None:
-        """Remove what cannot be copied."""
-
     def __deepcopy__(self, memo: dict[int, PyTree]) -> ForwardWrapper | None:
-        """Return the wrapper whose `after_copy` is called with the copy, which is plain; by default none."""
+        """Return the wrapper whose `after_copy` is called with the copy, which is plain."""
+        return self if self.is_copied else None
 
     def after_copy(self, new: Target) -> None:
         """Wrap a deep copy as the original is wrapped."""
+        wrap_module(new, self)
 
 
 def wrap_module(target: Target, wrapper: ForwardWrapper) -> None:
@@ -189,8 +190,6 @@ def _copy(self: T) -> T:
 
 def _reduce(self: Target, _: int) -> tuple[Callable[[CopiedClass], Target], tuple[CopiedClass], Kwargs]:
     """Take apart for copy.deepcopy, which calls `_set_state` of the copy; pickle fails at `CopiedClass`."""
-    if (wrapper := vars(self).get(WRAPPER)) is not None:
-        wrapper.before_copy()
     state = {key: value for key, value in vars(self).items() if key != "_compiled_call_impl"}
     return _new, (CopiedClass(type(self)),), state
 

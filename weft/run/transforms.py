@@ -75,7 +75,8 @@ def check_tensors(*tensors: Tensor) -> None:
 
 
 def refuse_export(name: str) -> None:
-    if torch.compiler.is_exporting():
+    """Refuse torch.export and torch.jit.trace."""
+    if torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None:
         raise DerivativeError(
             f"{name} cannot be exported: the program would have no ranks to talk to.",
             hint="Export the model without weft, or use torch.compile.",

@@ -5,13 +5,15 @@ from __future__ import annotations
 from math import prod
 
 from torch import Tensor
+from torch.utils._pytree import PyTree
 
 from weft.core.errors import InputError
 from weft.core.indices import split_evenly
+from weft.hooks.wrap import Forward
 from weft.plan.stage_layouts import WHOLE, AxisMove, State
 from weft.run.switch import gather, split, switch
 from weft.run.world import World
-from weft.switching.declare import StageModule
+from weft.switching.declare import StageCall, StageModule
 
 
 class ShardedActivation:
@@ -73,6 +75,10 @@ class ShardedActivation:
         sizes = dict(zip(self.dims, x.shape, strict=True))
         x = x.permute([self.dims.index(dim) for dim in stage.order])
         return x.reshape([prod(sizes[dim] for dim in group) for group in stage.groups])
+
+    def run(self, stage: StageModule, forward: Forward, call: StageCall) -> PyTree:  # noqa: ARG002
+        """Run a stage on its shard."""
+        return forward(*call.args, **call.kwargs)
 
     def redistribute(self, x: Tensor, moves: tuple[AxisMove, ...], stage: str) -> Tensor:
         for move in moves:

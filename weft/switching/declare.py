@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
 from weft.core.errors import InputError
-from weft.hooks.module_tree import modules, named
+from weft.hooks.module_tree import matching, modules
 from weft.hooks.wrap import Args, Kwargs
 from weft.plan.stage_layouts import ModelStage
 
@@ -77,48 +76,33 @@ class StageModule(NamedTuple):
         return " ".join(g[0] if len(g) == 1 else f"({' '.join(g)})" for g in self.groups)
 
 
-def find_stages(
-    model: nn.Module, loop: Declared, dims: list[str], shard: tuple[str, ...]
-) -> list[StageModule]:
+def find_stages(model: nn.Module, loop: Declared, dims: list[str]) -> list[StageModule]:
     """Return the stages of one loop: layer by layer, in each layer in the order of the dict."""
     stages: list[tuple[tuple[tuple[int, str], ...], int, StageModule]] = []
     for number, (pattern, declared) in enumerate(loop.items()):
-        matches = list(_matches(model, pattern))
-        if not matches:
-            names = [name for name, _ in model.named_modules() if name]
-            near = get_close_matches(pattern.replace("*", "0"), names, cutoff=0.3)
-            raise InputError(
-                f"The model has no module {pattern!r}.",
-                hint=(f"Did you mean {', '.join(near)}? " if near else "")
-                + "In a pattern * is any one component of a name.",
-            )
         mixes = declared if isinstance(declared, Mixes) else Mixes(declared)
-        for layer, name, module in matches:
-            stages.append((layer, number, _stage(name, module, mixes, dims, shard)))
+        for name, module in matching(model, pattern):
+            layer = _layer(name, pattern)
+            stages.append((layer, number, _stage(name, module, mixes, dims)))
     stages.sort(key=lambda item: item[:2])
     return [stage for _, _, stage in stages]
 
 
-def _matches(model: nn.Module, pattern: str) -> Iterator[tuple[tuple[tuple[int, str], ...], str, nn.Module]]:
-    """Yield (what the wildcards stand for, name, module); numbers compare as numbers."""
-    for name, module in named(model, pattern):
-        both = zip(name.split("."), pattern.split("."), strict=True)
-        free = [component for component, wildcard in both if set("*?[") & set(wildcard)]
-        yield tuple((int(c), "") if c.isdecimal() else (0, c) for c in free), name, module
+def _layer(name: str, pattern: str) -> tuple[tuple[int, str], ...]:
+    """Return what the wildcards stand for; numbers compare as numbers."""
+    both = zip(name.split("."), pattern.split("."), strict=True)
+    free = [component for component, wildcard in both if set("*?[") & set(wildcard)]
+    return tuple((int(each), "") if each.isdecimal() else (0, each) for each in free)
 
 
-def _stage(
-    name: str, module: nn.Module, declared: Mixes, dims: list[str], shard: tuple[str, ...]
-) -> StageModule:
+def _stage(name: str, module: nn.Module, declared: Mixes, dims: list[str]) -> StageModule:
     groups = parse_dims(declared.dims) if declared.dims else tuple((dim,) for dim in dims)
     mixes = declared.mixes.split()
     if unknown := [dim for dim in mixes if dim not in dims]:
         raise InputError(
             f"Stage {name} is declared to mix {unknown[0]!r}.", hint=f"The dims are {', '.join(dims)}."
         )
-    stage = StageModule(
-        name, module, ModelStage(name, tuple(d for d in mixes if d in shard), declared.inside), groups
-    )
+    stage = StageModule(name, module, ModelStage(name, tuple(mixes), declared.inside), groups)
     if sorted(stage.order) != sorted(dims):
         raise InputError(
             f"Stage {name} is declared to have the dims {stage}.",

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from functools import lru_cache
 from itertools import product
 from math import prod
-from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +24,6 @@ from weft.hooks.wrap import Args, Forward, FunctionMode, Kwargs, run_function
 from weft.plan.stage_layouts import State
 from weft.switching.activation import ShardedActivation
 from weft.switching.declare import DimGroups
-
-T = TypeVar("T", bound="DropoutMode")
 
 WORD_BITS = 62
 """Of a number that ranks gather."""
@@ -45,22 +42,13 @@ class DropoutMode(FunctionMode):
 
     def __init__(self, activation: ShardedActivation) -> None:
         super().__init__()
-        self.activation, self.is_probing, self.is_active = activation, False, False
+        self.activation, self.is_probing = activation, False
         self.groups: DimGroups = tuple((dim,) for dim in activation.dims)
         self._calls = 0
         self._agreed: dict[tuple[int, State, tuple[int, ...]], DimGroups] = {}
         """By the number of a dropout among those of a forward, which is the same on all ranks."""
         self._dims_of: dict[tuple[tuple[int, ...], DimGroups, State, tuple[int, ...]], DimGroups] = {}
         """By the shape of a tensor of this rank's, for recomputation."""
-
-    def __enter__(self: T) -> T:
-        self.is_active = True
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: PyTree) -> None:
-        self.is_active = False
-        super().__exit__(*error)
 
     @contextmanager
     def forward_of(self, model: nn.Module) -> Iterator[None]:

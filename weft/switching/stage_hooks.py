@@ -1,4 +1,4 @@
-"""Run the modules of a model with stages: the model, its stages, and the modules between them."""
+"""StageHook: run a module of a model with stages, a stage or what lies between them."""
 
 from __future__ import annotations
 
@@ -10,30 +10,14 @@ from torch import nn
 from torch.utils._pytree import PyTree
 
 from weft.hooks.input_check import is_recomputing
-from weft.hooks.wrap import Args, Forward, ForwardWrapper, Kwargs, wrap_module
+from weft.hooks.wrap import Args, Forward, ForwardWrapper, Kwargs
 from weft.switching.declare import StageCall
 
 if TYPE_CHECKING:
     from weft.switching.stages import Stages
 
 
-class StagedModelHook(ForwardWrapper):
-    """Runs the model; deep copies of it are wrapped alike if the stages say so."""
-
-    def __init__(self, stages: Stages) -> None:
-        self.stages = stages
-
-    def around(self, forward: Forward, args: Args, kwargs: Kwargs) -> PyTree:
-        return self.stages.run(forward, args, kwargs)
-
-    def __deepcopy__(self, memo: dict[int, PyTree]) -> ForwardWrapper | None:
-        return self if self.stages.is_copied else None
-
-    def after_copy(self, new: nn.Module) -> None:
-        wrap_module(new, self)
-
-
-class StageHook(StagedModelHook):
+class StageHook(ForwardWrapper):
     """Runs a stage, or a module between stages.
 
     When it is recomputed, outside of the model's forward, it has the placement and the dropout that it had.
@@ -43,17 +27,16 @@ class StageHook(StagedModelHook):
     """
 
     def __init__(self, stages: Stages, module: nn.Module, at: int | None = None) -> None:
-        super().__init__(stages)
-        self.module, self.at, self._placement = module, at, stages.activation.replicated
+        self.stages, self.module, self.at = stages, module, at
         self.inner: Callable[..., PyTree] | None = None
 
     def around(self, forward: Forward, args: Args, kwargs: Kwargs) -> PyTree:
-        activation, dropout = self.stages.activation, self.stages.dropout
+        stages = self.stages
         if not is_recomputing():
-            self._placement = activation.placement
-        elif not dropout.is_active and any(module.training for module in self.module.modules()):
-            activation.placement = self._placement
-            with dropout:
+            stages.placements[self] = stages.activation.placement
+        elif not stages.is_running and any(module.training for module in self.module.modules()):
+            stages.activation.placement = stages.placements[self]
+            with stages.dropout:
                 return self._run(forward, args, kwargs)
         return self._run(forward, args, kwargs)
 
@@ -63,8 +46,6 @@ class StageHook(StagedModelHook):
             return forward(*args, **kwargs)
         if self.inner is not None:
             forward = partial(self.inner, forward)
-        if stages.probe is not None:
-            return stages.probe.run_stage(at, forward, args, kwargs)
-        name = stages.modules[at].name
-        call = stages.enter(at, StageCall.of(name, args, kwargs))
-        return stages.leave(at, call, forward(*call.args, **call.kwargs))
+        stage = stages.modules[at]
+        call = stages.enter(at, StageCall.of(stage.name, args, kwargs))
+        return stages.leave(at, call, stages.activation.run(stage, forward, call))

@@ -7,7 +7,6 @@ next stage, must be the same with rows of noise around them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,8 +18,9 @@ from weft.core.errors import InputError
 from weft.hooks.module_tree import modules
 from weft.hooks.probe import NONE, MixedRows, ProbeRows, RowSpans, Trace, cannot_compare, find_mixing
 from weft.hooks.wrap import Args, Forward, Kwargs
-from weft.plan.stage_layouts import WHOLE, State
-from weft.switching.declare import StageCall
+from weft.plan.stage_layouts import WHOLE, AxisMove
+from weft.switching.activation import ShardedActivation
+from weft.switching.declare import StageCall, StageModule
 
 if TYPE_CHECKING:
     from weft.switching.stages import Stages
@@ -29,108 +29,98 @@ ONE_ROW = 1, 1, 2
 """One row, one row of noise before it and two behind."""
 
 
-class StageProbe:
-    """One run. Of the dims that are sharded, that of one axis has noise; of the others there are two rows."""
+class ProbeActivation(ShardedActivation):
+    """Few rows of the model's first tensor, whatever the stages compute.
 
-    def __init__(self, stages: Stages, trace: Trace, axis: int, noise: int, *, own: bool) -> None:
-        self.stages, self.trace, self.axis, self.noise, self.own = stages, trace, axis, noise, own
-        self.seed = 0
+    Of the dims that are sharded, that of one axis has noise; of the others there are two rows.
+    """
+
+    def __init__(self, real: ShardedActivation, trace: Trace, axis: int, noise: int, *, own: bool) -> None:
+        super().__init__(real.dims, real.worlds)
+        self.trace, self.axis, self.noise, self.own = trace, axis, noise, own
         self.whole = torch.empty(0)
 
-    def run(self, forward: Callable[[], PyTree], rows: list[RowSpans]) -> None:
-        self.seed, self.stages.probe = len(rows), self
-        self.trace.run(forward, rows)
+    def measure(self, stage: StageModule, x: Tensor, known: dict[str, int]) -> None:
+        super().measure(stage, x, known)
+        self.placement = self.replicated
+        self.whole = super().unfold(stage, x)
 
-    def run_stage(self, at: int, forward: Forward, args: Args, kwargs: Kwargs) -> PyTree:
-        stages, stage = self.stages, self.stages.modules[at]
-        activation = stages.activation
-        call = StageCall.of(stage.name, args, kwargs)
-        stages.check_order(at)
-        if at == 0:
-            activation.placement = activation.replicated
-            stages.route = stages.measured(stage, call.x)
-            self.whole = activation.unfold(stage, call.x.detach())
-        else:
-            self.trace.record("", f"the input of {stage.name}", call.x)
-        assert stages.route is not None
-        stages.check_samples(at, call)
-        placement = stages.route.layouts[at]
-        x = self._rows(placement)
-        self.trace.dim = placement[self.axis]
-        # What runs on the whole, or attends over ranks by itself, cannot mix.
-        idle = placement[self.axis] == WHOLE or (stage.stage.inside and {*placement} & {*stage.stage.mixes})
-        if idle:
-            out = activation.fold(stage, x)
-        else:
-            call = call.with_tensor(activation.fold(stage, x))
-            out = forward(*call.args, **call.kwargs)
-        self.trace.record(stage.name, "output", out)
-        if at < len(stages.modules) - 1:
-            return out
-        end = list(placement)
-        for move in stages.route.moves[-1]:
-            end[move.axis] = move.target
-        self.trace.dim = end[self.axis]
-        y = activation.fold(stage, self._rows(tuple(end)))
-        return (y, *out[1:]) if isinstance(out, tuple) else y
+    def unfold(self, stage: StageModule, x: Tensor) -> Tensor:
+        self.trace.record("", f"the input of {stage.name}", x)
+        return self.whole
 
-    def _rows(self, placement: State) -> Tensor:
-        """Return the first tensor of the model, with few rows of what is sharded."""
-        activation, x = self.stages.activation, self.whole
-        for axis, dim in enumerate(placement):
+    def redistribute(self, x: Tensor, moves: tuple[AxisMove, ...], stage: str) -> Tensor:  # noqa: ARG002
+        for move in moves:
+            self.placement = (*self.placement[: move.axis], move.target, *self.placement[move.axis + 1 :])
+        self.trace.dim = self.placement[self.axis]
+        for axis, dim in enumerate(self.placement):
             if dim == WHOLE:
                 continue
-            at, rows = activation.dims.index(dim), self.picked(dim, axis)
+            rows = self.picked(dim, axis)
             if self.own:
                 self.trace.complete_sizes |= {len(rows.indices)} - {0, 1}
             elif axis != self.axis:
-                rows = ProbeRows([0, activation.sizes[dim] - 1])
-            x = x.index_select(at, torch.tensor([*rows.indices], device=x.device))
-            if axis == self.axis and self.noise != NONE:
-                rows.add_noise(x, at, self.seed)
+                rows = ProbeRows([0, self.sizes[dim] - 1])
+            is_noisy = axis == self.axis and self.noise != NONE
+            x = rows.pick(x, self.dims.index(dim), seed=int(bool(self.trace.rows)) if is_noisy else None)
         return x
 
-    def picked(self, dim: str, axis: int | None = None) -> ProbeRows:
-        """Return the rows of a dim, by default on the axis that has noise."""
-        activation, axis = self.stages.activation, self.axis if axis is None else axis
-        span = activation.span(dim, activation.worlds[axis])
-        return ProbeRows.of(activation.sizes[dim], span, self.noise, ONE_ROW, own=self.own)
+    def run(self, stage: StageModule, forward: Forward, call: StageCall) -> PyTree:
+        # What runs on the whole, or attends over ranks by itself, cannot mix.
+        attends = stage.stage.inside and {*self.placement} & {*stage.stage.mixes}
+        is_idle = self.placement[self.axis] == WHOLE or attends
+        out = call.x if is_idle else super().run(stage, forward, call)
+        self.trace.record(stage.name, "output", out)
+        return out
+
+    def picked(self, dim: str, axis: int) -> ProbeRows:
+        """Return the rows of a dim that is sharded over an axis."""
+        span = self.span(dim, self.worlds[axis])
+        return ProbeRows.of(self.sizes[dim], span, self.noise, ONE_ROW, own=self.own)
+
+    def compared(self, first: ProbeActivation, dims: set[str]) -> list[RowSpans]:
+        """Return those of some dims of which both runs have rows."""
+        self.sizes = first.sizes
+        pairs = [(first.picked(dim, self.axis), self.picked(dim, self.axis)) for dim in dims]
+        spans = (RowSpans(len(a.indices), len(b.indices), ((a.front, b.front, a.same),)) for a, b in pairs)
+        return list(dict.fromkeys(each for each in spans if each.same[0][2]))
 
 
-def check_mixing(stages: Stages, forward: Forward, args: Args, kwargs: Kwargs) -> None:
-    """Raise on all ranks if rows of a sharded dim depend on others where no stage is declared to mix them."""
-    worlds = stages.activation.worlds
+def check_mixing(stages: Stages, forward: Forward, args: Args, kwargs: Kwargs) -> InputError | None:
+    """Raise on all ranks if rows of a sharded dim depend on others where no stage is declared to mix them.
+
+    Return the error to raise if the model's forward can run, but was not probed.
+    """
+    real = stages.activation
     if cannot_compare((args, kwargs)):
-        return
-    for axis in (axis for axis, world in enumerate(worlds) if world.comm.size > 1):
-        runs = partial(_compare_runs, stages, axis, partial(forward, *args, **kwargs))
-        mixing = find_mixing(stages.model, [world.comm for world in worlds], runs)
+        return None
+
+    def run(
+        axis: int,
+        trace: Trace,
+        noise: int,
+        own: bool,  # noqa: FBT001
+        first: ProbeActivation | None,
+    ) -> ProbeActivation:
+        activation = ProbeActivation(real, trace, axis, noise, own=own)
+        rows = None
+        if first is not None and stages.route is not None:
+            dims = {placement[axis] for placement in stages.route.layouts} - {WHOLE}
+            rows = activation.compared(first, dims)
+        stages.activation = activation
+        try:
+            trace.run(partial(forward, *args, **kwargs), rows)
+        finally:
+            stages.activation = real
+        return activation
+
+    for axis in (axis for axis, world in enumerate(real.worlds) if world.comm.size > 1):
+        mixing = find_mixing(stages.model, [world.comm for world in real.worlds], partial(run, axis))
+        if isinstance(mixing, InputError):
+            return mixing
         if mixing is not None:
             raise _error(stages, *mixing)
-
-
-def _compare_runs(  # noqa: PLR0913
-    stages: Stages,
-    axis: int,
-    forward: Callable[[], PyTree],
-    trace: Trace,
-    first_noise: int,
-    second_noise: int,
-    own: bool,  # noqa: FBT001
-) -> MixedRows | None:
-    first = StageProbe(stages, trace, axis, first_noise, own=own)
-    first.run(forward, [])
-    second = StageProbe(stages, trace, axis, second_noise, own=own)
-    rows: dict[RowSpans, None] = {}
-    assert stages.route is not None
-    for dim in {placement[axis] for placement in stages.route.layouts} - {WHOLE}:
-        a, b = first.picked(dim), second.picked(dim)
-        if a.same:
-            rows[RowSpans(len(a.indices), len(b.indices), ((a.front, b.front, a.same),))] = None
-    if not rows:
-        return None
-    second.run(forward, list(rows))
-    return trace.first_mixed()
+    return None
 
 
 def _error(stages: Stages, mixed: MixedRows, cause: str) -> InputError:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from math import prod
 
 from torch import Tensor, nn
@@ -30,12 +31,13 @@ from weft.hooks.wrap import (
     WRAPPER,
     Args,
     Forward,
+    ForwardWrapper,
     Kwargs,
     is_wrapped,
     unwrap_module,
     wrap_module,
 )
-from weft.plan.stage_layouts import WHOLE, StageLayouts, choose_layouts
+from weft.plan.stage_layouts import WHOLE, StageLayouts, State, choose_layouts
 from weft.run.world import MeshLike, World, world_of
 from weft.switching.activation import ShardedActivation
 from weft.switching.declare import (
@@ -48,8 +50,8 @@ from weft.switching.declare import (
     modules_between,
 )
 from weft.switching.dropout_mode import DropoutMode
-from weft.switching.stage_hooks import StagedModelHook, StageHook
-from weft.switching.stage_probe import StageProbe, check_mixing
+from weft.switching.stage_hooks import StageHook
+from weft.switching.stage_probe import check_mixing
 
 CHECKS = ("always", "none")
 
@@ -89,7 +91,7 @@ def stages(
     return handle
 
 
-class Stages:
+class Stages(ForwardWrapper):
     """Redistributes a tensor between the stages of a model; `remove` undoes it."""
 
     def __init__(
@@ -104,11 +106,11 @@ class Stages:
     ) -> None:
         loops = [declared] if isinstance(declared, Mapping) else list(declared)
         names, self._exit = dims.split(), tuple(exit.split())
-        self._shard = tuple(shard.split() or names[1:-1])
-        if unknown := [dim for dim in (*self._shard, *self._exit) if dim not in (*names, WHOLE)]:
+        self.shard = tuple(shard.split() or names[1:-1])
+        if unknown := [dim for dim in (*self.shard, *self._exit) if dim not in (*names, WHOLE)]:
             raise InputError(f"There is no dim {unknown[0]!r}.", hint=f"The dims are {', '.join(names)}.")
         self.model = model
-        self.modules = [stage for loop in loops for stage in find_stages(model, loop, names, self._shard)]
+        self.modules = [stage for loop in loops for stage in find_stages(model, loop, names)]
         check_apart(self.modules)
         if not self.modules or len(set(names)) < len(names):
             raise InputError(
@@ -121,38 +123,37 @@ class Stages:
         """The placements for the last input."""
         self.activation = ShardedActivation(names, _worlds(mesh))
         self.dropout = DropoutMode(self.activation)
-        self.probe: StageProbe | None = None
-        """What runs the stages while the model is probed."""
-        self.is_copied = False
-        """Whether deep copies of the modules are stages too."""
-        self._routes: dict[tuple[int, ...], StageLayouts] = {}
+        self.placements: dict[StageHook, State] = {}
+        """The placement of the tensor where each module began to run in the last forward."""
+        self._routes: dict[tuple[int | str, ...], StageLayouts] = {}
         self._comparisons: dict[World, Comparison] = {}
         self._next = 0
         self._runs = 0
+        self.is_running = False
+        """Whether the model's forward runs: else a stage is called alone, or recomputed for its gradients."""
         self.hooks = {stage.name: StageHook(self, stage.module, at) for at, stage in enumerate(self.modules)}
-        between = [
-            module for _, module in modules_between(model, self.modules) if WRAPPER not in vars(module)
-        ]
-        self._wrapped = [stage.module for stage in self.modules] + between
-        for stage in self.modules:
-            if WRAPPER in vars(stage.module):
-                raise InputError(f"Stage {stage.name} is sharded already.", hint="Call remove() first.")
-            wrap_module(stage.module, self.hooks[stage.name])
-        for module in between:
-            wrap_module(module, StageHook(self, module))
+        if wrapped := [name for name, hook in self.hooks.items() if WRAPPER in vars(hook.module)]:
+            raise InputError(f"Stage {wrapped[0]} is sharded already.", hint="Call remove() first.")
+        for name, module in modules_between(model, self.modules):
+            if WRAPPER not in vars(module):
+                self.hooks[name] = StageHook(self, module)
+        for hook in self.hooks.values():
+            wrap_module(hook.module, hook)
 
     def wrap_model(self, mesh: Meshes, *, always: bool) -> None:
-        """Wrap the model itself; compare its inputs over all ranks that it is sharded over."""
+        """Wrap the model itself and its copies; compare its inputs over all ranks that it is sharded over."""
         name, order = type(self.model).__name__, forward_parameters(self.model)
         worlds = (world_of(axis, 60.0) for axis in _axes(mesh))
         self._comparisons = {world: Comparison(name, order, always=always) for world in worlds}
-        self.is_copied = True
-        self._wrapped.append(self.model)
-        wrap_module(self.model, StagedModelHook(self))
+        for wrapper in (self, *self.hooks.values()):
+            wrapper.is_copied = True
+        wrap_module(self.model, self)
 
     def remove(self) -> None:
-        for module in self._wrapped:
-            unwrap_module(module)
+        for hook in self.hooks.values():
+            unwrap_module(hook.module)
+        if vars(self.model).get(WRAPPER) is self:
+            unwrap_module(self.model)
 
     def is_current(self) -> bool:
         """Return whether the stages are still the model's modules, and wrapped."""
@@ -162,34 +163,38 @@ class Stages:
             for stage in self.modules
         )
 
-    def run(self, forward: Forward, args: Args, kwargs: Kwargs) -> PyTree:
+    def around(self, forward: Forward, args: Args, kwargs: Kwargs) -> PyTree:
         """Run the model's forward."""
-        self.activation.placement = self.activation.replicated
+        self.activation.placement, self.placements = self.activation.replicated, {}
         with ExitStack() as stack:
             for world, comparison in self._comparisons.items():
                 stack.enter_context(comparison(world, self.model, args, kwargs))
             stack.enter_context(self.dropout.forward_of(self.model))
-            if not is_recomputing():
-                self._check_mixing(forward, args, kwargs)
-            return forward(*args, **kwargs)
+            unprobed = None if is_recomputing() else self._check_mixing(forward, args, kwargs)
+            self.is_running = True
+            stack.callback(setattr, self, "is_running", False)  # noqa: FBT003
+            out = forward(*args, **kwargs)
+        if unprobed is not None:
+            self._runs = 0  # the next forward is probed again
+            raise unprobed
+        return out
 
-    def _check_mixing(self, forward: Forward, args: Args, kwargs: Kwargs) -> None:
+    def _check_mixing(self, forward: Forward, args: Args, kwargs: Kwargs) -> InputError | None:
         """Test the declarations, before some forwards."""
         self._runs += 1
         if self._runs & (self._runs - 1):
-            return
+            return None
         self.dropout.is_probing = True
         try:
-            check_mixing(self, forward, args, kwargs)
+            return check_mixing(self, forward, args, kwargs)
         finally:
-            self.probe, self.dropout.is_probing = None, False
-            self.activation.placement = self.activation.replicated
+            self.dropout.is_probing = False
 
     def enter(self, at: int, call: StageCall) -> StageCall:
         """Return the call of a stage with its tensor redistributed."""
         stage = self.modules[at]
         self.check_order(at)
-        if at == 0:
+        if at == 0 and (self.is_running or not is_recomputing()):
             self.route = self.measured(stage, call.x)
         assert self.route is not None
         self.check_samples(at, call)
@@ -216,13 +221,24 @@ class Stages:
         y = self.activation.unfold(stage, y)
         y = self.activation.redistribute(y, self.route.moves[-1], f"The end, after {stage.name}")
         y = self.activation.fold(stage, y)
+        self._restore_in_backward(y)
         return (y, *out[1:]) if isinstance(out, tuple) else y
+
+    def _restore_in_backward(self, out: Tensor) -> None:
+        """Let modules that are recomputed for the gradients of an output see the sizes of this forward."""
+        state = self.route, self.activation.sizes, self.placements
+
+        def restore(_: Tensor) -> None:
+            self.route, self.activation.sizes, self.placements = state
+
+        if out.requires_grad:
+            out.register_hook(restore)
 
     def check_samples(self, at: int, call: StageCall) -> None:
         """Reject other arguments that have a row for each sample, where samples are sharded."""
         assert self.route is not None
         batch, sizes = self.activation.dims[0], self.activation.sizes
-        others = {sizes[dim] for dim in self._shard if dim != batch}
+        others = {sizes[dim] for dim in self.shard if dim != batch}
         if batch not in self.route.layouts[at] or sizes[batch] in others:
             return
         for name, value in (*enumerate(call.args), *call.kwargs.items()):
@@ -238,13 +254,14 @@ class Stages:
         """Return the placements of a whole tensor in the stages."""
         self.activation.measure(stage, x, self.sizes)
         sizes = self.activation.sizes
-        key = (*sizes.values(), x.element_size())
+        key = (*sizes.values(), x.element_size(), *self.shard)
         if key not in self._routes:
+            mixes = [tuple(dim for dim in each.stage.mixes if dim in self.shard) for each in self.modules]
             self._routes[key] = choose_layouts(
-                [each.stage for each in self.modules],
-                {dim: sizes[dim] for dim in self._shard},
+                [replace(each.stage, mixes=dims) for each, dims in zip(self.modules, mixes, strict=True)],
+                {dim: sizes[dim] for dim in self.shard},
                 [world.comm.size for world in self.activation.worlds],
-                width=x.element_size() * prod(size for dim, size in sizes.items() if dim not in self._shard),
+                width=x.element_size() * prod(size for dim, size in sizes.items() if dim not in self.shard),
                 exit=self._exit if len(self._exit) > 1 else "".join(self._exit),
             )
         return self._routes[key]
