@@ -29,6 +29,7 @@ from weft.run.kernels.keep import Keep
 from weft.sparse.context import AttentionContext, SparseAttention
 from weft.sparse.pooling import recall, sample_positions, top_k_tiles
 
+SYNTHETIC = frozenset({"evolving", "paro", "sparge", "vsa"})  # workloads to plan for, without a model
 DEFAULT_STEPS = 50  # of a run of unknown length: those of the published settings
 SVG_QUERIES = 64  # sampled to classify a head as spatial or temporal, as SVG's authors do
 
@@ -166,6 +167,11 @@ def _method(name: str, own: dict[str, str], block: int) -> SparseAttention:
     if name not in PRODUCERS:
         raise InputError(
             f"There is no sparse attention {name!r}.", hint=nearest_of(name, ("topk", *PRODUCERS))
+        )
+    if name in SYNTHETIC:
+        raise InputError(
+            f"{name!r} selects blocks by synthetic scores, not by those of a model.",
+            hint="It is for weft plan and weft mask. Use topk:0.2 to select by the model's queries and keys.",
         )
     spec = f"{name}:{','.join(own.values())}" if own else name
     if name in PUBLISHED:  # errors at once; others may fit certain heads only
