@@ -82,17 +82,15 @@ def attention(  # noqa: PLR0913 - the one call users make; each option is a word
     call = AttentionCall(q.shape, k.shape, v.shape, dtypes, devices, *options)
     executor = _executor_for(call, mesh, timeout)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    if transformed:
-        from weft.run.derivatives import Derived
-
-        wide = partial(_wide_executor, call, executor.schedule, scale, mesh, timeout)
-        return Derived(executor, scale, torch.is_grad_enabled(), mesh, wide)(q, k, v)
     keep = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if plain and not keep:
+    if not keep and not transformed:
         return executor.forward(q, k, v, scale, keep=False)[0]
-    from weft.run.op import attention_op, number_of
+    from weft.run.derivatives import Derived
 
-    return attention_op(q, k, v, number_of(executor), scale, keep)[0]
+    if not transformed:
+        return Derived(executor, scale, keep)(q, k, v)
+    wide = partial(_wide_executor, call, executor.schedule, scale, mesh, timeout)
+    return Derived(executor, scale, torch.is_grad_enabled(), mesh, wide)(q, k, v)
 
 
 def _executor_for(call: AttentionCall, mesh: MeshLike, timeout: float) -> Executor:
