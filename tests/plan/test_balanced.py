@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.deals import tile_sums
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem
@@ -15,7 +16,6 @@ from weft.core.topology import Topology
 from weft.masks.random import random_mask
 from weft.plan.balance import ratio, step_ratio
 from weft.plan.balanced import RESPLIT_TOLERANCE, Balancer
-from weft.plan.blocks import tile_sums
 from weft.plan.choose import build
 from weft.plan.split import part_loads, split
 from weft.plan.strategies import parse

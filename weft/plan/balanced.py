@@ -15,7 +15,14 @@ from weft.core.mask import BlockMask
 from weft.core.mesh import Mesh
 from weft.core.problem import Problem
 from weft.core.topology import Topology
-from weft.plan.assignment import Assignment, AssignmentCost, check_fit, home, natural_assignment
+from weft.plan.assignment import (
+    Assignment,
+    AssignmentCost,
+    check_fit,
+    home,
+    natural_assignment,
+    zigzag_assignment,
+)
 from weft.plan.balance import bound, ratio, step_ratio
 from weft.plan.blocks import SwapLimits, joint
 from weft.plan.counts import TileCost, head_loads, row_loads, tile_loads
@@ -69,13 +76,16 @@ class Balancer:
         """Assign by a strategy; what travels does not matter to it, the place of the axes does."""
         key = strategy.mesh_on(self.topology), strategy.balance
         if key not in self._assigned:
-            self._assigned[key] = self.cost_of(strategy, self._assign(strategy))
+            self._assigned[key] = self.cost_of(strategy, self.assignment(strategy))
         return self._assigned[key]
 
-    def _assign(self, strategy: Strategy) -> Assignment:
+    def assignment(self, strategy: Strategy) -> Assignment:
+        """Make the assignment of a strategy, without its cost."""
         mesh, grid = strategy.mesh_on(self.topology), self.grid
         if strategy.balance == "none":
             return natural_assignment(self.problem, self.mask, mesh)
+        if strategy.balance == "zigzag":
+            return zigzag_assignment(self.problem, self.mask, mesh)
         heads = self.heads(strategy.ulysses, by_load=strategy.balance in LOAD_BALANCES)
         rows, cols = (np.broadcast_to(x, (strategy.ulysses, x.size)) for x in self._home(mesh))
         if strategy.ring > 1 and strategy.balance == "balanced":

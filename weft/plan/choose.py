@@ -10,7 +10,7 @@ from weft.core.mask import BlockMask
 from weft.core.problem import Problem
 from weft.core.schedule import Op, Schedule
 from weft.core.topology import Topology
-from weft.plan.assignment import Assignment, assemble, zigzag
+from weft.plan.assignment import Assignment, assemble
 from weft.plan.balanced import Balancer
 from weft.plan.strategies import kinds, parse
 from weft.plan.strategy import Strategy, factors
@@ -125,22 +125,12 @@ def build(
         return choose(problem, mask, topology).schedule
     strategy = parse(name, problem.ranks)
     balancer = Balancer(problem, mask, topology or Topology.local(problem.ranks))
-    if assignment is None:
-        return _build(strategy, balancer)
-    if not assignment.fits(problem, mask, strategy):
+    if assignment is not None and not assignment.fits(problem, mask, strategy):
         raise InputError(
             f"The assignment does not fit {name}, {problem.heads} heads and {mask}.",
             hint="It has each head and each block of the mask once.",
         )
-    return _schedule(strategy, balancer, assignment)
-
-
-def _build(strategy: Strategy, balancer: Balancer) -> Schedule:
-    if strategy.balance == "zigzag":
-        mesh = strategy.mesh_on(balancer.topology)
-        partition = zigzag(balancer.problem, balancer.mask, mesh)
-        return strategy.build(balancer.problem, balancer.mask, partition, balancer.topology)
-    return _schedule(strategy, balancer, balancer.assign(strategy).assignment)
+    return _schedule(strategy, balancer, assignment or balancer.assignment(strategy))
 
 
 def _schedule(strategy: Strategy, balancer: Balancer, assignment: Assignment) -> Schedule:
@@ -217,7 +207,7 @@ def _penalized_seconds(candidate: Candidate, topology: Topology) -> float:
 
 def _time(strategy: Strategy, balancer: Balancer, timed: dict[tuple[Op, ...], Candidate]) -> None:
     """Build a strategy and predict its time, unless its schedule has been timed under another name."""
-    schedule = _build(strategy, balancer)
+    schedule = _schedule(strategy, balancer, balancer.assign(strategy).assignment)
     if schedule.ops in timed:
         return
     topology, works = balancer.topology, attend_works(schedule)
