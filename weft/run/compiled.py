@@ -15,7 +15,7 @@ from weft.run import opaque
 from weft.run.attention import attention
 
 SIZES = ("tokens", "kv_tokens", "prefix", "suffix")
-OPTIONS = ("mask", "plan", *SIZES, "backend", "topology", "scale", "mesh", "timeout")
+OPTIONS = ("mask", "plan", *SIZES, "backend", "topology", "scale", "grid", "mesh", "timeout")
 MAX_RUNS = 64
 """Of a layout that a graph takes as numbers; longer ones are constants."""
 
