@@ -15,6 +15,7 @@ from weft.plan.balanced import Balancer
 from weft.plan.strategies import kinds, parse
 from weft.plan.strategy import Strategy, factors
 from weft.schedule.measure import attend_works, measure
+from weft.simulate.clusters import cluster
 from weft.simulate.predict import Timing, predict
 
 MAX_FINALISTS = 6
@@ -45,6 +46,9 @@ class Candidate:
     estimate: float = 0.0
     """Seconds by the closed form."""
 
+    def __repr__(self) -> str:
+        return f"Candidate({self.name} {self.seconds * 1e3:.3g} ms)"
+
     @cached_property
     def memory(self) -> int:
         """Peak bytes of the fullest rank, computed on demand: choosing does not need them."""
@@ -70,6 +74,11 @@ class Plan:
     """What was timed, the best first."""
     left_out: tuple[tuple[str, float], ...] = ()
     """Names and estimated seconds of candidates that were not worth building."""
+
+    def __repr__(self) -> str:
+        best, *others = self.ranked
+        second = f", {others[0].name} {others[0].seconds / (best.seconds or 1.0):.2f}×" if others else ""
+        return f"Plan({best.name} {best.seconds * 1e3:.3g} ms{second}; {len(self.ranked)} timed)"
 
     def explain(self) -> str:
         """One line for each candidate, the best first, and why it is first."""
@@ -111,16 +120,25 @@ def _percent(less: float, more: float) -> str:
 def build(
     name: str,
     problem: Problem,
-    mask: BlockMask,
-    topology: Topology | None = None,
+    mask: BlockMask | None = None,
+    topology: Topology | str | None = None,
     *,
     assignment: Assignment | None = None,
 ) -> Schedule:
     """Build a schedule by its strategy's name: ulysses, ring, zigzag, gather, usp:UxR, …+balanced, …+cuts.
 
-    `auto` is the choice of `choose`. `assignment` replaces the one that the strategy's balance makes of
-    this mask.
+    mask         the tiles that are computed; by default all.
+    topology     a Topology or the name of a cluster, such as 4x8xh100. Only auto, torus and balances read it.
+    assignment   replaces the one that the strategy's balance makes of this mask.
+
+    `auto` is the choice of `weft.plan`.
+
+    >>> from weft import Layout
+    >>> tokens = Layout.even(2047, 5)
+    >>> build("ring", Problem(batch=1, heads=3, kv_heads=3, head_dim=64, q=tokens, kv=tokens))
+    Schedule(ring on ring 5: 4 exchanges, 25 attends)
     """
+    mask, topology = _dense_by_default(mask, problem), _topology(topology)
     if name == "auto" and assignment is None:
         return choose(problem, mask, topology).schedule
     strategy = parse(name, problem.ranks)
@@ -131,6 +149,14 @@ def build(
             hint="It has each head and each block of the mask once.",
         )
     return _schedule(strategy, balancer, assignment or balancer.assignment(strategy))
+
+
+def _dense_by_default(mask: BlockMask | None, problem: Problem) -> BlockMask:
+    return BlockMask.dense(problem.heads, problem.q.size, problem.kv.size) if mask is None else mask
+
+
+def _topology(topology: Topology | str | None) -> Topology | None:
+    return cluster(topology) if isinstance(topology, str) else topology
 
 
 def _schedule(strategy: Strategy, balancer: Balancer, assignment: Assignment) -> Schedule:
@@ -155,9 +181,20 @@ def candidates(problem: Problem, mask: BlockMask, topology: Topology) -> list[St
     return strategies
 
 
-def choose(problem: Problem, mask: BlockMask, topology: Topology | None = None) -> Plan:
-    """Return the candidate with the shortest predicted time; ties go to the first in the list."""
-    topology = topology or Topology.local(problem.ranks)
+def choose(problem: Problem, mask: BlockMask | None = None, topology: Topology | str | None = None) -> Plan:
+    """Return the plan with the shortest predicted time; ties go to the first in the list.
+
+    mask       the tiles that are computed; by default all.
+    topology   a Topology or the name of a cluster, such as 4x8xh100; by default a machine without GPUs.
+
+    >>> from weft import Layout
+    >>> tokens = Layout.even(4096, 8)
+    >>> problem = Problem(batch=1, heads=12, kv_heads=12, head_dim=64, q=tokens, kv=tokens)
+    >>> choose(problem, topology="8xh100")
+    Plan(gather 0.202 ms, ulysses 1.01×; 6 timed)
+    """
+    mask = _dense_by_default(mask, problem)
+    topology = _topology(topology) or Topology.local(problem.ranks)
     if topology.ranks != problem.ranks:
         raise InputError(
             f"The topology {topology.name} has {topology.ranks} ranks, the tensors lie on {problem.ranks}."
