@@ -86,7 +86,7 @@ class Balancer:
             return natural_assignment(self.problem, self.mask, mesh)
         if strategy.balance == "zigzag":
             return zigzag_assignment(self.problem, self.mask, mesh)
-        heads = self.heads(strategy.ulysses, by_load=strategy.balance in LOAD_BALANCES)
+        heads = self.heads(strategy.ulysses)
         rows, cols = (np.broadcast_to(x, (strategy.ulysses, x.size)) for x in self._home(mesh))
         if strategy.ring > 1 and strategy.balance == "balanced":
             rows, cols = joint(self.tiles(heads), strategy.ring, *self._home(mesh), limits=SWAP_LIMITS)
@@ -179,13 +179,10 @@ class Balancer:
         grid = self.grid
         return home(self.problem.q, grid.block_q, mesh), home(self.problem.kv, grid.block_k, mesh)
 
-    def heads(self, groups: int, *, by_load: bool) -> Heads:
-        """The heads of each Ulysses coordinate, in order or by load; a head is split where that pays."""
-        plain = whole(in_order(self.problem.heads, groups))
-        if not by_load:
-            return plain
+    def heads(self, groups: int) -> Heads:
+        """The heads of each Ulysses coordinate, assigned by load; a head is split where that pays."""
         if groups not in self._heads:
-            loads = self.row_loads
+            plain, loads = whole(in_order(self.problem.heads, groups)), self.row_loads
             better = split(loads, groups, enough=self._enough(SPLIT_TOLERANCE))
             # Equally good is the same plan: it is not built and listed twice.
             is_better = part_loads(better, loads).max() < part_loads(plain, loads).max()
