@@ -50,7 +50,7 @@ class TokenGrid(Value):
         """Return the grid of (t, h, w); a grid is itself."""
         if isinstance(size, TokenGrid):
             return size
-        if len(size) != 3 or not all(isinstance(each, int) for each in size):
+        if len(size) != 3 or not all(isinstance(each, int) for each in size):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InputError(f"grid={size!r} must be (t, h, w), three integers.")
         return TokenGrid(*size, prefix=prefix, suffix=suffix)
 

@@ -52,14 +52,14 @@ class Callee(Protocol):
         ...
 
 
-def number_of(callee: Callee) -> int:
+def number_of(callee: object) -> int:
     """Number an object, which somebody else has to hold."""
     number = next(_numbers)
     _callees[number] = callee
     return number
 
 
-def handle_of(callee: Callee) -> Tensor:
+def handle_of(callee: object) -> Tensor:
     """A number for graphs of which one serves many objects: an int would be a constant of each."""
     return torch.tensor(number_of(callee), device="cpu")
 
