@@ -7,6 +7,7 @@ import pydoc
 import sys
 import tempfile
 from importlib import import_module
+from inspect import signature
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 import weft
+from weft.core.errors import InputError
 from weft.plan.choose import choose
 
 NAMES: dict[str, Any] = {"torch": torch, "nn": nn, "weft": weft, "tempfile": tempfile}
@@ -45,13 +47,28 @@ def test_dir_lists_what_is_public() -> None:
 
 
 def test_a_plan_can_be_asked_for_before_and_after_its_package_is_imported() -> None:
-    tokens = weft.Layout.even(64, 2)
-    problem = weft.Problem(batch=1, heads=2, kv_heads=2, head_dim=8, q=tokens, kv=tokens)
+    mask = weft.BlockMask.dense(4, 64, 33)
+    tokens, keys = weft.Layout.even(64, 2), weft.Layout.even(33, 2)
+    problem = weft.Problem(batch=3, heads=4, kv_heads=2, head_dim=8, q=tokens, kv=keys, dtype="float32")
     import_module("weft.plan.choose")
-    assert (
-        weft.plan(problem, weft.BlockMask.dense(2, 64), "2xh100").explain()
-        == choose(problem, topology="2xh100").explain()
-    )
+    plan = weft.plan(mask, "2xh100", head_dim=8, batch=3, kv_heads=2, dtype="float32")
+    assert plan.schedule.problem == problem
+    assert plan.explain() == choose(problem, mask, "2xh100").explain()
+    assert list(signature(weft.plan).parameters)[:3] == ["mask", "topology", "head_dim"]
+
+
+@pytest.mark.parametrize("name", ["ulysses", "ring", "zigzag", "gather", "usp:2x4+balanced", "ring+cuts"])
+def test_a_strategy_may_be_planned_alone(name: str) -> None:
+    mask = weft.mask("radial", grid=(4, 8, 9), heads=6, block=16)
+    for each in (mask, weft.BlockMask.dense(6, 290)):
+        plan = weft.plan(each, "8xh100", strategy=name)
+        assert plan.ranked[0].name == name and plan.ranked[0].seconds > 0
+        assert plan.schedule == weft.build(name, plan.schedule.attention[0], each, "8xh100")
+
+
+def test_a_plan_without_ranks_is_refused() -> None:
+    with pytest.raises(InputError, match='needs the ranks. Pass a topology, such as "8xh100", or tokens='):
+        weft.plan(weft.BlockMask.dense(2, 64))
 
 
 def test_reprs_fit_a_line() -> None:
@@ -60,7 +77,7 @@ def test_reprs_fit_a_line() -> None:
     small = weft.Problem(
         batch=1, heads=40, kv_heads=8, head_dim=128, q=weft.Layout.even(99, 8), kv=weft.Layout.even(77, 8)
     )
-    plan = weft.plan(small, topology="2x4xh100")
+    plan = choose(small, topology="2x4xh100")
     values = [
         tokens, problem, small, plan, plan.ranked[0], plan.ranked[0].timing, plan.schedule,
         weft.verify(plan.schedule), weft.reverse(plan.schedule), plan.schedule.mesh, weft.Topology.local(8),

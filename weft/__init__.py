@@ -19,8 +19,8 @@ A schedule is data. It is chosen, built, proved and timed without tensors, for a
     >>> import weft
     >>> tokens = weft.Layout.even(2047, 5)
     >>> problem = weft.Problem(batch=1, heads=3, kv_heads=3, head_dim=64, q=tokens, kv=tokens)
-    >>> weft.plan(problem, topology="5xh100").schedule.name
-    'gather'
+    >>> weft.plan(weft.BlockMask.dense(3, 2047), "5xh100").schedule.name
+    'ulysses'
     >>> schedule = weft.build("ring", problem)
     >>> weft.verify(schedule)
     ScheduleCost(5 ranks, 12,576,768 bytes in 20 messages, imbalance 1.001)
@@ -49,8 +49,8 @@ if _TYPE_CHECKING:
     from weft.diffusers.parallelize import parallelize, restore
     from weft.masks.grid import TokenGrid
     from weft.masks.spec import mask_from_spec as mask
+    from weft.plan import plan
     from weft.plan.choose import build
-    from weft.plan.choose import choose as plan
     from weft.run.attention import attention
     from weft.run.devices import device
     from weft.run.measure.trace import trace

@@ -181,11 +181,18 @@ def candidates(problem: Problem, mask: BlockMask, topology: Topology) -> list[St
     return strategies
 
 
-def choose(problem: Problem, mask: BlockMask | None = None, topology: Topology | str | None = None) -> Plan:
+def choose(
+    problem: Problem,
+    mask: BlockMask | None = None,
+    topology: Topology | str | None = None,
+    *,
+    strategy: str = "auto",
+) -> Plan:
     """Return the plan with the shortest predicted time; ties go to the first in the list.
 
     mask       the tiles that are computed; by default all.
     topology   a Topology or the name of a cluster, such as 4x8xh100; by default a machine without GPUs.
+    strategy   auto, or one that is timed alone, by its name as in `build`.
 
     >>> from weft import Layout
     >>> tokens = Layout.even(4096, 8)
@@ -200,30 +207,37 @@ def choose(problem: Problem, mask: BlockMask | None = None, topology: Topology |
             f"The topology {topology.name} has {topology.ranks} ranks, the tensors lie on {problem.ranks}."
         )
     balancer = Balancer(problem, mask, topology)
+    if strategy != "auto":
+        return _named_plan(parse(strategy, problem.ranks), balancer)
     estimated = [_tuned(each, balancer) for each in candidates(problem, mask, topology)]
     estimated.sort(key=lambda item: item[0])  # stable: equal estimates stay in the order of the list
     timed: dict[tuple[Op, ...], Candidate] = {}
     assigned: set[tuple[Strategy, Assignment]] = set()
     left_out: list[tuple[str, float]] = []
-    for seconds, strategy in estimated:
-        alike = sum(each.strategy.costly == strategy.costly for each in timed.values())
-        hopeless = strategy.costly and seconds > PRUNE_RATIO * estimated[0][0]
-        if hopeless or alike >= (MAX_COSTLY_FINALISTS if strategy.costly else MAX_FINALISTS):
-            left_out.append((str(strategy), seconds))
+    for seconds, option in estimated:
+        alike = sum(each.strategy.costly == option.costly for each in timed.values())
+        hopeless = option.costly and seconds > PRUNE_RATIO * estimated[0][0]
+        if hopeless or alike >= (MAX_COSTLY_FINALISTS if option.costly else MAX_FINALISTS):
+            left_out.append((str(option), seconds))
             continue
         # Where nothing is out of balance, names coincide; most of them before anything is built.
-        key = replace(strategy, balance=""), balancer.assign(strategy).assignment
+        key = replace(option, balance=""), balancer.assign(option).assignment
         if key not in assigned:
             assigned.add(key)
-            _time(strategy, balancer, timed)
+            _time(option, balancer, timed)
     best = min(timed.values(), key=lambda each: _penalized_seconds(each, topology)).strategy
     # How much a torus puts off is finer than a closed form sees: the best is timed with all and none too.
     settings = best.tuned(topology)
-    for strategy in (settings[0], settings[-1]):
-        if strategy != best:
-            _time(strategy, balancer, timed)
+    for option in (settings[0], settings[-1]):
+        if option != best:
+            _time(option, balancer, timed)
     ranked = sorted(timed.values(), key=lambda each: _penalized_seconds(each, topology))
     return Plan(ranked[0].schedule, tuple(ranked), tuple(left_out))
+
+
+def _named_plan(strategy: Strategy, balancer: Balancer) -> Plan:
+    schedule = _schedule(strategy, balancer, balancer.assignment(strategy))
+    return Plan(schedule, (_candidate(strategy, schedule, balancer, 0.0),))
 
 
 def _tuned(strategy: Strategy, balancer: Balancer) -> tuple[float, Strategy]:
@@ -244,15 +258,20 @@ def _penalized_seconds(candidate: Candidate, topology: Topology) -> float:
 
 def _time(strategy: Strategy, balancer: Balancer, timed: dict[tuple[Op, ...], Candidate]) -> None:
     """Build a strategy and predict its time, unless its schedule has been timed under another name."""
-    schedule = _schedule(strategy, balancer, balancer.assign(strategy).assignment)
-    if schedule.ops in timed:
-        return
+    cost = balancer.assign(strategy)
+    schedule = _schedule(strategy, balancer, cost.assignment)
+    if schedule.ops not in timed:
+        seconds = strategy.estimate(balancer.problem, balancer.topology, cost)
+        timed[schedule.ops] = _candidate(strategy, schedule, balancer, seconds)
+
+
+def _candidate(strategy: Strategy, schedule: Schedule, balancer: Balancer, estimate: float) -> Candidate:
     topology, works = balancer.topology, attend_works(schedule)
     report = measure(schedule, works)
     inside = sum(
         size for (a, b), size in report.link_bytes.items() if topology.machine(a) == topology.machine(b)
     )
-    timed[schedule.ops] = Candidate(
+    return Candidate(
         strategy,
         predict(schedule, topology, works),
         inside,
@@ -260,5 +279,5 @@ def _time(strategy: Strategy, balancer: Balancer, timed: dict[tuple[Op, ...], Ca
         report.imbalance,
         balancer.bound(strategy),
         schedule,
-        strategy.estimate(balancer.problem, topology, balancer.assign(strategy)),
+        estimate,
     )
