@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from bench.deals import dbsp_blocks
+from bench.deals import contiguous, dbsp_blocks, homes, tile_sums
 from bench.rows import Row
 from weft.core.indices import IntArray
 from weft.core.mask import BlockMask
@@ -23,7 +23,7 @@ from weft.masks.grid import TokenGrid
 from weft.masks.sta import sta_mask
 from weft.masks.svg import svg_mask
 from weft.plan.balance import bound, step_ratio
-from weft.plan.blocks import Blocks, contiguous, joint, tile_sums
+from weft.plan.blocks import Blocks, joint
 from weft.plan.counts import head_loads, row_loads, tile_loads
 from weft.plan.cuts import cut
 from weft.plan.heads import natural, refined
@@ -50,8 +50,8 @@ class BlockBalance(NamedTuple):
 
 
 def _judge(tiles: IntArray, ring: int, dealt: Blocks) -> BlockBalance:
-    homes = contiguous(tiles.shape[1], ring), contiguous(tiles.shape[2], ring)
-    moved = [float((groups != home).mean()) for groups, home in zip(dealt, homes, strict=True)]
+    at_home = zip(dealt, homes(tiles, ring), strict=True)
+    moved = [float((groups != home).mean()) for groups, home in at_home]
     return BlockBalance(step_ratio(tile_sums(tiles, *dealt, ring)), max(moved))
 
 
@@ -63,8 +63,8 @@ def _balance_rows(masks: Sequence[BlockMask], slices: int, ring: int) -> list[Ro
     for mask in masks:
         heads = head_loads(mask)
         tiles = tile_loads(mask, refined(heads, slices))
-        rows, cols = (np.tile(contiguous(size, ring), (slices, 1)) for size in tiles.shape[1:])
-        ours.append(_judge(tiles, ring, joint(tiles, ring)))
+        rows, cols = (np.tile(home, (slices, 1)) for home in homes(tiles, ring))
+        ours.append(_judge(tiles, ring, joint(tiles, ring, *homes(tiles, ring))))
         peer.append(_judge(tiles, ring, dbsp_blocks(tiles, ring, reward=2)))
         free = _judge(tiles, ring, dbsp_blocks(tiles, ring, reward=0))
         still = _judge(tile_loads(mask, natural(HEADS, slices)), ring, (rows, cols))
@@ -145,7 +145,8 @@ def _time_rows(masks: Sequence[BlockMask]) -> list[Row]:
             return tile_loads(mask, refined(head_loads(mask), slices))
 
         def plan(mask: BlockMask, ring: int = ring, count: Count = count) -> Blocks:
-            return joint(count(mask), ring)
+            tiles = count(mask)
+            return joint(tiles, ring, *homes(tiles, ring))
 
         def greedy(mask: BlockMask, ring: int = ring, count: Count = count) -> Blocks:
             return dbsp_blocks(count(mask), ring)
@@ -172,10 +173,11 @@ def _warm_row() -> Row:
     old, new = (
         tile_loads(evolving_mask(HEADS, GRID, seed=1, step=step), [range(HEADS)]) for step in (20, 21)
     )
-    before = joint(old, 8)
-    after = joint(new, 8, start=before)
-    warm = median(_milliseconds(lambda tiles: joint(tiles, 8, start=before), [new] * 9))
-    cold = median(_milliseconds(lambda tiles: joint(tiles, 8), [new] * 9))
+    home = homes(old, 8)
+    before = joint(old, 8, *home)
+    after = joint(new, 8, *home, start=before)
+    warm = median(_milliseconds(lambda tiles: joint(tiles, 8, *home, start=before), [new] * 9))
+    cold = median(_milliseconds(lambda tiles: joint(tiles, 8, *home), [new] * 9))
     stale, fresh = (100 * (step_ratio(tile_sums(new, *dealt, 8)) - 1) for dealt in (before, after))
     return Row(
         case=f"U1R8 blocks of the next step from the last plan ({stale:.1f} % over 1, then {fresh:.1f} %)",

@@ -15,7 +15,7 @@ from weft.core.schedule import Schedule
 from weft.plan.assignment import Assignment, assemble, home
 from weft.plan.balance import ratio
 from weft.plan.balanced import Balancer
-from weft.plan.blocks import Blocks, contiguous
+from weft.plan.blocks import Blocks
 from weft.plan.counts import head_loads
 from weft.plan.heads import Groups, greedy, group_loads
 from weft.plan.split import whole
@@ -32,6 +32,27 @@ def snake(loads: npt.ArrayLike, groups: int) -> Groups:
         lap, seat = divmod(place, groups)
         dealt[groups - 1 - seat if lap % 2 else seat].append(head)
     return tuple(tuple(sorted(group)) for group in dealt)
+
+
+def contiguous(blocks: int, ring: int) -> IntArray:
+    """Runs of blocks whose lengths differ by at most one.
+
+    >>> contiguous(5, 2).tolist()
+    [0, 0, 0, 1, 1]
+    """
+    return np.repeat(np.arange(ring), [stop - start for start, stop in split_evenly(blocks, ring)])
+
+
+def homes(tiles: IntArray, ring: int) -> Blocks:
+    """The rows and the columns of tiles [U, n, m] in their order."""
+    return contiguous(tiles.shape[1], ring), contiguous(tiles.shape[2], ring)
+
+
+def tile_sums(tiles: IntArray, rows: IntArray, cols: IntArray, ring: int) -> IntArray:
+    """[U, R, R]: the loads between row groups and column groups, which `plan.balance` judges."""
+    ranks = np.arange(ring)[:, None]
+    row_in, col_in = ((groups[:, None] == ranks).astype(np.int64) for groups in (rows, cols))
+    return row_in @ tiles @ col_in.swapaxes(1, 2)
 
 
 def dbsp_schedule(balancer: Balancer, way: str) -> Schedule:

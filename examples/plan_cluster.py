@@ -7,8 +7,7 @@ import weft
 
 mask = weft.mask("sta:dense=0.1", heads=40, grid=(21, 45, 80))
 for cluster in ("8xh100", "2x8xh100"):
-    topology = weft.Topology.of(cluster)
     print(f"\n{cluster}")
     for name in ("ulysses", "ring", "auto"):
-        plan = weft.plan(mask, topology, head_dim=128, strategy=name)
+        plan = weft.plan(mask, cluster, head_dim=128, strategy=name)
         print(plan)

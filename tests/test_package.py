@@ -153,7 +153,7 @@ def test_names_that_are_not_there_are_told(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(AttributeError, match="module 'weft' has no attribute 'loom'"):
         weft.loom  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
     monkeypatch.delitem(vars(weft), "attention", raising=False)
-    monkeypatch.setattr(weft, "import_module", lacks)
+    monkeypatch.setattr("importlib.import_module", lacks)
     missing = "torch"
     with pytest.raises(MissingError, match="weft.attention needs torch"):
         weft.attention  # noqa: B018

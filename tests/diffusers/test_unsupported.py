@@ -152,6 +152,8 @@ def test_what_the_sentence_says_takes_a_cache_off() -> None:
 @pytest.mark.parametrize(
     ("ranks", "plan", "words"),
     [
+        (1, "usp:4x1", r"usp:4x1 needs 4 ranks; there are 1\. Legal here: usp:1x1"),
+        (2, "usp:4x1", r"usp:4x1 needs 4 ranks; there are 2\. Legal here: usp:1x2, usp:2x1"),
         (2, "ulysses=3", "no strategy 'ulysses=3'"),
         (2, "usp:3x1", r"usp:3x1 needs 3 ranks; there are 2\. Legal here: usp:1x2, usp:2x1"),
         (3, "usp:2x2+balanced", "needs 4 ranks; there are 3"),

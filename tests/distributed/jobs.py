@@ -34,9 +34,15 @@ def problem(ranks: int, tokens: int, **sizes: Any) -> Problem:
 def attend(truth: Truth, options: dict[str, Any], rank: int | None = None) -> Answer:
     """`weft.attention` of this rank's shards, and its gradients."""
     rank = dist.get_rank() if rank is None else rank
-    inputs = tuple(x.requires_grad_() for x in truth.inputs(rank))
+    inputs, slope = truth.inputs(rank), truth.slope(rank)
+    if options.get("layout") != "bshd":
+        inputs = tuple(x.requires_grad_() for x in inputs)
+        out = weft.attention(*inputs, scale=truth.scale, **options)
+        return out.detach(), torch.autograd.grad(out, inputs, slope)
+    inputs = tuple(x.transpose(1, 2).contiguous().requires_grad_() for x in inputs)
     out = weft.attention(*inputs, scale=truth.scale, **options)
-    return out.detach(), torch.autograd.grad(out, inputs, truth.slope(rank))
+    grads = torch.autograd.grad(out, inputs, slope.transpose(1, 2).contiguous())
+    return out.detach().transpose(1, 2), tuple(grad.transpose(1, 2) for grad in grads)
 
 
 def check(truth: Truth, answers: list[Answer], tolerance: float) -> None:

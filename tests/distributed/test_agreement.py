@@ -22,7 +22,7 @@ SHUFFLED = Layout.permuted([[4, 3, 2, 1, 0], [5, 6, 7, 8, 9], [10, 11, 12, 13, 1
 Sizes = dict[str, Any]
 
 DIFFERENCES: dict[str, tuple[Sizes, Sizes, str]] = {
-    "mask": ({"mask": MASK}, {"mask": OTHER_MASK}, "rank 1 has mask"),
+    "mask": ({"mask": MASK}, {"mask": OTHER_MASK}, "rank 1 has mask BlockMask(3 heads, 15×15 tokens, "),
     "scale": ({}, {"scale": 0.25}, "rank 1 has scale 0.25, the others None"),
     "dtype": ({}, {"dtype": torch.float64}, "rank 1 has dtype float64, the others float32"),
     "plan": ({"plan": "ulysses"}, {"plan": "ring"}, "rank 1 has strategy ring"),
@@ -31,7 +31,7 @@ DIFFERENCES: dict[str, tuple[Sizes, Sizes, str]] = {
     "head_dim": ({}, {"head_dim": 8}, "rank 1 has head_dim 8, the others 4"),
     "batch": ({}, {"batch": 2}, "rank 1 has batch 2, the others 1"),
     "tokens": ({"tokens": 15}, {"tokens": 16}, "rank 1 has tokens 16×16, the others 15×15"),
-    "layout": ({"tokens": 15}, {"tokens": SHUFFLED}, "rank 1 has plan"),
+    "layout": ({"tokens": 15}, {"tokens": SHUFFLED}, "rank 1 has layout tokens 15 over 3 ranks: 4-4,3-3,2-2"),
     "backend": (
         {"backend": "exact"},
         {"backend": "reference"},

@@ -53,6 +53,13 @@ def test_any_plan_for_any_shape_equals_dense_attention(
 
 
 @pytest.mark.parametrize(("size", "plan"), PLANS)
+@pytest.mark.parametrize("shape", ["grouped heads", "batch of three"])
+def test_tensors_with_tokens_before_heads(worlds: Worlds, size: int, plan: str, shape: str) -> None:
+    truth = Truth.of(problem(size, **SHAPES[shape]))
+    check(truth, worlds(size).run(attend, truth, {"plan": plan, "layout": "bshd"}), 5e-6)
+
+
+@pytest.mark.parametrize(("size", "plan"), PLANS)
 def test_fewer_tokens_than_ranks_leave_some_ranks_without(worlds: Worlds, size: int, plan: str) -> None:
     truth = Truth.of(problem(size, size - 1))
     answers = worlds(size).run(attend, truth, {"plan": plan})

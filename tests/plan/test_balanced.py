@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.deals import tile_sums
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem
@@ -15,9 +16,9 @@ from weft.core.topology import Topology
 from weft.masks.random import random_mask
 from weft.plan.balance import ratio, step_ratio
 from weft.plan.balanced import RESPLIT_TOLERANCE, Balancer
-from weft.plan.blocks import tile_sums
 from weft.plan.choose import build
-from weft.plan.split import part_loads, split
+from weft.plan.heads import natural
+from weft.plan.split import part_loads, split, whole
 from weft.plan.strategies import parse
 from weft.schedule.measure import measure
 from weft.schedule.verify import verify
@@ -65,7 +66,7 @@ def test_uneven_dense_heads_are_split_too():
 def test_heads_that_are_even_in_order_stay_in_order():
     mask = BlockMask.from_tiles(np.tile(np.eye(16), (6, 1, 1)), q_len=256, kv_len=256, block_q=16)
     balancer = Balancer(of(4, 256, 6), mask, Topology.local(4))
-    assert balancer.heads(2, by_load=True) == balancer.heads(2, by_load=False)
+    assert balancer.heads(2) == whole(natural(6, 2))
 
 
 def test_the_bound_of_whole_heads_holds_in_front_of_a_ring_too():

@@ -1,18 +1,26 @@
 """Blocks to ring ranks: each to one, within the limits, never worse than before, the same on every rank."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.deals import dbsp_blocks
+from bench.deals import contiguous, dbsp_blocks, homes, tile_sums
 from weft.masks.evolving import evolving_mask
 from weft.masks.grid import TokenGrid
 from weft.plan.balance import ratio, step_ratio
-from weft.plan.blocks import SwapLimits, contiguous, joint, tile_sums
+from weft.plan.blocks import Blocks, SwapLimits
+from weft.plan.blocks import joint as joint_from
 from weft.plan.counts import head_loads, tile_loads
 from weft.plan.heads import refined
 from weft.plan.refine import SwapSide, refine
+
+
+def joint(tiles: np.ndarray, ring: int, *home: np.ndarray, **options: Any) -> Blocks:
+    """By default blocks are at home in their order."""
+    return joint_from(tiles, ring, *(home or homes(tiles, ring)), **options)
 
 
 @st.composite
@@ -45,22 +53,22 @@ def judged(tiles: np.ndarray, rows: np.ndarray, cols: np.ndarray, ring: int) -> 
 )
 def test_joint_keeps_its_limits_and_never_makes_it_worse(tiles, ring, budget, cap, seed):
     rng = np.random.default_rng(seed)
-    homes = [
+    at_home = [
         rng.integers(ring, size=size) if seed % 2 else contiguous(size, ring) for size in tiles.shape[1:]
     ]
     before = tiles.copy()
-    found = joint(tiles, ring, *homes, limits=SwapLimits(budget=budget, cap=cap, target=1.0))
+    found = joint(tiles, ring, *at_home, limits=SwapLimits(budget=budget, cap=cap, target=1.0))
     assert np.array_equal(tiles, before)
-    for groups, home in zip(found, homes, strict=True):
+    for groups, home in zip(found, at_home, strict=True):
         assert groups.shape == (len(tiles), home.size) and groups.dtype == np.int64
         assert groups.min() >= 0 and groups.max() < ring
         assert (groups != home).sum(axis=1).max() <= budget * home.size
         held = np.array([np.bincount(row, minlength=ring) for row in groups])
         most = max(int(cap * home.size / ring), -(-home.size // ring))
         assert (held <= np.maximum(most, np.bincount(home, minlength=ring))).all()
-    home = [np.tile(home, (len(tiles), 1)) for home in homes]
+    home = [np.tile(home, (len(tiles), 1)) for home in at_home]
     assert judged(tiles, *found, ring) <= judged(tiles, *home, ring)
-    again = joint(tiles, ring, *homes, limits=SwapLimits(budget=budget, cap=cap, target=1.0))
+    again = joint(tiles, ring, *at_home, limits=SwapLimits(budget=budget, cap=cap, target=1.0))
     assert all(map(np.array_equal, found, again))
 
 

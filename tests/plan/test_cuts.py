@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.blocks import needed_fraction
+from bench.deals import contiguous
 from weft.core.errors import InputError
 from weft.masks.grid import TokenGrid
 from weft.masks.sta import sta_mask
 from weft.masks.svg import svg_mask
 from weft.plan.balance import ratio
-from weft.plan.blocks import contiguous
 from weft.plan.counts import row_loads
 from weft.plan.cuts import cut
 

@@ -13,7 +13,12 @@ from weft.core.mask import BlockMask
 from weft.core.mesh import Mesh
 from weft.core.partition import Partition
 from weft.core.problem import Problem
-from weft.plan.assignment import natural, zigzag
+from weft.plan.assignment import assemble, natural, zigzag_assignment
+
+
+def zigzag(problem: Problem, mask: BlockMask, mesh: Mesh) -> Partition:
+    return assemble(problem, mask, mesh, zigzag_assignment(problem, mask, mesh))
+
 
 both = pytest.mark.parametrize("partitioner", [natural, zigzag])
 

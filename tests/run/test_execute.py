@@ -141,16 +141,15 @@ def test_two_layers_may_share_an_executor(case: Case, keep: str, backend: str) -
 
 @settings(max_examples=40)
 @given(case=cases(61), keep=KEEPS)
-def test_results_share_no_memory_and_have_the_shapes_that_were_promised(case: Case, keep: str) -> None:
+def test_results_share_no_memory(case: Case, keep: str) -> None:
     truth = Truth.of(case.problem, case.mask)
 
     def job(executor: Executor) -> bool:
         inputs = truth.inputs(executor.comm.rank)
         out, saved = executor.forward(*inputs, truth.scale, keep=True)
         owners = [x.untyped_storage().data_ptr() for x in (out, *saved, *inputs) if x.numel()]
-        shapes = [(tuple(x.shape), x.dtype) for x in saved]
         contiguous = all(x.is_contiguous() for x in (out, *saved))
-        return contiguous and len(set(owners)) == len(owners) and shapes == executor.saved_shapes()
+        return contiguous and len(set(owners)) == len(owners)
 
     assert all(on_every_rank(case.schedule, job, keep, "exact"))
 

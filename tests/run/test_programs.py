@@ -59,9 +59,7 @@ def test_no_float32_output_is_saved_for_a_16_bit_result(name: str) -> None:
     def job(comm: ThreadComm) -> list[tuple[tuple[int, ...], torch.dtype]]:
         executor = Executor(plan, comm, choose("exact"))
         _, saved = executor.forward(*inputs(plan, comm.rank), 0.3, keep=True)
-        shapes = [(tuple(x.shape), x.dtype) for x in saved]
-        assert shapes == executor.saved_shapes()
-        return shapes
+        return [(tuple(x.shape), x.dtype) for x in saved]
 
     for shapes in run_threads(3, job):
         wide = [shape for shape, dtype in shapes if dtype == torch.float32]

@@ -98,6 +98,17 @@ def test_topk_is_that_of_one_process_on_all_ranks(grid: TokenGrid) -> None:
             assert on_ranks(ranks, job) == [expected] * ranks
 
 
+def test_a_block_mask_is_that_of_all_layers_and_fits_or_raises() -> None:
+    mask = mask_from_spec("random:density=0.4", heads=HEADS, grid=GRID, block=BLOCK)
+    sparsity = sparse_attention(mask)
+    where = here(ALONE, Layout.even(GRID.tokens, 1), layer=2)
+    assert sparsity.mask(where, *queries_and_keys()) == mask
+    assert not getattr(sparsity, "changes", True), "plans are made for the mask itself"
+    other = mask_from_spec("random", heads=HEADS, grid=(3, 5, 6), block=BLOCK)
+    with pytest.raises(InputError, match="does not fit blocks.0.attn, which has 3 heads and 116 tokens"):
+        sparse_attention(other).mask(replace(where, name="blocks.0.attn"), *queries_and_keys())
+
+
 def test_topk_of_everything_is_dense() -> None:
     where = here(ALONE, Layout.even(GRID.tokens, 1))
     sparsity = MaskCache("topk:1.0,dense_steps=0")

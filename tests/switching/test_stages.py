@@ -19,9 +19,9 @@ from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.problem import Problem
 from weft.plan.choose import build
+from weft.run.derivatives import Derived
 from weft.run.execute import Executor
 from weft.run.kernels import choose
-from weft.run.op import attention_op, number_of
 from weft.run.world import World
 from weft.switching.stages import Mixes
 
@@ -293,7 +293,7 @@ class Global(nn.Module):
             problem = Problem(batch=2, heads=2, kv_heads=2, head_dim=3, q=every, kv=every, dtype="float64")
             schedule = build("ulysses", problem, BlockMask.dense(2, every.size))
             executor = Executor(schedule, self.world.comm, choose("reference"))
-            out = attention_op(q, k, v, number_of(executor), 3**-0.5, True)[0]  # noqa: FBT003
+            out = Derived(executor, 3**-0.5, keep=True)(q, k, v)
         return x + out.transpose(1, 2).reshape(x.shape)
 
 

@@ -6,7 +6,11 @@ from collections.abc import Iterable
 
 
 class WeftError(Exception):
-    """Base of all errors of weft: `message` says what is wrong, `hint` what to do."""
+    """Base of all errors of weft: `message` says what is wrong, `hint` what to do.
+
+    >>> str(WeftError("timeout must be > 0, got 0.", hint="Give seconds."))
+    'timeout must be > 0, got 0. Give seconds.'
+    """
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message, hint)

@@ -196,6 +196,11 @@ class Layout(Value):
                 wanted = wanted - indices if self._overlaps else wanted
         return sources
 
+    def __repr__(self) -> str:
+        rows = [self.rows(rank) for rank in range(min(self.ranks, 8))]
+        shown = ", ".join(map(str, rows)) + ", …" * (self.ranks > 8)
+        return f"Layout({self.size} {self.dim} over {self.ranks} ranks: {shown} rows)"
+
     def __str__(self) -> str:
         shown = " | ".join(",".join(f"{a}-{b - 1}" for a, b in shard) or "-" for shard in self.shards[:8])
         more = f" | … {self.ranks - 8} more" if self.ranks > 8 else ""

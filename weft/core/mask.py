@@ -29,7 +29,15 @@ MAX_HEAD_RUNS = 8
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockMask(Value):
-    """Active tiles as packed bits; heads with equal patterns share one (`pattern_of[head]`)."""
+    """Active tiles as packed bits; heads with equal patterns share one (`pattern_of[head]`).
+
+    >>> BlockMask.dense(12, 4096)
+    BlockMask(12 heads (1 patterns), 4096×4096 tokens, blocks 4096×4096, 100.0% active)
+    >>> lower = np.tri(4, dtype=bool)[None].repeat(2, axis=0)  # [heads, q blocks, kv blocks]
+    >>> mask = BlockMask.from_tiles(lower, q_len=250, kv_len=250, block_q=64)
+    >>> mask.tiles[0, 1].tolist(), round(mask.density, 3)
+    ([True, True, False, False], 0.625)
+    """
 
     q_len: int
     kv_len: int

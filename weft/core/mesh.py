@@ -90,5 +90,8 @@ class Mesh(Value):
             groups.setdefault(others, []).append(rank)
         return tuple(tuple(group) for group in groups.values())
 
+    def __repr__(self) -> str:
+        return f"Mesh({self}{', arranged' * bool(self.order)})"
+
     def __str__(self) -> str:
         return " × ".join(f"{name} {size}" for name, size in self.axes)

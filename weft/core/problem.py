@@ -39,7 +39,12 @@ class _WithDtype(Value):
 
 @dataclass(frozen=True, kw_only=True)
 class Problem(_WithDtype):
-    """Sizes, dtype, and the home layout of the query and of the key/value tokens."""
+    """Sizes, dtype, and the home layout of the query and of the key/value tokens.
+
+    >>> tokens = Layout.even(2047, 5)
+    >>> Problem(batch=1, heads=6, kv_heads=3, head_dim=64, q=tokens, kv=tokens)
+    Problem(batch 1, 6/3 heads × 64, 2047 tokens over 5 ranks, float32)
+    """
 
     batch: int
     heads: int
@@ -71,6 +76,14 @@ class Problem(_WithDtype):
                 f"batch={self.batch:,}, heads={self.heads:,} and head_dim={self.head_dim:,} are too large.",
                 hint=f"A tensor has at most {MAX_ELEMENTS:,} elements.",
             )
+
+    def __repr__(self) -> str:
+        heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
+        tokens = f"{self.q.size}" if self.q == self.kv else f"{self.q.size}×{self.kv.size}"
+        return (
+            f"Problem(batch {self.batch}, {heads} heads × {self.head_dim}, {tokens} tokens over "
+            f"{self.ranks} ranks, {self.dtype})"
+        )
 
     @cached_property
     def ranks(self) -> int:

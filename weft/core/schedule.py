@@ -153,7 +153,17 @@ Op = Exchange | Attend
 
 @dataclass(frozen=True, eq=False)
 class Schedule(Value):
-    """The operations of all ranks, in one order."""
+    """The operations of all ranks, in one order.
+
+    >>> import weft
+    >>> tokens = weft.Layout.even(8, 2)
+    >>> problem = weft.Problem(batch=1, heads=2, kv_heads=2, head_dim=4, q=tokens, kv=tokens)
+    >>> for op in weft.build("ulysses", problem).ops[1:]:
+    ...     print(op)
+    Attend on rank 0(q[heads 0, tokens 0-7] × kv[heads 0, tokens 0-7])
+    Attend on rank 1(q[heads 1, tokens 0-7] × kv[heads 1, tokens 0-7])
+    Exchange return(o[heads 0, tokens 4-7] 0→1; o[heads 1, tokens 0-3] 1→0)
+    """
 
     name: str
     problem: Problem | Switch
@@ -260,6 +270,14 @@ class Schedule(Value):
 
     def __hash__(self) -> int:
         return hash(self.digest)
+
+    def __repr__(self) -> str:
+        exchanges = sum(isinstance(op, Exchange) for op in self.ops)
+        direction = ", backward" if self.backward else ""
+        return (
+            f"Schedule({self.name} on {self.mesh}{direction}: {exchanges} exchanges, "
+            f"{len(self.ops) - exchanges} attends)"
+        )
 
     def __str__(self) -> str:
         direction = " backward" if self.backward else ""

@@ -105,7 +105,14 @@ COSTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Topology(Value):
-    """`machines` × `devices` of one kind; ranks fill a machine before the next one begins."""
+    """`machines` × `devices` of one kind; ranks fill a machine before the next one begins.
+
+    `Topology.from_toml` reads one that `weft calibrate` has measured; `weft.simulate.clusters.cluster` has
+    those of GPUs by name.
+
+    >>> Topology(name="lab", machines=2, devices=4, inter=Link(latency=5e-5, bandwidth=25e9)).ranks
+    8
+    """
 
     name: str = "local"
     machines: int = 1
@@ -178,6 +185,13 @@ class Topology(Value):
                 raise InputError(
                     f"A link joins ranks {source} and {target}; {self.name} has ranks 0 to {self.ranks - 1}."
                 )
+
+    def __repr__(self) -> str:
+        machines = f"{self.machines} machines × " * (self.machines > 1)
+        return (
+            f"Topology({self.name}: {machines}{self.devices} devices, {self.flops / 1e12:.3g} TFLOP/s, "
+            f"{self.intra.bandwidth / 1e9:.4g} GB/s)"
+        )
 
     @cached_property
     def ranks(self) -> int:

@@ -33,6 +33,9 @@ class Shard(NamedTuple):
 
     ndim   tensors of any other number of dims are replicated.
     dim    None for an int: the number of tokens from the first one on.
+
+    >>> Shard("video", 1)
+    Shard(stream='video', dim=1, ndim=0)
     """
 
     stream: str
@@ -59,6 +62,16 @@ class Adapter:
     grid              the (frames, rows, columns) of the video tokens, from the model and its arguments.
     replicated        arguments of the model that need not be split; others than those raise an error.
                       None: all that are not split.
+
+    >>> video = Shard("video", 1)  # dim 1 is its tokens
+    >>> adapter = Adapter(
+    ...     "Painter",
+    ...     inputs={"blocks.0": {"x": video}},
+    ...     attention={"blocks.*.attn": "video"},
+    ...     gather={"head": video},
+    ... )
+    >>> adapter.kind
+    'self + cross'
     """
 
     model: str

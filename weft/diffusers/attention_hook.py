@@ -21,13 +21,12 @@ from weft.diffusers.padding import Padding, padding_of
 from weft.diffusers.shards import Counts
 from weft.hooks.wrap import Args, Forward, FunctionMode, Kwargs
 from weft.run.attention import attention
-from weft.run.opaque import call, handle_of
+from weft.run.opaque import QKV, CallOptions, call, handle_of
 from weft.run.transforms import untransformed
 
 if TYPE_CHECKING:
     from weft.diffusers.region import ShardedRegion
 
-QKV = tuple[Tensor, Tensor, Tensor]
 BACKEND = "_weft_attention_backend"
 """Where a processor holds the backend that it was set to."""
 
@@ -93,20 +92,11 @@ class AttentionHook:
             return call(self.handle, qkv, mask=attn_mask, hidden=self.hidden, scale=scale)
         return self._attend(qkv, attn_mask, scale)
 
-    def called(  # noqa: PLR0913 - what an operation takes
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        hidden: Tensor | None,
-        scale: float | None,
-        numbers: list[int],  # noqa: ARG002
-    ) -> Tensor:
+    def called(self, qkv: QKV, options: CallOptions) -> Tensor:
         """Compute an attention of a compiled module."""
-        self.hidden = hidden
+        self.hidden = options.hidden
         try:
-            return self._attend((q, k, v), mask, scale)
+            return self._attend(qkv, options.mask, options.scale)
         finally:
             self.hidden = None
 

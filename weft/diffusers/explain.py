@@ -24,6 +24,12 @@ def explain(target: Target, *, wait: bool = True) -> Explanation:
 
     Times are predicted by the costs of the topology, which `weft calibrate` measures. `wait`: for plans that
     are being made.
+
+    >>> import weft
+    >>> from weft.video.transformer import DiTConfig, VideoDiT
+    >>> model = VideoDiT(DiTConfig(words=8, length=2, depth=1))
+    >>> print(explain(weft.parallelize(model)))
+    No attention has run yet.
     """
     handle = getattr(target, "_weft", None)
     if handle is None:

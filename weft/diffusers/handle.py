@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._pytree import PyTree
 
 from weft.core.errors import InputError
+from weft.core.mask import BlockMask
 from weft.diffusers.adapter import Adapter
 from weft.diffusers.adapters import adapter_of
 from weft.diffusers.checks import PlanSpec, check_plan
@@ -60,7 +61,7 @@ class ParallelOptions(NamedTuple):
     """The arguments of `parallelize`."""
 
     plan: PlanSpec = "auto"
-    sparse: str | SparseAttention | None = None
+    sparse: str | BlockMask | SparseAttention | None = None
     cfg: str = "auto"
     mesh: MeshLike = None
     check: str = "none"
@@ -96,15 +97,16 @@ class ParallelHandle:
         options, comm = self.options, self.world.comm
         adapter = options.adapter or adapter_of(model)
         guidance = Guidance.of(model, options.mesh, options.cfg)
-        if comm.size == 1 and options.sparse is None:  # there is nothing to do
-            return
         sparsity = None if options.sparse is None else sparse_attention(options.sparse)
         guidance.batched = not getattr(sparsity, "changes", False)
+        plan = options.plan
+        if sparsity is not None and plan == "auto":
+            plan = axes_of(options.mesh) or plan  # the axes of a mesh may name a plan
         if adapter.attention:
-            plan = options.plan
-            if sparsity is not None and plan == "auto":
-                plan = axes_of(options.mesh) or plan  # the axes of a mesh may name a plan
             check_plan(plan, comm.size, guidance, cfg=options.cfg)
+        if comm.size == 1 and sparsity is None:  # there is nothing to do
+            return
+        if adapter.attention:
             kind = type(model).__name__
             region = ShardedRegion(
                 model,

@@ -16,6 +16,7 @@ from torch import nn
 
 from weft.core.backends import check_backend
 from weft.core.errors import InputError
+from weft.core.mask import BlockMask
 from weft.diffusers.adapter import Adapter
 from weft.diffusers.adapters import find_adapter
 from weft.diffusers.checks import PlanSpec
@@ -35,7 +36,7 @@ def parallelize(  # noqa: PLR0913 - the one call of users
     target: T,
     *,
     plan: PlanSpec = "auto",
-    sparse: str | SparseAttention | None = None,
+    sparse: str | BlockMask | SparseAttention | None = None,
     cfg: str = "auto",
     mesh: MeshLike = None,
     check: str = "none",
@@ -44,9 +45,10 @@ def parallelize(  # noqa: PLR0913 - the one call of users
 ) -> T:
     """Split the tokens of a pipeline's transformers, or of one transformer, over the ranks; return it.
 
-    plan      how attention is split: see `weft.attention`.
-    sparse    sparse attention: sta, svg, radial, topk:0.2, … or an object with mask(ctx, q, k)
-              (`weft.sparse.context`).
+    plan      how attention is split: see `weft.attention`. One that does not fit the ranks is refused here.
+    sparse    sparse attention: a name such as sta:window=3x3x3, svg, radial or topk:0.2, as in
+              `weft.attention(mask=…)`, on the grid of the model's input; a BlockMask on that grid; or an
+              object with mask(ctx, q, k) (`weft.sparse.context`).
     cfg       auto, on, off: the two branches of guidance each on half of the ranks.
     mesh      a process group or DeviceMesh; all ranks by default.
     check     first: in the first forward, sampled rows of each attention are computed again and compared;
@@ -58,6 +60,15 @@ def parallelize(  # noqa: PLR0913 - the one call of users
 
     Models must be on the device of their rank, `weft.device()`; two ranks on one GPU raise an error.
     In training, gradients are those of DDP: the mean over the ranks is the gradient.
+
+        pipe = weft.parallelize(pipe, sparse="sta")
+
+    A transformer alone, here on one rank, which has nothing to split:
+
+    >>> from weft.video.transformer import DiTConfig, VideoDiT
+    >>> model = VideoDiT(DiTConfig(words=8, length=2, depth=1))
+    >>> parallelize(model) is model
+    True
     """
     if check not in CHECKS:
         raise InputError(f"check must be one of {', '.join(CHECKS)}, got {check!r}.")
@@ -82,7 +93,13 @@ def parallelize(  # noqa: PLR0913 - the one call of users
 
 
 def restore(target: T) -> T:
-    """Undo `parallelize`."""
+    """Undo `parallelize`; return the same pipeline or model.
+
+    >>> from weft.video.transformer import DiTConfig, VideoDiT
+    >>> model = VideoDiT(DiTConfig(words=8, length=2, depth=1))
+    >>> restore(parallelize(model)) is model
+    True
+    """
     handle = handle_of(target)
     if handle is None:
         raise InputError(f"This {type(target).__name__} is not parallelized.")

@@ -7,6 +7,7 @@ of one frame, a piece of one cube), and every block is a run of whole cells.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -43,6 +44,15 @@ class TokenGrid(Value):
 
     def __post_init__(self) -> None:
         self.voxels((1, 1, 1))  # checks the sizes
+
+    @staticmethod
+    def of(size: TokenGrid | Sequence[int], *, prefix: int = 0, suffix: int = 0) -> TokenGrid:
+        """Return the grid of (t, h, w); a grid is itself."""
+        if isinstance(size, TokenGrid):
+            return size
+        if len(size) != 3 or not all(isinstance(each, int) for each in size):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InputError(f"grid={size!r} must be (t, h, w), three integers.")
+        return TokenGrid(*size, prefix=prefix, suffix=suffix)
 
     @property
     def extent(self) -> Extent:

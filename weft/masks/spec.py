@@ -55,12 +55,22 @@ MAX_TILES = 2**31
 PRODUCERS = producers()
 
 
-def mask_from_spec(text: str, *, heads: int, grid: TokenGrid, block: int = 64, seed: int = 0) -> BlockMask:
+def mask_from_spec(
+    text: str, *, heads: int, grid: TokenGrid | Sequence[int], block: int = 64, seed: int = 0
+) -> BlockMask:
     """Return the mask of `NAME` or `NAME:option=value,option=value`; a trace is `trace:FILE`.
 
-    >>> mask_from_spec("sta:window=1x3x3,dense=0.5", heads=4, grid=TokenGrid(8, 16, 16))
+    heads    of the attention: each may have a pattern of its own.
+    grid     (t, h, w) tokens of a video, or a `TokenGrid` with text before or after it.
+    block    tokens of a block: tiles of block × block are computed or left out.
+    seed     of masks that are random.
+
+    Names are dense, random and the files of weft/masks: sta, svg, radial, sparge, vsa, ….
+
+    >>> mask_from_spec("sta:window=1x3x3,dense=0.5", heads=4, grid=(8, 16, 16))
     BlockMask(4 heads (2 patterns), 2048×2048 tokens, blocks 64×64, 64.1% active)
     """
+    grid = TokenGrid.of(grid)
     if heads < 1:
         raise InputError(f"heads must be ≥ 1, got {heads}.")
     if seed < 0:

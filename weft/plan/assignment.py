@@ -150,7 +150,7 @@ def replicated(layout: Layout, unit: int, mesh: Mesh) -> Indices:
 
 
 def assemble(problem: Problem, mask: BlockMask, mesh: Mesh, assignment: Assignment) -> Partition:
-    """The partition of a assignment. Replicated keys are read in place, so nobody brings them."""
+    """The partition of an assignment. Replicated keys are read in place, so nobody brings them."""
     check_fit(problem, mask, mesh)
     in_place = replicated(problem.kv, assignment.kv_unit, mesh)
     rows = _tokens(assignment.rows, assignment.q_unit, problem.q.size, mesh)
@@ -219,7 +219,6 @@ def check_fit(problem: Problem, mask: BlockMask, mesh: Mesh) -> None:
 
 def natural(problem: Problem, mask: BlockMask, mesh: Mesh) -> Partition:
     """Heads are cut evenly over `ulysses`; rows and columns stay with the ring coordinate that holds them."""
-    check_fit(problem, mask, mesh)
     return assemble(problem, mask, mesh, natural_assignment(problem, mask, mesh))
 
 
@@ -229,12 +228,11 @@ def natural_assignment(problem: Problem, mask: BlockMask, mesh: Mesh) -> Assignm
     return _alike(problem, mask, mesh, rows, cols)
 
 
-def zigzag(problem: Problem, mask: BlockMask, mesh: Mesh) -> Partition:
+def zigzag_assignment(problem: Problem, mask: BlockMask, mesh: Mesh) -> Assignment:
     """Ring coordinate r takes chunks r and 2·R-1-r of the sequence: equal work under a causal mask."""
-    check_fit(problem, mask, mesh)
     q_unit, kv_unit = mask.units
     rows, cols = _zigzag(problem.q, q_unit, mesh), _zigzag(problem.kv, kv_unit, mesh)
-    return assemble(problem, mask, mesh, _alike(problem, mask, mesh, rows, cols))
+    return _alike(problem, mask, mesh, rows, cols)
 
 
 def _zigzag(layout: Layout, unit: int, mesh: Mesh) -> IntArray:

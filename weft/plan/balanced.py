@@ -15,7 +15,14 @@ from weft.core.mask import BlockMask
 from weft.core.mesh import Mesh
 from weft.core.problem import Problem
 from weft.core.topology import Topology
-from weft.plan.assignment import Assignment, AssignmentCost, check_fit, home, natural_assignment
+from weft.plan.assignment import (
+    Assignment,
+    AssignmentCost,
+    check_fit,
+    home,
+    natural_assignment,
+    zigzag_assignment,
+)
 from weft.plan.balance import bound, ratio, step_ratio
 from weft.plan.blocks import SwapLimits, joint
 from weft.plan.counts import TileCost, head_loads, row_loads, tile_loads
@@ -69,14 +76,17 @@ class Balancer:
         """Assign by a strategy; what travels does not matter to it, the place of the axes does."""
         key = strategy.mesh_on(self.topology), strategy.balance
         if key not in self._assigned:
-            self._assigned[key] = self.cost_of(strategy, self._assign(strategy))
+            self._assigned[key] = self.cost_of(strategy, self.assignment(strategy))
         return self._assigned[key]
 
-    def _assign(self, strategy: Strategy) -> Assignment:
+    def assignment(self, strategy: Strategy) -> Assignment:
+        """Make the assignment of a strategy, without its cost."""
         mesh, grid = strategy.mesh_on(self.topology), self.grid
         if strategy.balance == "none":
             return natural_assignment(self.problem, self.mask, mesh)
-        heads = self.heads(strategy.ulysses, by_load=strategy.balance in LOAD_BALANCES)
+        if strategy.balance == "zigzag":
+            return zigzag_assignment(self.problem, self.mask, mesh)
+        heads = self.heads(strategy.ulysses)
         rows, cols = (np.broadcast_to(x, (strategy.ulysses, x.size)) for x in self._home(mesh))
         if strategy.ring > 1 and strategy.balance == "balanced":
             rows, cols = joint(self.tiles(heads), strategy.ring, *self._home(mesh), limits=SWAP_LIMITS)
@@ -169,13 +179,10 @@ class Balancer:
         grid = self.grid
         return home(self.problem.q, grid.block_q, mesh), home(self.problem.kv, grid.block_k, mesh)
 
-    def heads(self, groups: int, *, by_load: bool) -> Heads:
-        """The heads of each Ulysses coordinate, in order or by load; a head is split where that pays."""
-        plain = whole(in_order(self.problem.heads, groups))
-        if not by_load:
-            return plain
+    def heads(self, groups: int) -> Heads:
+        """The heads of each Ulysses coordinate, assigned by load; a head is split where that pays."""
         if groups not in self._heads:
-            loads = self.row_loads
+            plain, loads = whole(in_order(self.problem.heads, groups)), self.row_loads
             better = split(loads, groups, enough=self._enough(SPLIT_TOLERANCE))
             # Equally good is the same plan: it is not built and listed twice.
             is_better = part_loads(better, loads).max() < part_loads(plain, loads).max()

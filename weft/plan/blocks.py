@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from weft.core.indices import IntArray, split_evenly
+from weft.core.indices import IntArray
 from weft.plan.refine import SwapSide, refine
 
 Blocks = tuple[IntArray, IntArray]
@@ -32,26 +32,11 @@ class SwapLimits(NamedTuple):
 LIMITS = SwapLimits()
 
 
-def contiguous(blocks: int, ring: int) -> IntArray:
-    """The default home: runs of blocks whose lengths differ by at most one.
-
-    >>> contiguous(5, 2).tolist()
-    [0, 0, 0, 1, 1]
-    """
-    return np.repeat(np.arange(ring), [stop - start for start, stop in split_evenly(blocks, ring)])
-
-
-def tile_sums(tile_loads: IntArray, rows: IntArray, cols: IntArray, ring: int) -> IntArray:
-    """[U, R, R]: the loads between row groups and column groups, which `balance` judges."""
-    by_row_group = _over_rows(tile_loads, rows, ring)
-    return np.ascontiguousarray(_over_cols(by_row_group, cols, ring).swapaxes(1, 2))
-
-
 def joint(
     tile_loads: IntArray,
     ring: int,
-    home_rows: IntArray | None = None,
-    home_cols: IntArray | None = None,
+    home_rows: IntArray,
+    home_cols: IntArray,
     *,
     limits: SwapLimits = LIMITS,
     start: Blocks | None = None,
@@ -61,11 +46,8 @@ def joint(
     It begins with `start`, if that is within the budget, else with everything at home, and never ends with
     a larger step ratio than it began with. Slices have their own permutations.
     """
-    slices, *sizes = tile_loads.shape
-    homes = [
-        contiguous(size, ring) if home is None else home
-        for size, home in zip(sizes, (home_rows, home_cols), strict=True)
-    ]
+    slices = len(tile_loads)
+    homes = home_rows, home_cols
     began: Blocks = np.tile(homes[0], (slices, 1)), np.tile(homes[1], (slices, 1))
     if start is not None and _is_near(began, start, limits.budget):
         began = start[0].astype(np.int64), start[1].astype(np.int64)  # those of a message are smaller

@@ -10,11 +10,12 @@ from weft.core.mask import BlockMask
 from weft.core.problem import Problem
 from weft.core.schedule import Op, Schedule
 from weft.core.topology import Topology
-from weft.plan.assignment import Assignment, assemble, zigzag
+from weft.plan.assignment import Assignment, assemble
 from weft.plan.balanced import Balancer
 from weft.plan.strategies import kinds, parse
 from weft.plan.strategy import Strategy, factors
 from weft.schedule.measure import attend_works, measure
+from weft.simulate.clusters import cluster
 from weft.simulate.predict import Timing, predict
 
 MAX_FINALISTS = 6
@@ -45,6 +46,9 @@ class Candidate:
     estimate: float = 0.0
     """Seconds by the closed form."""
 
+    def __repr__(self) -> str:
+        return f"Candidate({self.name} {self.seconds * 1e3:.3g} ms)"
+
     @cached_property
     def memory(self) -> int:
         """Peak bytes of the fullest rank, computed on demand: choosing does not need them."""
@@ -70,6 +74,11 @@ class Plan:
     """What was timed, the best first."""
     left_out: tuple[tuple[str, float], ...] = ()
     """Names and estimated seconds of candidates that were not worth building."""
+
+    def __repr__(self) -> str:
+        best, *others = self.ranked
+        second = f", {others[0].name} {others[0].seconds / (best.seconds or 1.0):.2f}×" if others else ""
+        return f"Plan({best.name} {best.seconds * 1e3:.3g} ms{second}; {len(self.ranked)} timed)"
 
     def explain(self) -> str:
         """One line for each candidate, the best first, and why it is first."""
@@ -111,36 +120,43 @@ def _percent(less: float, more: float) -> str:
 def build(
     name: str,
     problem: Problem,
-    mask: BlockMask,
-    topology: Topology | None = None,
+    mask: BlockMask | None = None,
+    topology: Topology | str | None = None,
     *,
     assignment: Assignment | None = None,
 ) -> Schedule:
     """Build a schedule by its strategy's name: ulysses, ring, zigzag, gather, usp:UxR, …+balanced, …+cuts.
 
-    `auto` is the choice of `choose`. `assignment` replaces the one that the strategy's balance makes of
-    this mask.
+    mask         the tiles that are computed; by default all.
+    topology     a Topology or the name of a cluster, such as 4x8xh100. Only auto, torus and balances read it.
+    assignment   replaces the one that the strategy's balance makes of this mask.
+
+    `auto` is the choice of `weft.plan`.
+
+    >>> from weft import Layout
+    >>> tokens = Layout.even(2047, 5)
+    >>> build("ring", Problem(batch=1, heads=3, kv_heads=3, head_dim=64, q=tokens, kv=tokens))
+    Schedule(ring on ring 5: 4 exchanges, 25 attends)
     """
+    mask, topology = _dense_by_default(mask, problem), _topology(topology)
     if name == "auto" and assignment is None:
         return choose(problem, mask, topology).schedule
     strategy = parse(name, problem.ranks)
     balancer = Balancer(problem, mask, topology or Topology.local(problem.ranks))
-    if assignment is None:
-        return _build(strategy, balancer)
-    if not assignment.fits(problem, mask, strategy):
+    if assignment is not None and not assignment.fits(problem, mask, strategy):
         raise InputError(
             f"The assignment does not fit {name}, {problem.heads} heads and {mask}.",
             hint="It has each head and each block of the mask once.",
         )
-    return _schedule(strategy, balancer, assignment)
+    return _schedule(strategy, balancer, assignment or balancer.assignment(strategy))
 
 
-def _build(strategy: Strategy, balancer: Balancer) -> Schedule:
-    if strategy.balance == "zigzag":
-        mesh = strategy.mesh_on(balancer.topology)
-        partition = zigzag(balancer.problem, balancer.mask, mesh)
-        return strategy.build(balancer.problem, balancer.mask, partition, balancer.topology)
-    return _schedule(strategy, balancer, balancer.assign(strategy).assignment)
+def _dense_by_default(mask: BlockMask | None, problem: Problem) -> BlockMask:
+    return BlockMask.dense(problem.heads, problem.q.size, problem.kv.size) if mask is None else mask
+
+
+def _topology(topology: Topology | str | None) -> Topology | None:
+    return cluster(topology) if isinstance(topology, str) else topology
 
 
 def _schedule(strategy: Strategy, balancer: Balancer, assignment: Assignment) -> Schedule:
@@ -165,38 +181,63 @@ def candidates(problem: Problem, mask: BlockMask, topology: Topology) -> list[St
     return strategies
 
 
-def choose(problem: Problem, mask: BlockMask, topology: Topology | None = None) -> Plan:
-    """Return the candidate with the shortest predicted time; ties go to the first in the list."""
-    topology = topology or Topology.local(problem.ranks)
+def choose(
+    problem: Problem,
+    mask: BlockMask | None = None,
+    topology: Topology | str | None = None,
+    *,
+    strategy: str = "auto",
+) -> Plan:
+    """Return the plan with the shortest predicted time; ties go to the first in the list.
+
+    mask       the tiles that are computed; by default all.
+    topology   a Topology or the name of a cluster, such as 4x8xh100; by default a machine without GPUs.
+    strategy   auto, or one that is timed alone, by its name as in `build`.
+
+    >>> from weft import Layout
+    >>> tokens = Layout.even(4096, 8)
+    >>> problem = Problem(batch=1, heads=12, kv_heads=12, head_dim=64, q=tokens, kv=tokens)
+    >>> choose(problem, topology="8xh100")
+    Plan(gather 0.202 ms, ulysses 1.01×; 6 timed)
+    """
+    mask = _dense_by_default(mask, problem)
+    topology = _topology(topology) or Topology.local(problem.ranks)
     if topology.ranks != problem.ranks:
         raise InputError(
             f"The topology {topology.name} has {topology.ranks} ranks, the tensors lie on {problem.ranks}."
         )
     balancer = Balancer(problem, mask, topology)
+    if strategy != "auto":
+        return _named_plan(parse(strategy, problem.ranks), balancer)
     estimated = [_tuned(each, balancer) for each in candidates(problem, mask, topology)]
     estimated.sort(key=lambda item: item[0])  # stable: equal estimates stay in the order of the list
     timed: dict[tuple[Op, ...], Candidate] = {}
     assigned: set[tuple[Strategy, Assignment]] = set()
     left_out: list[tuple[str, float]] = []
-    for seconds, strategy in estimated:
-        alike = sum(each.strategy.costly == strategy.costly for each in timed.values())
-        hopeless = strategy.costly and seconds > PRUNE_RATIO * estimated[0][0]
-        if hopeless or alike >= (MAX_COSTLY_FINALISTS if strategy.costly else MAX_FINALISTS):
-            left_out.append((str(strategy), seconds))
+    for seconds, option in estimated:
+        alike = sum(each.strategy.costly == option.costly for each in timed.values())
+        hopeless = option.costly and seconds > PRUNE_RATIO * estimated[0][0]
+        if hopeless or alike >= (MAX_COSTLY_FINALISTS if option.costly else MAX_FINALISTS):
+            left_out.append((str(option), seconds))
             continue
         # Where nothing is out of balance, names coincide; most of them before anything is built.
-        key = replace(strategy, balance=""), balancer.assign(strategy).assignment
+        key = replace(option, balance=""), balancer.assign(option).assignment
         if key not in assigned:
             assigned.add(key)
-            _time(strategy, balancer, timed)
+            _time(option, balancer, timed)
     best = min(timed.values(), key=lambda each: _penalized_seconds(each, topology)).strategy
     # How much a torus puts off is finer than a closed form sees: the best is timed with all and none too.
     settings = best.tuned(topology)
-    for strategy in (settings[0], settings[-1]):
-        if strategy != best:
-            _time(strategy, balancer, timed)
+    for option in (settings[0], settings[-1]):
+        if option != best:
+            _time(option, balancer, timed)
     ranked = sorted(timed.values(), key=lambda each: _penalized_seconds(each, topology))
     return Plan(ranked[0].schedule, tuple(ranked), tuple(left_out))
+
+
+def _named_plan(strategy: Strategy, balancer: Balancer) -> Plan:
+    schedule = _schedule(strategy, balancer, balancer.assignment(strategy))
+    return Plan(schedule, (_candidate(strategy, schedule, balancer, 0.0),))
 
 
 def _tuned(strategy: Strategy, balancer: Balancer) -> tuple[float, Strategy]:
@@ -217,15 +258,20 @@ def _penalized_seconds(candidate: Candidate, topology: Topology) -> float:
 
 def _time(strategy: Strategy, balancer: Balancer, timed: dict[tuple[Op, ...], Candidate]) -> None:
     """Build a strategy and predict its time, unless its schedule has been timed under another name."""
-    schedule = _build(strategy, balancer)
-    if schedule.ops in timed:
-        return
+    cost = balancer.assign(strategy)
+    schedule = _schedule(strategy, balancer, cost.assignment)
+    if schedule.ops not in timed:
+        seconds = strategy.estimate(balancer.problem, balancer.topology, cost)
+        timed[schedule.ops] = _candidate(strategy, schedule, balancer, seconds)
+
+
+def _candidate(strategy: Strategy, schedule: Schedule, balancer: Balancer, estimate: float) -> Candidate:
     topology, works = balancer.topology, attend_works(schedule)
     report = measure(schedule, works)
     inside = sum(
         size for (a, b), size in report.link_bytes.items() if topology.machine(a) == topology.machine(b)
     )
-    timed[schedule.ops] = Candidate(
+    return Candidate(
         strategy,
         predict(schedule, topology, works),
         inside,
@@ -233,5 +279,5 @@ def _time(strategy: Strategy, balancer: Balancer, timed: dict[tuple[Op, ...], Ca
         report.imbalance,
         balancer.bound(strategy),
         schedule,
-        strategy.estimate(balancer.problem, topology, balancer.assign(strategy)),
+        estimate,
     )

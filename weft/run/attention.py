@@ -15,7 +15,7 @@ from torch import Tensor
 
 from weft.core.errors import AgreementError, InputError, WeftError
 from weft.core.mask import BlockMask
-from weft.run.call import AttentionCall, Counts, check_mask, facts_of, schedule_for
+from weft.run.call import AttentionCall, Counts, check_layout, check_mask, facts_of, schedule_for
 from weft.run.execute import Executor
 from weft.run.kernels import choose as choose_kernel
 from weft.run.transforms import check_tensors, check_transforms, is_plain, is_transformed
@@ -25,10 +25,17 @@ if TYPE_CHECKING:
     from weft.core.layout import Layout
     from weft.core.schedule import Schedule
     from weft.core.topology import Topology
+    from weft.masks.grid import TokenGrid
     from weft.plan.choose import Plan
     from weft.plan.place import Planned
     from weft.run.comm import Comm
     from weft.run.kernels import AttentionKernel
+
+    Options = tuple[
+        str | Plan | Planned | Schedule, int | Layout | None, int | Layout | None, int, int, str,
+        Topology | None, float | None
+    ]  # fmt: skip
+    """The fields of an AttentionCall from `plan` on."""
 
 MAX_EXECUTORS = 1024
 """Of a world: some 20 steps of a 50-layer model whose masks all differ."""
@@ -41,7 +48,9 @@ def attention(  # noqa: PLR0913 - the one call users make; each option is a word
     k: Tensor,
     v: Tensor,
     *,
-    mask: BlockMask | None = None,
+    mask: BlockMask | str | None = None,
+    grid: TokenGrid | tuple[int, int, int] | None = None,
+    layout: str = "bhsd",
     plan: str | Plan | Planned | Schedule = "auto",
     mesh: MeshLike = None,
     scale: float | None = None,
@@ -55,6 +64,9 @@ def attention(  # noqa: PLR0913 - the one call users make; each option is a word
 ) -> Tensor:
     """Attend this rank's queries to the keys of all ranks: [B, H, local tokens, D] in and out.
 
+    mask, grid          a BlockMask over the whole sequence, or a name as in `weft.mask`, which needs the grid
+                        of the video: a `weft.TokenGrid`, or (t, h, w) between prefix and suffix.
+    layout              bhsd, or bshd for [B, local tokens, H, D] in and out, read by strides without a copy.
     tokens, kv_tokens   length of the whole sequence (shards are then as even as possible) or its Layout.
                         By default that of the mask; without a mask the ranks exchange their lengths in each
                         call, which blocks the host.
@@ -67,32 +79,67 @@ def attention(  # noqa: PLR0913 - the one call users make; each option is a word
     mesh                a process group, DeviceMesh or weft.Mesh; all ranks by default.
     timeout             seconds that a rank waits for another before it raises.
     topology            links and speeds for plan="auto"; by default the TOML file in $WEFT_TOPOLOGY.
+
+    >>> q, k, v = torch.randn(3, 1, 4, 60, 8)  # on one rank, its tokens are all
+    >>> attention(q, k, v, mask="sta:window=1x3x3", grid=(3, 4, 5)).shape
+    torch.Size([1, 4, 60, 8])
     """
+    if layout != "bhsd":
+        check_layout(layout, q, k, v)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    options = (plan, tokens, kv_tokens, prefix, suffix, backend, topology, scale)
+    out = _attend(q, k, v, mask, grid, options, mesh, timeout)
+    return out if layout == "bhsd" else out.transpose(1, 2)
+
+
+def _attend(  # noqa: PLR0913 - as above
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: BlockMask | str | None,
+    grid: TokenGrid | tuple[int, int, int] | None,
+    options: Options,
+    mesh: MeshLike,
+    timeout: float,
+) -> Tensor:
     if torch.compiler.is_compiling():
         from weft.run.compiled import attention_in_graph
 
-        options = (mask, plan, tokens, kv_tokens, prefix, suffix, backend, topology, scale, mesh, timeout)
-        return attention_in_graph((q, k, v), options)
+        return attention_in_graph((q, k, v), (mask, *options, grid, mesh, timeout))
     plain, transformed = is_plain(q, k, v), is_transformed()
     if not plain or transformed:
         check_tensors(q, k, v)
         check_transforms("weft.attention")
+    if isinstance(mask, str) or grid is not None:
+        mask = _mask_by_name(mask, grid, (q.shape[1], *options[3:5]), mesh, timeout)
     dtypes, devices = (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device)
-    options = (mask, plan, tokens, kv_tokens, prefix, suffix, backend, topology, scale)
-    call = AttentionCall(q.shape, k.shape, v.shape, dtypes, devices, *options)
+    call = AttentionCall(q.shape, k.shape, v.shape, dtypes, devices, mask, *options)
     executor = _executor_for(call, mesh, timeout)
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    if transformed:
-        from weft.run.derivatives import Derived
-
-        wide = partial(_wide_executor, call, executor.schedule, scale, mesh, timeout)
-        return Derived(executor, scale, torch.is_grad_enabled(), mesh, wide)(q, k, v)
+    scale = 1 / math.sqrt(q.shape[-1]) if call.scale is None else float(call.scale)
     keep = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    if plain and not keep:
+    if not keep and not transformed:
         return executor.forward(q, k, v, scale, keep=False)[0]
-    from weft.run.op import attention_op, number_of
+    from weft.run.derivatives import Derived
 
-    return attention_op(q, k, v, number_of(executor), scale, keep)[0]
+    wide = partial(_wide_executor, call, executor.schedule, scale, mesh, timeout) if transformed else None
+    return Derived(executor, scale, keep or torch.is_grad_enabled(), mesh, wide)(q, k, v)
+
+
+def _mask_by_name(
+    mask: BlockMask | str | None,
+    grid: TokenGrid | tuple[int, int, int] | None,
+    sizes: tuple[int, int, int],
+    mesh: MeshLike,
+    timeout: float,
+) -> BlockMask:
+    """Return the mask of a name; `sizes` are the heads of the tensors, and their prefix and suffix."""
+    from weft.run.named_mask import named_mask
+
+    try:
+        return named_mask(mask, grid, *sizes)
+    except WeftError as error:
+        _abort(world_of(mesh, timeout).comm, error)
+        raise
 
 
 def _executor_for(call: AttentionCall, mesh: MeshLike, timeout: float) -> Executor:
@@ -159,7 +206,7 @@ def _executor_for_mask(
         if comm.size > 1 and not isinstance(plan, Planned):
             from weft.run.agree import agree
 
-            agree(comm, {"mask": mask.digest}, "masks")
+            agree(comm, {"mask": f"{mask!r} {mask.digest}"}, "masks")
         masked = executor.for_mask(mask)
         while len(cache) >= MAX_MASKS:
             cache.pop(next(iter(cache)))

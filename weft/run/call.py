@@ -92,7 +92,7 @@ class AttentionCall(NamedTuple):
         if self.mask is not None and not _is_a(self.mask, BlockMask):
             raise InputError(
                 f"mask is a {type(self.mask).__name__}.",
-                hint="Make a weft.BlockMask, as with BlockMask.from_tiles.",
+                hint="Give a name, such as sta, or a BlockMask, from weft.mask or BlockMask.from_tiles.",
             )
         self._check_plan()
         for name, count in (("prefix", self.prefix), ("suffix", self.suffix)):
@@ -123,6 +123,21 @@ class AttentionCall(NamedTuple):
                 raise InputError(f"plan={self.plan!r}.", hint="Give a strategy's name, a Plan or a Schedule.")
 
 
+def check_layout(layout: str, *tensors: torch.Tensor) -> None:
+    """Raise unless `layout` is bshd and the tensors have four dims, which are exchanged next."""
+    if layout != "bshd":
+        raise InputError(
+            f"layout={layout!r} is unknown.",
+            hint="Use bhsd for [batch, heads, local tokens, head_dim], or bshd.",
+        )
+    for name, x in zip("qkv", tensors, strict=True):
+        if x.dim() != 4:
+            raise InputError(
+                f"{name} has shape {list(x.shape)}.",
+                hint='Expected [batch, local tokens, heads, head_dim] with layout="bshd".',
+            )
+
+
 def _is_a(option: Hashable, *kinds: type) -> bool:
     """Whether an option is of a kind that its annotation requires, which a caller may have ignored."""
     return isinstance(option, kinds)
@@ -135,9 +150,9 @@ def schedule_for(
     if not isinstance(call.plan, str):
         return _planned_schedule(call, call.plan, rank, ranks)
     q, kv = _layouts(call, ranks, counts)
-    batch, heads, q_rows, head_dim = call.q
-    _check_rows("q", q_rows, q, rank)
-    _check_rows("k and v", call.k[2], kv, rank)
+    batch, heads, _, head_dim = call.q
+    _check_rows("q", call.q, q, rank)
+    _check_rows("k and v", call.k, kv, rank)
     problem = Problem(
         batch=batch, heads=heads, kv_heads=call.k[1], head_dim=head_dim, q=q, kv=kv, dtype=call.dtype
     )
@@ -170,7 +185,8 @@ def facts_of(call: AttentionCall, schedule: Schedule, kernel: str) -> dict[str, 
         "dtype": problem.dtype,
         "device": call.devices[0].type,
         "tokens": f"{problem.q.size}×{problem.kv.size}",
-        "mask": mask.digest,
+        "layout": str(problem.q) if problem.q == problem.kv else f"{problem.q} and {problem.kv}",
+        "mask": f"{mask!r} {mask.digest}",
         "scale": repr(None if call.scale is None else float(call.scale)),
         "kernel": kernel,
         "strategy": f"{schedule.name} on {schedule.mesh}",
@@ -201,15 +217,15 @@ def _planned_schedule(
     problem, mask = schedule.attention
     if problem.ranks != ranks:
         raise InputError(f"The plan is for {problem.ranks} ranks, this world has {ranks}.")
-    batch, heads, q_rows, head_dim = call.q
+    batch, heads, _, head_dim = call.q
     have = (batch, heads, call.k[1], head_dim, call.dtype)
     want = (problem.batch, problem.heads, problem.kv_heads, problem.head_dim, problem.dtype)
     if have != want:
         raise InputError(
             f"The plan is for (batch, heads, kv heads, head_dim, dtype) {want}, the tensors have {have}."
         )
-    _check_rows("q", q_rows, problem.q, rank)
-    _check_rows("k and v", call.k[2], problem.kv, rank)
+    _check_rows("q", call.q, problem.q, rank)
+    _check_rows("k and v", call.k, problem.kv, rank)
     if call.mask is not None and call.mask != mask:
         raise InputError("The plan was made for another mask.", hint="Leave mask out, or plan again.")
     from weft.plan.place import Planned
@@ -258,9 +274,10 @@ def _from_counts(rows: list[int], call: AttentionCall) -> Layout:
     return Layout.uneven(own, prefix=call.prefix, suffix=call.suffix)
 
 
-def _check_rows(name: str, rows: int, layout: Layout, rank: int) -> None:
-    if rows != layout.rows(rank):
-        raise InputError(
-            f"Rank {rank}'s {name} have {rows} tokens; {layout} expects {layout.rows(rank)}.",
-            hint="Cut the sequence as the layout says, or pass the Layout you cut it by as tokens=.",
-        )
+def _check_rows(name: str, shape: tuple[int, ...], layout: Layout, rank: int) -> None:
+    rows = layout.rows(rank)
+    if shape[2] != rows:
+        hint = "Cut the sequence as the layout says, or pass the Layout you cut it by as tokens=."
+        if shape[1] == rows:
+            hint = 'Pass layout="bshd" for tensors [batch, local tokens, heads, head_dim].'
+        raise InputError(f"Rank {rank}'s {name} have {shape[2]} tokens; {layout} expects {rows}.", hint=hint)

@@ -5,7 +5,6 @@ A graph takes lengths and layouts as numbers: they may change from run to run. O
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -16,14 +15,14 @@ from weft.run import opaque
 from weft.run.attention import attention
 
 SIZES = ("tokens", "kv_tokens", "prefix", "suffix")
-OPTIONS = ("mask", "plan", *SIZES, "backend", "topology", "scale", "mesh", "timeout")
+OPTIONS = ("mask", "plan", *SIZES, "backend", "topology", "scale", "grid", "mesh", "timeout")
 MAX_RUNS = 64
 """Of a layout that a graph takes as numbers; longer ones are constants."""
 
 _layout = lru_cache(1024)(Layout)
 
 
-def attention_in_graph(qkv: tuple[Tensor, Tensor, Tensor], options: tuple[Any, ...]) -> Tensor:
+def attention_in_graph(qkv: opaque.QKV, options: tuple[Any, ...]) -> Tensor:
     """Put a call with OPTIONS into the graph that torch.compile traces; sizes may be symbols here."""
     constants: dict[str, Any] = dict(zip(OPTIONS, options, strict=True))
     names = ""
@@ -59,16 +58,16 @@ class _Callee:
     def __init__(self, names: str, options: dict[str, Any]) -> None:
         self.names, self.options = names.split(), options
 
-    def called(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-        numbers: Iterator[int] = iter(rest[-1])
-        options = dict(self.options)
+    def called(self, qkv: opaque.QKV, options: opaque.CallOptions) -> Tensor:
+        numbers = iter(options.numbers)
+        arguments = dict(self.options)
         for each in self.names:
             name, _, counts = each.partition(":")
-            options[name] = next(numbers)
+            arguments[name] = next(numbers)
             if counts:
                 runs = ([(next(numbers), next(numbers)) for _ in range(int(n))] for n in counts.split(","))
-                options[name] = _layout(options[name], tuple(map(tuple, runs)))
-        return attention(q, k, v, **options)
+                arguments[name] = _layout(arguments[name], tuple(map(tuple, runs)))
+        return attention(*qkv, **arguments)
 
 
 _callees: list[_Callee] = []

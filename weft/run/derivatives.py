@@ -1,4 +1,4 @@
-"""Derivatives beyond `backward`: forward mode and `torch.func`, and a sentence for what has none.
+"""Derivatives of an attention: backward, forward mode and `torch.func`, and an error for what has none.
 
 The tangent of O = P V, whose scores S = scale · Q Kᵀ have the tangent Ṡ, is P∘(Ṡ - rowsum(P∘Ṡ)) V + P V̇. The
 second term is an attention. The first is part of a backward: queries [Q, 0], keys [K, V] and values [K, K̇] of
@@ -24,26 +24,27 @@ from weft.core.layout import Layout
 from weft.core.schedule import Schedule
 from weft.run.execute import Executor
 from weft.run.switch import all_gather
-from weft.run.transforms import gradient, refused, saved_tensors, unmapped
+from weft.run.transforms import FIRST_ONLY, check_unmapped, refused, saved_tensors, unmapped
 
 
 @dataclass(frozen=True, eq=False)
 class Derived:
-    """One attention call under a transform."""
+    """One attention call that may be differentiated."""
 
     executor: Executor
     scale: float
     keep: bool
     """Whether a backward may follow."""
-    mesh: Any
-    wide: Callable[[], Executor]
-    """Return the executor for twice the head dim."""
+    mesh: Any = None
+    wide: Callable[[], Executor] | None = None
+    """Return the executor for twice the head dim; None without forward mode."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return _Attention.apply(q, k, v, self)[0]  # pyright: ignore[reportOptionalSubscript]
 
     def tangent(self, q: Tensor, k: Tensor, v: Tensor, *tangents: Tensor | None) -> Tensor:
         """All ranks run the same, whichever tangents are zero."""
+        assert self.wide is not None
         pairs = zip((q, k, v), tangents, strict=True)
         dq, dk, dv = (torch.zeros_like(x) if dx is None else dx for x, dx in pairs)
         wide, shared = self.wide(), _shared(self.executor.schedule.attention[0].q, self.executor.comm.rank)
@@ -71,20 +72,47 @@ class _Attention(torch.autograd.Function):
         ctx.unused = (None,) * (len(output) - 1)
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*qkv, *output)
-        ctx.save_for_forward(*qkv)
+        # Where outputs are not computed at home, the backward reads those; then the result may be freed.
+        ctx.save_for_backward(*qkv, *(output if ctx.call.executor.reads_output else output[1:]))
+        if ctx.call.wide is not None:
+            ctx.save_for_forward(*qkv)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Any, ...]:  # pyright: ignore
-        if grad is None:
-            return None, None, None, None
-        return *gradient(ctx.call.executor, ctx.call.scale, grad, *saved_tensors(ctx)), None
+        saved = saved_tensors(ctx)
+        if grad is None:  # all ranks run the same, whichever gradients are zero
+            grad = torch.zeros_like(saved[0])
+        check_unmapped("The gradient of weft.attention", grad)
+        return *_Gradient.apply(ctx.call.executor, ctx.call.scale, grad, *saved), None  # pyright: ignore
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Any, ...]:  # pyright: ignore
         return _Tangent.apply(ctx.call, *ctx.saved_tensors, *tangents[:3]), *ctx.unused
 
     vmap = unmapped("weft.attention")
+
+
+class _Gradient(torch.autograd.Function):
+    """(dq, dk, dv), from q, k, v and what the forward saved; it has no derivative of its own."""
+
+    @staticmethod
+    def forward(executor: Executor, scale: float, grad: Tensor, *saved: Any) -> tuple[Tensor, ...]:
+        q, k, v, *rest = saved
+        out = rest.pop(0) if executor.reads_output else None
+        return executor.backward(grad, (q, k, v), out, rest, scale)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    backward = refused(
+        "weft.attention has no second derivative, which the gradient of its gradient asks for."
+    )
+    jvp = refused(
+        "weft.attention has no second derivative, which the tangent of its gradient asks for.",
+        f"Call backward outside of forward_ad.dual_level(). {FIRST_ONLY}",
+    )
+    vmap = unmapped("The gradient of weft.attention")
 
 
 class _Tangent(torch.autograd.Function):

@@ -33,6 +33,8 @@ def device() -> torch.device:
     The GPU's index is the rank's index on its host (LOCAL_RANK, or Slurm's SLURM_LOCALID). It is 0 if each
     rank sees one GPU only, as with `srun --gpus-per-task=1` or with a CUDA_VISIBLE_DEVICES for each rank.
     Without a launcher, the current GPU is kept.
+
+    >>> x = torch.zeros(3, device=device())
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")

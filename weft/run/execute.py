@@ -165,8 +165,6 @@ class Executor(Runner):
         super().__init__(schedule, comm, arena or Arena(), name)
         self.kernel, self._keep, self._mask_tag = kernel, keep, 0
         self.tiles = TileSet(schedule.attention[1])
-        self.number = -1
-        """What torch operations call it by, once it is registered."""
         self.masked: dict[BlockMask, Executor] = {}
         """Where the schedule is one for any mask: by mask, the least recently used first."""
         self._reversed: list[Schedule] = []
@@ -174,7 +172,6 @@ class Executor(Runner):
     def for_mask(self, mask: BlockMask) -> Executor:
         """This executor for one of the masks that its schedule serves; programs and memory are shared."""
         other = copy(self)
-        other.number = -1
         other.tiles = TileSet(mask, self.tiles.places)
         other.name = self.name.replace(self.schedule.attention[1].digest, mask.digest)
         other._mask_tag = 2 * int(digest(mask.digest)[:6], 16)
@@ -241,13 +238,6 @@ class Executor(Runner):
         lowered = (program for (kind, *_), program in self._programs.items() if kind == SAVING)
         program = next(lowered, None) or self.program(SAVING)
         return sorted(program.saved.items())
-
-    def saved_shapes(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shapes and dtypes of what `forward` saves, for torch.compile."""
-        return [
-            (slot.shape if slot.shape[0] > 1 else slot.shape[1:], getattr(torch, slot.dtype))
-            for _, slot in self._saved
-        ]
 
     def backward(
         self,

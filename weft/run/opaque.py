@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -21,39 +21,45 @@ from torch import Tensor
 from torch._C import DispatchKey
 
 from weft.core.errors import InputError
-from weft.run.op import TAGS
 from weft.run.transforms import check_traced
+
+# Inductor's CUDA graphs own all memory that lives between their runs, and weft's workspace does: with this
+# tag they end before an attention and begin again behind it. `torch.cuda.graph` captures whole calls.
+TAGS = (torch.Tag.cudagraph_unsafe,)
 
 _numbers = count()
 _callees: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _saved: WeakValueDictionary[int, Saved] = WeakValueDictionary()
 
 
-class Callee(Protocol):
-    """What a graph calls. Only q, k, v get gradients."""
+QKV = tuple[Tensor, Tensor, Tensor]
 
-    def called(  # noqa: PLR0913 - what an operation takes
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        hidden: Tensor | None,
-        scale: float | None,
-        numbers: list[int],
-    ) -> Tensor:
+
+class CallOptions(NamedTuple):
+    """What a graph gives an attention besides q, k and v; none of it gets a gradient."""
+
+    mask: Tensor | None
+    hidden: Tensor | None
+    scale: float | None
+    numbers: list[int]
+
+
+class Callee(Protocol):
+    """What a graph calls."""
+
+    def called(self, qkv: QKV, options: CallOptions) -> Tensor:
         """Return a tensor like q."""
         ...
 
 
-def number_of(callee: Any) -> int:
+def number_of(callee: object) -> int:
     """Number an object, which somebody else has to hold."""
     number = next(_numbers)
     _callees[number] = callee
     return number
 
 
-def handle_of(callee: Any) -> Tensor:
+def handle_of(callee: object) -> Tensor:
     """A number for graphs of which one serves many objects: an int would be a constant of each."""
     return torch.tensor(number_of(callee), device="cpu")
 
@@ -64,7 +70,7 @@ def callee_of(handle: Tensor) -> Any:
 
 def call(
     callee: Tensor | int,
-    qkv: tuple[Tensor, Tensor, Tensor],
+    qkv: QKV,
     *,
     mask: Tensor | None = None,
     hidden: Tensor | None = None,
@@ -116,13 +122,14 @@ def call_op(  # noqa: PLR0913 - an operation takes numbers and tensors only
     """(output, what stands for all that the backward needs)."""
     check_traced("Attention")  # a graph may be older than a level of forward-mode AD
     function = _callees[number if handle is None else int(handle)].called
+    options = CallOptions(mask, hidden, scale, numbers)
     with torch._C.DisableTorchFunction():  # modes have seen the call already
         if not keep:
-            out = function(q, k, v, mask, hidden, scale, numbers)
+            out = function((q, k, v), options)
             return _own(out, q, k, v), torch.empty(1, dtype=torch.int64)
         with _with_autograd(), torch.enable_grad():
             inputs = tuple(x.detach().requires_grad_() for x in (q, k, v))
-            out = function(*inputs, mask, hidden, scale, numbers).contiguous()
+            out = function(inputs, options).contiguous()
         return _own(out.detach(), q, k, v), Saved.tensor(inputs, out)
 
 

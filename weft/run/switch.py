@@ -58,6 +58,10 @@ def switch(
                axes x may be sharded by two dims; the one that stays is None in `dims`.
     stage      a name of the place in the model, for errors.
     async_op   return a `Pending` at once; its `wait()` returns the tensor, and x must not be written before.
+
+    >>> x = torch.zeros(2, 5, 7)  # on one rank, which has all of them
+    >>> switch(x, "time", "space", dims={"batch": None, "time": 5, "space": 7}).shape
+    torch.Size([2, 5, 7])
     """
     request = _Request(x, dims, mesh, stage or f"switch {source} → {target}")
     redistribution = request.redistribution(source, target)
@@ -69,7 +73,12 @@ def switch(
 
 
 def gather(x: Tensor, source: str, *, dims: Dims, mesh: Any = None, stage: str = "") -> Tensor:
-    """Return the whole tensor, on every rank, of which each has its shard of `source`."""
+    """Return the whole tensor, on every rank, of which each has its shard of `source`.
+
+    >>> x = torch.zeros(2, 5, 7)  # on one rank, which has all of them
+    >>> gather(x, "time", dims={"batch": None, "time": 5, "space": 7}).shape
+    torch.Size([2, 5, 7])
+    """
     request = _Request(x, dims, mesh, stage or f"gather {source}")
     return _move(x, request.redistribution(source, None), function=_Gather)
 
@@ -89,7 +98,12 @@ def reduce(x: Tensor, target: str, *, dims: Dims, mesh: Any = None, stage: str =
 
 
 def split(x: Tensor, target: str, *, dims: Dims, mesh: Any = None, stage: str = "") -> Tensor:
-    """Return this rank's shard of `target` of a tensor that every rank has whole; nothing is sent."""
+    """Return this rank's shard of `target` of a tensor that every rank has whole; nothing is sent.
+
+    >>> x = torch.zeros(2, 5, 7)  # on one rank, which gets all of them
+    >>> split(x, "time", dims={"batch": None, "time": 5, "space": 7}).shape
+    torch.Size([2, 5, 7])
+    """
     request = _Request(x, dims, mesh, stage or f"split {target}")
     at = request.position(target)
     request.check_shape(None)
@@ -98,7 +112,12 @@ def split(x: Tensor, target: str, *, dims: Dims, mesh: Any = None, stage: str = 
 
 
 def assert_sharded(x: Tensor, source: str, *, dims: Dims, mesh: Any = None, stage: str = "") -> Tensor:
-    """Return x; raise if its shape is not that of this rank's shard of `source`."""
+    """Return x; raise if its shape is not that of this rank's shard of `source`.
+
+    >>> x = torch.zeros(2, 5, 7)  # on one rank, which has all of them
+    >>> assert_sharded(x, "time", dims={"batch": None, "time": 5, "space": 7}).shape
+    torch.Size([2, 5, 7])
+    """
     request = _Request(x, dims, mesh, stage or f"assert_sharded {source}")
     request.position(source)
     request.check_shape(source)

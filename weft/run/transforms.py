@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,9 +22,6 @@ from torch._C._functorch import (
 from torch.autograd import forward_ad
 
 from weft.core.errors import DerivativeError, InputError
-
-if TYPE_CHECKING:
-    from weft.run.execute import Executor
 
 FIRST_ONLY = (
     "backward, torch.func.grad, vjp and jvp serve. For second derivatives run the model in one process, "
@@ -56,15 +53,10 @@ def check_transforms(name: str) -> None:
         )
 
 
-@contextmanager
-def maps_refused(name: str) -> Generator[None]:
-    """Say what torch's error means for `is_grads_batched`, whose maps have no stack to look at."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "Batching rule" in str(error):
-            raise _vmap_error(name) from error
-        raise
+def check_unmapped(name: str, x: Tensor) -> None:
+    """Refuse a tensor of `is_grads_batched`, whose maps have no stack to look at."""
+    if not torch._C._has_storage(x) and "Batched" in str(torch._C._dispatch_keys(x)):
+        raise _vmap_error(name)
 
 
 def check_tensors(*tensors: Tensor) -> None:
@@ -119,13 +111,6 @@ def untransformed(*tensors: Tensor) -> Generator[tuple[Tensor, ...]]:
         yield tuple(x.detach() for x in values)
 
 
-def no_second_derivative(*_: Any) -> Any:
-    raise DerivativeError(
-        "weft.attention has no second derivative, which the gradient of its gradient asks for.",
-        hint=FIRST_ONLY,
-    )
-
-
 def refused(what: str, hint: str = FIRST_ONLY) -> Any:
     """Return a static method of an autograd function that raises."""
 
@@ -162,26 +147,3 @@ def saved_tensors(ctx: Any) -> tuple[Any, ...]:
             "q, k, v or the output of weft.attention was changed in place, and its backward reads it.",
             hint="Write out = out + x in place of out += x, or change a clone.",
         ) from error
-
-
-def gradient(executor: Executor, scale: float, grad: Tensor, *saved: Any) -> tuple[Tensor, ...]:
-    """(dq, dk, dv), from q, k, v, the output and what its forward kept; it has no derivative of its own."""
-    return _Gradient.apply(executor, scale, grad, *saved)  # pyright: ignore[reportReturnType]
-
-
-class _Gradient(torch.autograd.Function):
-    @staticmethod
-    def forward(executor: Executor, scale: float, grad: Tensor, *saved: Any) -> tuple[Tensor, ...]:
-        q, k, v, out, *rest = saved
-        return executor.backward(grad, (q, k, v), out if executor.reads_output else None, rest, scale)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    backward: Any = staticmethod(no_second_derivative)
-    jvp = refused(
-        "weft.attention has no second derivative, which the tangent of its gradient asks for.",
-        f"Call backward outside of forward_ad.dual_level(). {FIRST_ONLY}",
-    )
-    vmap = unmapped("The gradient of weft.attention")

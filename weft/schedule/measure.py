@@ -23,6 +23,13 @@ class ScheduleCost:
     work: tuple[int, ...]
     """Active (head, query token, key token) triples that each rank computes."""
 
+    def __repr__(self) -> str:
+        sent, messages = self.total_bytes, sum(self.messages.values())
+        return (
+            f"ScheduleCost({self.ranks} ranks, {sent:,} bytes in {messages} messages, "
+            f"imbalance {self.imbalance:.3f})"
+        )
+
     def sent(self, rank: int) -> int:
         return sum(size for (src, _), size in self.link_bytes.items() if src == rank)
 

@@ -20,6 +20,12 @@ def reverse(schedule: Schedule, *, keep: str = "auto") -> Schedule:
     """Return the backward schedule; `keep` says which received keys and values are saved: all, none, auto.
 
     Auto saves them where that at most doubles what a rank holds at home, as in Ulysses.
+
+    >>> import weft
+    >>> tokens = weft.Layout.even(2047, 5)
+    >>> problem = weft.Problem(batch=1, heads=3, kv_heads=3, head_dim=64, q=tokens, kv=tokens)
+    >>> reverse(weft.build("ring", problem))
+    Schedule(ring on ring 5, backward: 6 exchanges, 25 attends)
     """
     if schedule.backward:
         raise InputError(f"{schedule.name} is already a backward schedule.", hint="Pass the forward one.")

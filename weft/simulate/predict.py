@@ -36,6 +36,9 @@ class Timing:
     launching: float = 0.0
     """Seconds of them in which all devices are done and a host still launches."""
 
+    def __repr__(self) -> str:
+        return f"Timing({self.seconds * 1e3:.3g} ms, {len(self.compute)} ranks, {self.exposed:.1%} exposed)"
+
     @property
     def waiting(self) -> float:
         """Seconds in which the busiest rank waits for data."""

@@ -26,7 +26,7 @@ from weft.core.problem import Problem
 from weft.masks.grid import TokenGrid
 from weft.plan.counts import head_loads
 from weft.sparse.context import AttentionContext, SparseAttention
-from weft.sparse.methods import MaskSchedule, parse_method
+from weft.sparse.methods import FixedMask, MaskSchedule, parse_method
 from weft.sparse.pooling import recall, sample_positions
 
 RECALL_INTERVAL = 11  # sparse calls between two that are measured; few models have a multiple of it as layers
@@ -41,13 +41,16 @@ class CachedMask(NamedTuple):
     mask: BlockMask | None = None
 
 
-def sparse_attention(method: str | SparseAttention) -> SparseAttention:
+def sparse_attention(method: str | BlockMask | SparseAttention) -> SparseAttention:
     """Return the argument sparse= as an object of the protocol; names and plain masks are cached."""
     if isinstance(method, str):
         return MaskCache(method)
+    if isinstance(method, BlockMask):
+        return MaskCache(FixedMask(method))
     if not callable(getattr(method, "mask", None)):
         raise InputError(
-            f"sparse must be a name or an object with mask(ctx, q, k), got a {type(method).__name__}.",
+            "sparse must be a name, a BlockMask or an object with mask(ctx, q, k), got a "
+            f"{type(method).__name__}.",
             hint='Pass "sta", "svg", "radial" or "topk:0.2", for example.',
         )
     return method if hasattr(method, "finish") else MaskCache(method)

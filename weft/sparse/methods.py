@@ -53,6 +53,25 @@ class StaticMask:
         return self._masks[key]
 
 
+class FixedMask:
+    """One BlockMask, for all layers and steps."""
+
+    changes = False
+
+    def __init__(self, mask: BlockMask) -> None:
+        self.only = mask
+
+    def mask(self, ctx: AttentionContext, q: Tensor, k: Tensor) -> BlockMask:  # noqa: ARG002 - the protocol's
+        mask, grid = self.only, ctx.grid
+        if (mask.heads, mask.q_len, mask.kv_len) != (ctx.heads, grid.tokens, grid.tokens):
+            raise InputError(
+                f"sparse={mask!r} does not fit {ctx.name or 'the attention'}, which has {ctx.heads} heads "
+                f"and {grid.tokens} tokens: {grid!r}.",
+                hint="Make it with weft.mask for this grid and these heads, or pass its name.",
+            )
+        return mask
+
+
 class ProfiledMask:
     """SVG: of two masks, each head has the one with the higher recall of sampled queries.
 

@@ -6,8 +6,8 @@
         dims="batch time space channel",
     )
 
-Before each stage the tensor is redistributed as `plan.stages.place` found cheapest; the first stage gets its
-shard of the whole tensor, the last one's output is gathered. All code between stages must be pointwise.
+Before each stage the tensor is redistributed as `weft.plan.stage_layouts` finds cheapest; the first stage
+gets its shard of the whole tensor, the last one's output is gathered. Between stages code must be pointwise.
 Declarations are tested before the 1st, 2nd, 4th, 8th, … forward: `weft.switching.stage_probe`.
 """
 
@@ -83,6 +83,12 @@ def stages(
 
     Every rank passes the same input to the model, which is compared (`weft.hooks.input_check`). Gradients:
     see `weft.switch`; of a gathered output, the mean over the ranks is the gradient, as with DDP.
+
+    >>> model = nn.Sequential(nn.Identity(), nn.Identity())
+    >>> handle = stages(model, {"0": "space", "1": "time"}, dims="batch time space channel")
+    >>> model(torch.zeros(1, 5, 7, 2)).shape
+    torch.Size([1, 5, 7, 2])
+    >>> handle.remove()
     """
     if check not in CHECKS:
         raise InputError(f"check must be one of {', '.join(CHECKS)}, got {check!r}.")

@@ -59,7 +59,18 @@ def observed_by(observer: ProgramObserver) -> Generator[None]:
 
 @contextmanager
 def trace(directory: str | Path) -> Generator[None]:
-    """Write the steps of this rank to `directory`/rank3.jsonl; all ranks of the world enter together."""
+    """Record what this rank runs in the block, in a file of its own: `directory`/rank3.jsonl for rank 3.
+
+    All ranks of the world enter together, to set their clocks. `weft report DIRECTORY` draws the recording,
+    and `weft.run.measure.trace.read_trace` reads it. $WEFT_TRACE names a directory for a whole process.
+
+    >>> q = torch.zeros(1, 2, 8, 4)
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     with trace(directory):
+    ...         out = weft.attention(q, q, q)
+    ...     read_trace(directory).ranks
+    1
+    """
     from weft.run.measure.recorder import Tracer
 
     tracer = Tracer(Path(directory))
