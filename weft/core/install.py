@@ -7,6 +7,7 @@ import os
 import shlex
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 
@@ -17,11 +18,8 @@ def install_command(extra: str) -> str:
     So the command names the same origin again, which pip records beside an installed package (PEP 610).
     """
     source = Path(__file__).parents[2]
-    try:
-        record = json.loads(distribution("weft").read_text("direct_url.json") or "{}")
-    except (PackageNotFoundError, ValueError):
-        record = {}
-    url = record.get("url", source.as_uri() if (source / "pyproject.toml").is_file() else "")
+    record = _record()
+    url: str = record.get("url", source.as_uri() if (source / "pyproject.toml").is_file() else "")
     if vcs := record.get("vcs_info"):
         revision = vcs.get("requested_revision") or vcs.get("commit_id")
         return _pip(f"weft[{extra}] @ {vcs['vcs']}+{url}@{revision}")
@@ -31,6 +29,13 @@ def install_command(extra: str) -> str:
     path = "." if path == os.getcwd() else path  # noqa: PTH109 - compared with what a shell would show
     options = ["-e"] if record.get("dir_info", {}).get("editable") else []
     return _pip(*options, f"{path}[{extra}]")
+
+
+def _record() -> dict[str, Any]:
+    try:
+        return json.loads(distribution("weft").read_text("direct_url.json") or "{}")
+    except (PackageNotFoundError, ValueError):
+        return {}
 
 
 def _pip(*words: str) -> str:
