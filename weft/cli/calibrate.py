@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from weft.cli import output
 from weft.cli.options import Backend, DeviceDtype, Json
 from weft.core.codec import to_plain
 from weft.core.errors import InputError
@@ -49,7 +50,6 @@ def run(
 
 def _measure(ranks: int, options: dict[str, Any]) -> Topology | None:
     import torch
-    from rich.console import Console
 
     from weft.cli.ranks import LaunchedRanks
     from weft.run.measure.calibrate import calibrate
@@ -65,8 +65,7 @@ def _measure(ranks: int, options: dict[str, Any]) -> Topology | None:
         raise InputError(f"{ranks} ranks need as many GPUs; {gpus} are visible.", hint=f"Use --ranks {gpus}.")
     # On GPUs the first round compiles kernels, for which some ranks wait longer than others.
     size, timeout = ranks or gpus or 2, 180.0 if gpus else 60.0
-    status = Console(stderr=True).status("measuring links, kernels and hosts …")
-    with status, Pool(size, timeout=timeout) as pool:
+    with output.progress("measuring links, kernels and hosts …"), Pool(size, timeout=timeout) as pool:
         return pool.run(partial(calibrate, **options))[0]
 
 

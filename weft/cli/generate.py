@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from weft.cli import output
 from weft.cli.numbers import sizes
 from weft.cli.options import Backend, DeviceDtype, Json
 from weft.cli.packages import need
@@ -128,7 +129,6 @@ def _more(pairs: list[str]) -> Kwargs:
 def _generate(request: Request, ranks: int) -> Kwargs | None:
     """Return the report, on rank 0."""
     import torch
-    from rich.console import Console
 
     from weft.cli.ranks import launched, model_ranks, run_once
     from weft.generate.generate import generate, prepare
@@ -140,7 +140,7 @@ def _generate(request: Request, ranks: int) -> Kwargs | None:
     if torch.cuda.is_available() and ranks > 1:  # as torchrun would: one process for each GPU
         sys.exit(launched(ranks))
     with model_ranks(ranks) as pool:
-        with Console(stderr=True, quiet=request.quiet).status("loading the model …"):
+        with output.progress("loading the model …", quiet=request.quiet):
             run_once(pool, prepare, request)
         return run_once(pool, generate, request)[0]
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from weft.cli import output
 from weft.cli.numbers import sizes
 from weft.cli.options import Heads, Json
 from weft.core.errors import InputError
@@ -144,10 +145,17 @@ def _show(mask: BlockMask, head: int, ranks: int) -> None:
         console.print(f"\n{mask.heads} heads and {mask.q_blocks} blocks leave some of {ranks} ranks idle.")
         return
     console.print(f"\nOn {ranks} ranks, unbalanced: largest load / mean (1.000 is even):")
-    console.print("ulysses × ring   each step waits   no waiting   best with whole heads")
-    for cut in cuts:
-        shape = f"{cut.ulysses} × {cut.ring}"
-        console.print(f"{shape:>14} {cut.imbalance:17.3f} {cut.without_barriers:12.3f} {cut.bound:23.3f}")
+    output.table(
+        [
+            {
+                "ulysses × ring": f"{cut.ulysses} × {cut.ring}",
+                "each step waits": f"{cut.imbalance:.3f}",
+                "no waiting": f"{cut.without_barriers:.3f}",
+                "best with whole heads": f"{cut.bound:.3f}",
+            }
+            for cut in cuts
+        ]
+    )
 
 
 def _tiles(dot: int) -> str:
