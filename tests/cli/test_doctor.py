@@ -102,7 +102,7 @@ def test_gpus_are_named_with_memory_and_peers() -> None:
         get_device_properties=lambda _: about,
         can_device_access_peer=lambda a, b: a != b,
     )
-    found = doctor._gpus(SimpleNamespace(cuda=cuda))
+    found = list(doctor._gpus(SimpleNamespace(cuda=cuda)))
     assert [row.name for row in found] == ["GPU 0", "GPU 1"]
     assert found[0].value == "H100, 80 GiB, sm 9.0"
     assert found[0].note == "reaches 1 peer directly"

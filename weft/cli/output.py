@@ -74,7 +74,7 @@ def table(rows: Sequence[Row], *, bold: Collection[int] = (), header: bool = Tru
     """Print rows as a table without borders; their keys are the columns, `bold` are numbers of rows.
 
     Nothing is cut. A table that is wider than the terminal gets narrow gaps and headers of several lines,
-    then a last column of wrapped text; at last it is divided, and each part repeats the first text column.
+    then wrapped text; at last it is divided, and each part repeats the columns up to the first of text.
     """
     columns = {name: [row[name] for row in rows] for name in rows[0]} if rows else {}
     numbers = {name for name, cells in columns.items() if all(map(NUMBER.fullmatch, cells))}
@@ -103,8 +103,10 @@ def _layouts(
     if _total(widths, 1) > limit:
         widths = {name: max(size, *map(len, name.split()), 0) for name, size in cells.items()}
     texts = [name for name in columns if name not in numbers]
-    if texts and (excess := _total(widths, 1) - limit) > 0 and widths[texts[-1]] - excess >= MIN_TEXT:
-        widths[texts[-1]] -= excess
+    words = {name: [len(word) for cell in columns[name] for word in cell.split()] for name in texts[1:]}
+    floors = {name: max(MIN_TEXT, *sizes, 0) for name, sizes in words.items()}
+    while _total(widths, 1) > limit and (wide := [name for name in floors if widths[name] > floors[name]]):
+        widths[max(wide, key=lambda name: widths[name])] -= 1
     if _total(widths, 1) <= limit:
         return [(widths, " ")]
     labels = (
