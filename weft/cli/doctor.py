@@ -14,16 +14,16 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from weft import __version__
 from weft.cli import doctor_gpu, output
-from weft.cli.options import Json
 from weft.cli.packages import PACKAGES, TORCH
 
 Status = Literal["ok", "limited", "missing"]
+Read = Annotated[Path | None, typer.Option(help="Write the page of a doctor.json beside it.")]
 NEEDS_TORCH = {"backends", "shared memory", "CPU kernel"}
 
 
@@ -38,25 +38,19 @@ class Finding:
     add: str = ""
 
 
-def run(
-    *, gpu: doctor_gpu.Gpu = False, device: doctor_gpu.Device = "cuda", ranks: doctor_gpu.Ranks = 0,
-    minutes: doctor_gpu.Minutes = 10.0, only: doctor_gpu.Only = "",
-    out: doctor_gpu.Out = Path("weft-doctor"), read: doctor_gpu.Read = None, fault: doctor_gpu.Fault = None,
-    as_json: Json = False,
-) -> None:  # fmt: skip
+def run(options: doctor_gpu.GpuOptions, *, read: Read = None) -> None:
     """Show what this machine can do, and the commands that add what it lacks.
 
     With --gpu, run all that weft has on all GPUs, check it against float64, and write a page, a JSON to send
     and the topology for the planner. Under torchrun its ranks are used, over several machines.
     """
-    if gpu:
-        options = doctor_gpu.GpuOptions(device, ranks, minutes, out, only, fault or [], as_json)
+    if options.gpu:
         sys.exit(doctor_gpu.examine_gpus(options))
     if read is not None:
         typer.echo(doctor_gpu.write_page(read))
         return
     findings = examine()
-    if as_json:
+    if options.as_json:
         report = {"weft": __version__, "findings": [asdict(finding) for finding in findings]}
         typer.echo(json.dumps(report, indent=2))
     else:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from weft.cli.options import Json
 from weft.core.errors import InputError, nearest_of
 from weft.doctor.suite import CheckSuite
 from weft.doctor.suites import NOT_COVERED, SUITES
@@ -36,26 +37,19 @@ NUMBERS = {
 }
 """What a line says of a part that holds: the largest of the first that its checks have."""
 
-Gpu = Annotated[bool, typer.Option("--gpu", help="Measure and check all GPUs, in ten minutes.")]
-Device = Annotated[str, typer.Option(help="With --gpu: cuda; cpu to rehearse on CPUs.")]
-Ranks = Annotated[int, typer.Option(help="With --gpu: how many; all GPUs, or 2 CPUs, if 0.")]
-Minutes = Annotated[float, typer.Option(help="With --gpu: begin no part after them.")]
-Only = Annotated[str, typer.Option(help="With --gpu: some parts, such as nccl,links.")]
-Out = Annotated[Path, typer.Option(help="With --gpu: the folder to write.")]
-Read = Annotated[Path | None, typer.Option(help="Write the page of a doctor.json beside it.")]
-Fault = Annotated[list[str] | None, typer.Option(hidden=True)]
 
+@dataclass(frozen=True, kw_only=True)
+class GpuOptions:
+    """Options of the examination of GPUs."""
 
-class GpuOptions(NamedTuple):
-    """What --gpu is given."""
-
-    device: str
-    ranks: int
-    minutes: float
-    out: Path
-    only: str
-    faults: Sequence[str]
-    as_json: bool
+    gpu: Annotated[bool, typer.Option("--gpu", help="Measure and check all GPUs, in ten minutes.")] = False
+    device: Annotated[str, typer.Option(help="With --gpu: cuda; cpu to rehearse on CPUs.")] = "cuda"
+    ranks: Annotated[int, typer.Option(help="With --gpu: how many; all GPUs, or 2 CPUs, if 0.")] = 0
+    minutes: Annotated[float, typer.Option(help="With --gpu: begin no part after them.")] = 10.0
+    only: Annotated[str, typer.Option(help="With --gpu: some parts, such as nccl,links.")] = ""
+    out: Annotated[Path, typer.Option(help="With --gpu: the folder to write.")] = Path("weft-doctor")
+    fault: Annotated[list[str] | None, typer.Option(hidden=True)] = None
+    as_json: Json = False
 
 
 def examine_gpus(options: GpuOptions) -> int:
@@ -64,26 +58,18 @@ def examine_gpus(options: GpuOptions) -> int:
 
     from weft.run.world import is_launched
 
-    suites, faults = _parts(options.only), _faults(options.faults)
+    suites, faults = _parts(options.only), _faults(options.fault or [])
     if options.device not in DEVICES or options.minutes <= 0 or options.ranks < 0:
         raise InputError(
             f"--device {options.device}, --minutes {options.minutes:g}, --ranks {options.ranks}.",
             hint=f"The device is one of {', '.join(DEVICES)}; minutes and ranks are more than 0.",
         )
-    if not is_launched() and not is_torchelastic_launched():
-        return _launched(options)
-    return _keep(options, suites, faults)
+    if is_launched() or is_torchelastic_launched():
+        return _supervise(options, suites, faults)
+    from weft.cli.ranks import launched
 
-
-def _launched(options: GpuOptions) -> int:
-    """Run this command again on each rank."""
-    from weft.cli.ranks import report_outcome
-    from weft.run.spawn.launch import launch
-
-    outcome = launch(["-m", "weft.cli.main", *sys.argv[1:]], _ranks(options), grace=GRACE_SECONDS)
-    if outcome.traceback or outcome.code not in (0, 1, 128 + signal.SIGINT, 128 + signal.SIGTERM):
-        report_outcome(outcome)
-    return outcome.code
+    stopped = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # rank 0 has written what there is
+    return launched(_ranks(options), grace=GRACE_SECONDS, expected=(1, *stopped))
 
 
 def _ranks(options: GpuOptions) -> int:
@@ -102,8 +88,8 @@ def _ranks(options: GpuOptions) -> int:
     return options.ranks or gpus
 
 
-def _keep(options: GpuOptions, suites: Sequence[CheckSuite], faults: dict[str, str]) -> int:
-    """Be the keeper of this rank; rank 0 shows and writes."""
+def _supervise(options: GpuOptions, suites: Sequence[CheckSuite], faults: dict[str, str]) -> int:
+    """Supervise this rank; rank 0 shows the progress and writes the report."""
     from rich.console import Console
 
     from weft.doctor.examine import Examination, as_json, serve_rank, write

@@ -12,7 +12,7 @@ import typer
 
 from weft.cli import output
 from weft.cli.numbers import sizes
-from weft.cli.options import Backend, DeviceDtype, Json
+from weft.cli.options import Backend, DeviceDtype, Json, PlanName, RanksHere, Sparse
 from weft.cli.packages import need
 from weft.core.errors import InputError
 
@@ -30,7 +30,7 @@ def run(
     second: Annotated[str | None, typer.Argument(metavar="PROMPT", help="What to show.")] = None,
     *,
     out: Annotated[Path, typer.Option("--out", "-o", help="The .mp4, .gif or .png (a sheet of frames).")],
-    ranks: Annotated[int, typer.Option(help="Ranks to start here; under torchrun its world is used.")] = 2,
+    ranks: RanksHere = 2,
     size: Annotated[str, typer.Option(help="Width x height, such as 832x480.")] = "",
     frames: Annotated[int | None, typer.Option(help="Frames of a video.")] = None,
     steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
@@ -46,9 +46,9 @@ def run(
     ] = None,
     tiling: Annotated[bool, typer.Option("--tiling", help="Decode in tiles, each on one rank.")] = False,
     dtype: DeviceDtype = "",
-    plan: Annotated[str, typer.Option(help="How attention is split; see weft plan.")] = "auto",
+    plan: PlanName = "auto",
     backend: Backend = "auto",
-    sparse: Annotated[str | None, typer.Option(help="Sparse attention: sta, svg, radial, topk:0.2.")] = None,
+    sparse: Sparse = None,
     cfg: Annotated[str, typer.Option(help="Guidance on two halves of the ranks: auto, on, off.")] = "auto",
     check: Annotated[str, typer.Option(help="first: prove rows of the first step; or none.")] = "first",
     as_json: Json = False,
@@ -67,8 +67,8 @@ def run(
     media.check_target(out)
     model_dir, prompt = _model_and_prompt(first, second)
     pretrained.check(model_dir)
-    if ranks < 1 or (image is not None and not image.is_file()):
-        raise InputError(f"--ranks must be >= 1 and --image a file, got {ranks} and {image}.")
+    if image is not None and not image.is_file():
+        raise InputError(f"--image {image} is not a file.")
     check_packages(out, own=is_own(model_dir))
     from weft.generate.request import Request
     from weft.run.devices import default_dtype

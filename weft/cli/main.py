@@ -55,9 +55,11 @@ class Verbs(TyperGroup):
 
 def load(name: str) -> Any:
     """Return the typer command of a verb."""
+    from weft.cli.options import flatten
+
     verb = typer.Typer(add_completion=False, rich_markup_mode=None)
     module = import_module(VERBS[name][0])
-    verb.command(name, context_settings=getattr(module, "SETTINGS", None))(module.run)
+    verb.command(name, context_settings=getattr(module, "SETTINGS", None))(flatten(module.run))
     return typer.main.get_command(verb)
 
 

@@ -13,7 +13,7 @@ import typer
 
 from weft.cli import output
 from weft.cli.numbers import sizes
-from weft.cli.options import Heads, Json
+from weft.cli.options import Block, Heads, Json, at_least
 from weft.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -50,9 +50,9 @@ def run(
     heads: Heads = 40,
     grid: Annotated[str, typer.Option(help="Video tokens TxHxW; Wan2.1 has 21x30x52 at 480p.")] = "21x30x52",
     text: Annotated[int, typer.Option(help="Text tokens before the video; they are never masked.")] = 0,
-    block: Annotated[int, typer.Option(help="Tokens in a block.")] = 64,
+    block: Block = 64,
     head: Annotated[int, typer.Option(help="The head to draw.")] = 0,
-    ranks: Annotated[int, typer.Option(help="Ranks to share the work.")] = 8,
+    ranks: Annotated[int, typer.Option(help="Ranks to share the work.", callback=at_least(1))] = 8,
     seed: Annotated[int, typer.Option(help="Random seed of the mask.")] = 0,
     as_json: Json = False,
 ) -> None:
@@ -63,8 +63,6 @@ def run(
     if not spec:
         _list_masks()
         return
-    if ranks < 1:
-        raise InputError(f"--ranks must be >= 1, got {ranks}.")
     if heads > 0 and not 0 <= head < heads:
         raise InputError(f"--head must be in [0, {heads - 1}], got {head}.")
     from weft.masks.spec import mask_from_spec

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.cli import nodes as node_options
+from weft.cli.nodes import NodeOptions
 from weft.cli.numbers import amount, duration
-from weft.cli.options import Backend, DeviceDtype
+from weft.cli.options import Backend, DeviceDtype, PlanName, Ranks, Sparse, at_least
 from weft.cli.packages import need
 from weft.core.errors import InputError
 
@@ -31,6 +31,9 @@ PACKAGES = (
     "av",
     "PIL",
 )
+MaxQueue = Annotated[
+    int, typer.Option(help="Queued jobs at most; more are rejected with 429.", callback=at_least(1))
+]
 KeyFile = Annotated[
     Path | None, typer.Option(help="A file with the key of clients; without it, loopback only.")
 ]
@@ -65,10 +68,10 @@ def run(
     *,
     host: Annotated[str, typer.Option(help="The address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 finds a free one.")] = 8000,
-    ranks: Annotated[int, typer.Option(help="Ranks to start on this machine.")] = 2,
+    ranks: Ranks = 2,
     served_name: Annotated[str, typer.Option(help="Model name for clients; default: its folder's.")] = "",
     api_key_file: KeyFile = None,
-    max_queue: Annotated[int, typer.Option(help="Queued jobs at most; more are rejected with 429.")] = 64,
+    max_queue: MaxQueue = 64,
     max_time: MaxTime = None,
     max_step: MaxStep = None,
     ttl: Annotated[str, typer.Option(help="Retention time of results: 15m, 24h, 7d.")] = "24h",
@@ -76,16 +79,10 @@ def run(
     data: Data = None,
     policy: Policy = "elastic",
     dtype: DeviceDtype = "",
-    plan: Annotated[str, typer.Option(help="How attention is split; see weft plan.")] = "auto",
+    plan: PlanName = "auto",
     backend: Backend = "auto",
-    sparse: Annotated[str | None, typer.Option(help="Sparse attention: sta, svg, radial, topk:0.2.")] = None,
-    nodes: node_options.Count = 1,
-    node: node_options.Node = 0,
-    master: node_options.Master = "",
-    token_file: node_options.TokenFile = None,
-    interface: node_options.Interface = "",
-    tls_cert: node_options.TLSCert = None,
-    tls_key: node_options.TLSKey = None,
+    sparse: Sparse = None,
+    machines: NodeOptions,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts into the log.")] = False,
 ) -> None:
     """Serve a model: /v1/videos and /v1/images, compatible with OpenAI's clients, and a page at /.
@@ -101,8 +98,13 @@ def run(
 
     directory = (model or shipped()).resolve()
     pretrained.check(directory)
-    _check_packages(own=is_own(directory))
-    _check_options(policy, ranks=ranks, port=port, max_queue=max_queue)
+    need(*PACKAGES, extra="serve")
+    if not is_own(directory):
+        need("diffusers", "transformers", "accelerate")
+    if policy not in POLICIES:
+        raise InputError(f"Unknown --policy {policy}.", hint=f"Policies are {', '.join(POLICIES)}.")
+    if not 0 <= port < 2**16:
+        raise InputError(f"--port must be in 0 … 65535, got {port}.")
     from weft.serve.settings import ServerSettings
 
     name = _name(served_name, directory, own=model is None)
@@ -112,9 +114,9 @@ def run(
         max_time=duration(max_time, "max-time") if max_time else None,
         max_step=duration(max_step, "max-step") if max_step else None,
         options={"name": name, "dtype": dtype, "plan": plan, "sparse": sparse, "backend": backend},
-        nodes=node_options.nodes_of(nodes, node, master, token_file, interface, (tls_cert, tls_key)),
+        nodes=machines.validated(),
     )  # fmt: skip
-    if node:
+    if settings.nodes.node:
         _join(settings)
     else:
         _serve(settings, (host, port), api_key_file, log_prompts=log_prompts)
@@ -167,22 +169,6 @@ def _join(settings: ServerSettings) -> None:
         end(agent)
         if not ended.wait(RETRY_SECONDS):
             print("weft: the ranks of this machine exited (see above); restarting them", flush=True)
-
-
-def _check_packages(*, own: bool) -> None:
-    need(*PACKAGES, extra="serve")
-    if not own:
-        need("diffusers", "transformers", "accelerate")
-
-
-def _check_options(policy: str, *, ranks: int, port: int, max_queue: int) -> None:
-    if policy not in POLICIES:
-        raise InputError(f"Unknown --policy {policy}.", hint=f"Policies are {', '.join(POLICIES)}.")
-    if min(ranks, max_queue) < 1 or not 0 <= port < 2**16:
-        raise InputError(
-            "--ranks and --max-queue must be >= 1 and --port in 0 … 65535, "
-            f"got --ranks {ranks} --max-queue {max_queue} --port {port}."
-        )
 
 
 def _name(served_name: str, directory: Path, *, own: bool) -> str:
