@@ -19,7 +19,7 @@ av = pytest.importorskip("av")
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Less attention than for show, on the session's ranks."""
     monkeypatch.setattr(demo, "TOKENS", 211)
-    monkeypatch.setattr("weft.run.spawn.pool.Pool", lambda size: nullcontext(world(size)))
+    monkeypatch.setattr("weft.run.spawn.pool.Pool", lambda size, **_: nullcontext(world(size)))
     monkeypatch.setattr("weft.cli.ranks.model_ranks", lambda size: nullcontext(world(size)))
     monkeypatch.setenv("COLUMNS", "200")
 

@@ -12,6 +12,7 @@ from weft.cli import output
 from weft.cli.generate import check_packages
 from weft.cli.generate import run as generate
 from weft.cli.numbers import counts
+from weft.cli.verify import run_trials
 from weft.core.errors import CommError
 
 if TYPE_CHECKING:
@@ -49,26 +50,12 @@ def run(
     }
     with output.progress("one process …"):
         alone = {name: _seconds_alone(trial) for name, trial in trials.items()}
-    rows = _measure(worlds, trials)
+    rows = [(world, name, outcome) for world, name, _, outcome in run_trials(dict.fromkeys(worlds, trials))]
     _show(rows, alone)
     if not all(outcome.holds for _, _, outcome in rows):
         raise CommError("A result differs from one process by more than rounding.")
     typer.echo(f'\n$ weft generate "{PROMPT}" --ranks 2 --seed 1 -o {out}')
     generate(PROMPT, out=out, ranks=2, seed=1)
-
-
-def _measure(worlds: list[int], trials: dict[str, Trial]) -> list[tuple[int, str, TrialResult]]:
-    from weft.run.measure.compare import check
-    from weft.run.spawn.pool import Pool
-
-    rows: list[tuple[int, str, TrialResult]] = []
-    with output.progress("starting ranks …") as status:
-        for world in worlds:
-            with Pool(world) as pool:
-                for name, trial in trials.items():
-                    status.update(f"{world} ranks · {name}")
-                    rows.append((world, name, check(pool, trial)))
-    return rows
 
 
 def _seconds_alone(trial: Trial) -> float:

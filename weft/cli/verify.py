@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -59,10 +59,10 @@ def run(
     if bad := [f"{name}={size}" for name, size in sizes.items() if size < 1]:
         raise InputError(f"Sizes must be >= 1, got {bad[0]}.")
     options = {"dtype": dtype, "backend": backend, "device": device}
-    outcomes = _outcomes(worlds, sizes | options, plan, quiet=as_json)
+    trials = {world: _trials(world, plan, sizes | options) for world in worlds}
     rows = [
         {"ranks": world, **asdict(trial), **asdict(outcome), "holds": outcome.holds}
-        for world, trial, outcome in outcomes
+        for world, _, trial, outcome in run_trials(trials, quiet=as_json)
     ]
     proved = sum(row["proved_steps"] for row in rows)
     title = f"N ranks ({dtype}, {device}) against one in float64 · {proved:,} steps proved free of races"
@@ -86,28 +86,37 @@ def _place(device: str, worlds: list[int]) -> tuple[str, list[int]]:
     return device, worlds or ([gpus] if device == "cuda" else [2, 3])
 
 
-def _outcomes(
-    worlds: list[int], sizes: dict[str, Any], plan: str, *, quiet: bool
-) -> Iterator[tuple[int, Trial, TrialResult]]:
+def run_trials(
+    trials_of: Mapping[int, Mapping[str, Trial]], *, quiet: bool = False
+) -> Iterator[tuple[int, str, Trial, TrialResult]]:
+    """Run the named trials of each number of ranks, on ranks that are started once for each number."""
     from weft.cli.ranks import LaunchedRanks, report_once
-    from weft.run.measure.compare import Trial, check, plan_names
+    from weft.run.measure.compare import check
     from weft.run.spawn.pool import Pool
-    from weft.run.world import is_launched, machines
+    from weft.run.world import is_launched
 
-    on_gpus = sizes["device"] == "cuda"
-    block = 64 if on_gpus else 16  # GPU kernels require blocks of 64 or more
     with report_once(), output.progress("starting ranks …", quiet=quiet) as status:
-        for world in worlds:
-            names = [plan] if plan else plan_names(world)
+        for world, trials in trials_of.items():
             # On GPUs the first call compiles kernels, which takes longer on some ranks than on others.
-            timeout = 180.0 if on_gpus else 30.0
+            timeout = 180.0 if any(trial.device == "cuda" for trial in trials.values()) else 30.0
             with LaunchedRanks() if is_launched() else Pool(world, timeout=timeout) as ranks:
-                for name in names:
-                    for density, prefix in ((None, 0), (0.3, 0), (None, 7)):  # dense, sparse, text
-                        status.update(f"{world} ranks · {name}")
-                        extra = {"density": density, "block": block, "prefix": min(prefix, sizes["tokens"])}
-                        trial = Trial(**sizes, asked=name, machines=machines(), **extra)
-                        yield world, trial, check(ranks, trial)
+                for name, trial in trials.items():
+                    status.update(f"{world} ranks · {name}")
+                    yield world, name, trial, check(ranks, trial)
+
+
+def _trials(world: int, plan: str, sizes: dict[str, Any]) -> dict[str, Trial]:
+    """Return trials of every plan: dense, sparse and with text."""
+    from weft.run.measure.compare import Trial, plan_names
+    from weft.run.world import machines
+
+    block = 64 if sizes["device"] == "cuda" else 16  # GPU kernels require blocks of 64 or more
+    trials: dict[str, Trial] = {}
+    for name in [plan] if plan else plan_names(world):
+        for kind, density, prefix in (("dense", None, 0), ("sparse", 0.3, 0), ("text", None, 7)):
+            extra = {"density": density, "block": block, "prefix": min(prefix, sizes["tokens"])}
+            trials[f"{name} · {kind}"] = Trial(**sizes, asked=name, machines=machines(), **extra)
+    return trials
 
 
 def _report(
