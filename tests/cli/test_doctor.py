@@ -121,7 +121,6 @@ def test_a_gpu_that_torch_does_not_see_is_limited(monkeypatch: pytest.MonkeyPatc
         ("--only nccl,lniks --device cpu", "Did you mean 'links'?"),
         ("--device tpu", "one of cuda, cpu"),
         ("--device cpu --minutes 0", "more than 0"),
-        ("--device cpu --fault nccl=smoke", "one of crash, hang, wrong"),
         ("", "weft doctor --gpu --device cpu"),
         ("--ranks 3", "At most 2."),
     ],

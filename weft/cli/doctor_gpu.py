@@ -48,7 +48,6 @@ class GpuOptions:
     minutes: Annotated[float, typer.Option(help="With --gpu: begin no part after them.")] = 10.0
     only: Annotated[str, typer.Option(help="With --gpu: some parts, such as nccl,links.")] = ""
     out: Annotated[Path, typer.Option(help="With --gpu: the folder to write.")] = Path("weft-doctor")
-    fault: Annotated[list[str] | None, typer.Option(hidden=True)] = None
     as_json: Json = False
 
 
@@ -58,14 +57,14 @@ def examine_gpus(options: GpuOptions) -> int:
 
     from weft.run.world import is_launched
 
-    suites, faults = _parts(options.only), _faults(options.fault or [])
+    suites = _parts(options.only)
     if options.device not in DEVICES or options.minutes <= 0 or options.ranks < 0:
         raise InputError(
             f"--device {options.device}, --minutes {options.minutes:g}, --ranks {options.ranks}.",
             hint=f"The device is one of {', '.join(DEVICES)}; minutes and ranks are more than 0.",
         )
     if is_launched() or is_torchelastic_launched():
-        return _supervise(options, suites, faults)
+        return _supervise(options, suites)
     from weft.cli.ranks import launched
 
     stopped = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # rank 0 has written what there is
@@ -88,7 +87,7 @@ def _ranks(options: GpuOptions) -> int:
     return options.ranks or gpus
 
 
-def _supervise(options: GpuOptions, suites: Sequence[CheckSuite], faults: dict[str, str]) -> int:
+def _supervise(options: GpuOptions, suites: Sequence[CheckSuite]) -> int:
     """Supervise this rank; rank 0 shows the progress and writes the report."""
     from rich.console import Console
 
@@ -104,7 +103,6 @@ def _supervise(options: GpuOptions, suites: Sequence[CheckSuite], faults: dict[s
                 suites=suites,
                 device=options.device,
                 seconds=60 * options.minutes - RESERVED_SECONDS,
-                faults=faults,
                 machines=machines(),
                 on_begin=lambda suite: status.update(f"{suite.title}, at most {suite.seconds:.0f} s"),
                 on_end=lambda suite: console.print(_line(suite)),
@@ -126,16 +124,6 @@ def _parts(only: str) -> list[CheckSuite]:
         if name not in known:
             raise InputError(f"--only {name}: there is no such part.", hint=nearest_of(name, known))
     return [suite for suite in SUITES if not names or suite.name in names]
-
-
-def _faults(pairs: Sequence[str]) -> dict[str, str]:
-    from weft.doctor.child import FAULTS
-
-    faults = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
-    wrong = [pair for pair in pairs if pair.partition("=")[2].partition(":")[0] not in FAULTS]
-    if wrong or not faults.keys() <= {suite.name for suite in SUITES}:
-        raise InputError(f"--fault {' '.join(pairs)}.", hint=f"PART=FAULT, one of {', '.join(FAULTS)}.")
-    return faults
 
 
 def _begin(console: Console, suites: Sequence[CheckSuite], ranks: int, options: GpuOptions) -> None:
