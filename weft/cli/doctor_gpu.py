@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from weft.cli import output
 from weft.cli.options import Json
 from weft.core.errors import InputError, nearest_of
-from weft.doctor.suite import CheckSuite
+from weft.doctor.suite import BAD, CheckSuite
 from weft.doctor.suites import NOT_COVERED, SUITES
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-BAD = ("wrong", "crashed", "hung", "failed")
 COLORS = {"ok": "green", "skipped": "yellow"}
 DEVICES = ("cuda", "cpu")
 REHEARSAL_RANKS = 2
@@ -89,15 +85,14 @@ def _ranks(options: GpuOptions) -> int:
 
 def _supervise(options: GpuOptions, suites: Sequence[CheckSuite]) -> int:
     """Supervise this rank; rank 0 shows the progress and writes the report."""
-    from rich.console import Console
-
     from weft.doctor.examine import Examination, as_json, serve_rank, write
     from weft.run.world import machines, place
 
     rank, ranks = place()
-    console = Console(highlight=False, soft_wrap=True, quiet=options.as_json or rank > 0)
-    with console.status("starting") as status:
-        _begin(console, suites, ranks, options)
+    quiet = options.as_json or rank > 0
+    with output.progress("starting", quiet=quiet) as status:
+        echo = str if quiet else status.print
+        echo(_plan(suites, ranks, options))
         report = serve_rank(
             Examination(
                 suites=suites,
@@ -105,7 +100,7 @@ def _supervise(options: GpuOptions, suites: Sequence[CheckSuite]) -> int:
                 seconds=60 * options.minutes - RESERVED_SECONDS,
                 machines=machines(),
                 on_begin=lambda suite: status.update(f"{suite.title}, at most {suite.seconds:.0f} s"),
-                on_end=lambda suite: console.print(_line(suite)),
+                on_end=lambda suite: echo(_line(suite)),
             )
         )
     if report is None:
@@ -113,7 +108,7 @@ def _supervise(options: GpuOptions, suites: Sequence[CheckSuite]) -> int:
     files = write(report, options.out)
     if options.as_json:
         typer.echo(as_json(report), nl=False)
-    _end(console, report, files)
+    echo(_ending(report, files))
     return int(any(suite["status"] in BAD for suite in report["parts"]))
 
 
@@ -126,29 +121,26 @@ def _parts(only: str) -> list[CheckSuite]:
     return [suite for suite in SUITES if not names or suite.name in names]
 
 
-def _begin(console: Console, suites: Sequence[CheckSuite], ranks: int, options: GpuOptions) -> None:
-    console.print("Never ran on a GPU before:", style="bold")
-    for claim in (*(claim for suite in suites for claim in suite.claims), *NOT_COVERED):
-        console.print(fill(f"  · {claim}", WIDTH, subsequent_indent="    "), markup=False)
+def _plan(suites: Sequence[CheckSuite], ranks: int, options: GpuOptions) -> str:
+    """Return what runs on a GPU for the first time, and how much time it may take."""
+    claims = (*(claim for suite in suites for claim in suite.claims), *NOT_COVERED)
     where = "CPUs that stand in for GPUs" if options.device == "cpu" else "GPUs"
     number = f"{ranks} rank{'s' * (ranks > 1)}"
-    console.print(f"\n{len(suites)} parts, at most {options.minutes:g} minutes, by {number} on {where}\n")
+    lines = [fill(f"  · {claim}", WIDTH, subsequent_indent="    ") for claim in claims]
+    limits = f"{len(suites)} parts, at most {options.minutes:g} minutes, by {number} on {where}"
+    return "\n".join([output.paint("Never ran on a GPU before:", bold=True), *lines, "", limits, ""])
 
 
-def _line(suite: dict[str, Any]) -> Any:
-    """Return one line of at most 80 columns: name, status, seconds, and what tells most."""
-    from rich.text import Text
-
+def _line(suite: dict[str, Any]) -> str:
+    """Return name, status, seconds, and what tells most, in lines of at most 80 columns."""
     status = suite["status"]
-    line = Text(f"{suite['name']:<20}", no_wrap=True)
-    line.append(f"{status:<9}", style=COLORS.get(status, "bold red"))
-    line.append(f"{suite['seconds']:>6.1f} s  ")
-    line.append(_told(suite))
-    line.truncate(WIDTH, overflow="ellipsis")
-    return line
+    first = f"{suite['name']:<20}{status:<9}{suite['seconds']:>6.1f} s  "
+    text = fill(_summary(suite), WIDTH, initial_indent=first, subsequent_indent=" " * len(first))
+    color = COLORS.get(status, "red")
+    return text.replace(f"{status:<9}", output.paint(f"{status:<9}", fg=color, bold=status in BAD), 1)
 
 
-def _told(suite: dict[str, Any]) -> str:
+def _summary(suite: dict[str, Any]) -> str:
     checks = suite["checks"]
     wrong = [check["name"] for check in checks if check["status"] == "wrong"]
     if suite["message"]:
@@ -156,27 +148,23 @@ def _told(suite: dict[str, Any]) -> str:
     if wrong:
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         return f"{wrong[0]}{more} of {len(checks)}"
-    words = [f"{len(checks)} check{'s' * (len(checks) != 1)}"]
+    text = f"{len(checks)} check{'s' * (len(checks) != 1)}"
     for name, template in NUMBERS.items():
-        values = [value for check in checks if isinstance(value := check["numbers"].get(name), float)]
-        if values:
+        if values := [each for check in checks if isinstance(each := check["numbers"].get(name), float)]:
             most = max(values)
             number = f"{most:.1e}" if "error" in name else f"{most:,.0f}" if most >= 100 else f"{most:.3g}"
-            words.append(template.format(number))
-            break
-    return ", ".join(words)
+            return f"{text}, {template.format(number)}"
+    return text
 
 
-def _end(console: Console, report: dict[str, Any], files: Sequence[Path]) -> None:
+def _ending(report: dict[str, Any], files: Sequence[Path]) -> str:
     from weft.doctor.html import verdict
 
-    console.print("", fill(verdict(report), WIDTH), sep="\n", style="bold", markup=False)
-    for path in files:
-        console.print(f"  {os.fspath(path)}", markup=False)
+    next_step = "To send it: open an issue “A report from a GPU machine” and attach doctor.json."
     if report["is_rehearsal"]:
-        console.print("A rehearsal: nothing ran on a GPU. On a machine with GPUs: weft doctor --gpu")
-    else:
-        console.print("To send it: open an issue “A report from a GPU machine” and attach doctor.json.")
+        next_step = "A rehearsal: nothing ran on a GPU. On a machine with GPUs: weft doctor --gpu"
+    paths = [f"  {path}" for path in files]
+    return "\n".join(["", output.paint(fill(verdict(report), WIDTH), bold=True), *paths, next_step])
 
 
 def write_page(path: Path) -> str:

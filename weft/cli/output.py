@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 from textwrap import wrap
-from typing import Any, Protocol
+from typing import Any
 
 import typer
 
@@ -25,27 +25,35 @@ COLORS = {"ok": "green", "same": "green", "limited": "yellow", "missing": "red",
 Row = Mapping[str, str]
 
 
-class ProgressStatus(Protocol):
-    """The live line of a command."""
+class LiveLine:
+    """What the command does now: one line on stderr, if that is a terminal, which is replaced and removed."""
 
-    def update(self, status: str) -> None: ...
+    def __init__(self, *, quiet: bool) -> None:
+        self._is_shown, self._text = not quiet and sys.stderr.isatty(), ""
 
+    def update(self, text: str) -> None:
+        self._text = text
+        if self._is_shown:
+            columns = shutil.get_terminal_size().columns
+            print(f"\r{text[: columns - 1]}\x1b[K", end="", file=sys.stderr, flush=True)
 
-class _Silent:
-    def update(self, status: str) -> None:
-        """Show nothing."""
+    def print(self, text: str) -> None:
+        """Print a text above the line, to stdout."""
+        line = self._text
+        self.update("")
+        typer.echo(text)
+        self.update(line)
 
 
 @contextmanager
-def progress(text: str, *, quiet: bool = False) -> Iterator[ProgressStatus]:
-    """Show what the command does as one live line on stderr, if that is a terminal."""
-    if quiet or not sys.stderr.isatty():
-        yield _Silent()
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status(text) as status:
-        yield status
+def progress(text: str, *, quiet: bool = False) -> Iterator[LiveLine]:
+    """Show what the command does while it does it."""
+    line = LiveLine(quiet=quiet)
+    line.update(text)
+    try:
+        yield line
+    finally:
+        line.update("")
 
 
 def width() -> int | None:

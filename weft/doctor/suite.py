@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 CheckStatus = Literal["ok", "wrong", "measured", "skipped"]
 SuiteStatus = Literal["ok", "wrong", "crashed", "hung", "failed", "skipped"]
 """ok: every check holds. wrong: one does not. failed: it raised. crashed: a process died. hung: time-out."""
+BAD = ("wrong", "crashed", "hung", "failed")
 
 
 @dataclass(frozen=True, kw_only=True)
