@@ -45,7 +45,7 @@ def run(
 ) -> None:
     """Measure a server under load: requests arrive at random times, whether or not earlier ones are answered.
 
-    weft bench serve http://127.0.0.1:8000 --rate 2 --duration 60 --mix image:0.8,video:0.2 --plot load.png
+    weft bench serve http://127.0.0.1:8000 --rate 2 --plot load.png
 
     First each kind is measured alone, on a server that should be idle, then the load. All results are deleted
     at the end.

@@ -55,7 +55,7 @@ def run(
 ) -> None:
     """Generate an image or a video from a local Diffusers checkpoint, with its tokens split over ranks.
 
-    weft generate ./Wan2.1-T2V-1.3B-Diffusers "a loom at work" --ranks 4 -o loom.mp4
+    weft generate ./Wan2.1-T2V-1.3B-Diffusers "a loom" --ranks 4 -o loom.mp4
 
     Without a checkpoint, use the small model that comes with weft, which knows moving colored shapes:
 
@@ -78,7 +78,7 @@ def run(
         model=model_dir, prompt=prompt, out=out, seed=_seed(seed), width=width, height=height, frames=frames,
         steps=steps, negative=negative, guidance=guidance, image=image, fps=fps, more=_more(more or []),
         tiling=tiling, dtype=dtype or default_dtype(), plan=plan, sparse=sparse, cfg=cfg, check=check,
-        backend=backend, quiet=as_json,
+        backend=backend, quiet=as_json or output.verbosity < 0,
     )  # fmt: skip
     report = _generate(request, ranks)
     if report is not None:

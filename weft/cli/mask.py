@@ -58,7 +58,7 @@ def run(
 ) -> None:
     """Draw a mask; show its density and its imbalance over ranks.
 
-    Try: weft mask sta:window=3x3x3,dense=0.1 --heads 24
+    weft mask sta:window=3x3x3,dense=0.1 --heads 24
     """
     if not spec:
         _list_masks()

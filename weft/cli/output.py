@@ -24,12 +24,17 @@ COLORS = {"ok": "green", "same": "green", "limited": "yellow", "missing": "red",
 
 Row = Mapping[str, str]
 
+verbosity = 0
+"""-1 with --quiet, 1 with --verbose."""
+log_level = ""
+"""Of --log-level or --verbose; "" is the default of the command."""
+
 
 class LiveLine:
     """What the command does now: one line on stderr, if that is a terminal, which is replaced and removed."""
 
     def __init__(self, *, quiet: bool) -> None:
-        self._is_shown, self._text = not quiet and sys.stderr.isatty(), ""
+        self._is_shown, self._text = not quiet and verbosity >= 0 and sys.stderr.isatty(), ""
 
     def update(self, text: str) -> None:
         self._text = text
@@ -64,8 +69,9 @@ def width() -> int | None:
 
 
 def note(text: str) -> None:
-    """Print a sentence that explains a table, wrapped in a terminal."""
-    typer.echo(paint(fill(text), dim=True))
+    """Print a sentence that explains a table, wrapped in a terminal; not with --quiet."""
+    if verbosity >= 0:
+        typer.echo(paint(fill(text), dim=True))
 
 
 def fill(text: str) -> str:
@@ -75,7 +81,8 @@ def fill(text: str) -> str:
 
 def paint(text: str, **style: Any) -> str:
     """Style a text if stdout is a terminal with colors."""
-    return typer.style(text, **style) if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else text
+    is_plain = not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return text if is_plain else typer.style(text, **style)
 
 
 def table(rows: Sequence[Row], *, bold: Collection[int] = (), header: bool = True) -> None:

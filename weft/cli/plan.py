@@ -38,7 +38,7 @@ def run(
 ) -> None:
     """Rank the plans for one attention of a model on a cluster by predicted time.
 
-    Try: weft plan wan2.1-14b --topology 8xh100 --mask svg:density=0.25
+    weft plan wan2.1-14b --topology 8xh100 --mask svg:density=0.25
     """
     work = Workload.read(model, size=size, frames=frames, mask=mask, block=block, dtype=dtype)
     cluster = read_topology(topology)

@@ -6,11 +6,14 @@ import os
 import re
 import signal
 import threading
+from dataclasses import dataclass
+from logging import getLevelName
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from weft.cli import output
 from weft.cli.nodes import NodeOptions
 from weft.cli.numbers import amount, duration
 from weft.cli.options import Backend, DeviceDtype, PlanName, Ranks, Sparse, at_least
@@ -22,43 +25,54 @@ if TYPE_CHECKING:
 
 POLICIES = ("elastic", "all", "one")
 PACKAGES = (
-    "fastapi",
-    "uvicorn",
-    "sse_starlette",
-    "prometheus_client",
-    "python_multipart",
-    "torch",
-    "av",
-    "PIL",
-)
-MaxQueue = Annotated[
-    int, typer.Option(help="Queued jobs at most; more are rejected with 429.", callback=at_least(1))
-]
+    "fastapi", "uvicorn", "sse_starlette", "prometheus_client", "python_multipart", "torch", "av", "PIL",
+)  # fmt: skip
 KeyFile = Annotated[
     Path | None, typer.Option(help="A file with the key of clients; without it, loopback only.")
-]
-MaxTime = Annotated[
-    str | None,
-    typer.Option(
-        help="Longest predicted time of a request, alone: 10m, 2h. Longer ones are rejected with 400. "
-        "[default: 1h, or 10 times the model's default request]"
-    ),
-]
-MaxStep = Annotated[
-    str | None,
-    typer.Option(
-        help="Longest predicted time of one step, which others may have to wait for: 30s. "
-        "[default: 30s, or 10 times that of the model's default request]"
-    ),
-]
-Data = Annotated[
-    Path | None, typer.Option(help="Folder of jobs and results. [default: below ~/.local/state/weft]")
 ]
 Policy = Annotated[
     str, typer.Option(help="elastic; or first come, first served: `all` ranks, or `one` rank, for each job.")
 ]
 RETRY_SECONDS = 2.0
 """Between two starts of an agent whose server is not reachable."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeLimits:
+    """Options that bound requests and what is stored of them."""
+
+    max_queue: Annotated[
+        int, typer.Option(help="Queued jobs at most; more are rejected with 429.", callback=at_least(1))
+    ] = 64
+    max_time: Annotated[
+        str | None,
+        typer.Option(
+            help="Longest predicted time of a request, alone: 10m, 2h. Longer ones are rejected with 400. "
+            "[default: 1h, or 10 times the model's default request]"
+        ),
+    ] = None
+    max_step: Annotated[
+        str | None,
+        typer.Option(
+            help="Longest predicted time of one step, which others may have to wait for: 30s. "
+            "[default: 30s, or 10 times that of the model's default request]"
+        ),
+    ] = None
+    ttl: Annotated[str, typer.Option(help="Retention time of results: 15m, 24h, 7d.")] = "24h"
+    quota: Annotated[str, typer.Option(help="Maximum disk usage of results.")] = "10GiB"
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of jobs and results. [default: below ~/.local/state/weft]")
+    ] = None
+
+    def settings(self) -> dict[str, Any]:
+        """Return them as fields of `ServerSettings`, without the folder."""
+        return {
+            "queue": self.max_queue,
+            "max_time": duration(self.max_time, "max-time") if self.max_time else None,
+            "max_step": duration(self.max_step, "max-step") if self.max_step else None,
+            "keep": duration(self.ttl, "ttl"),
+            "quota": amount(self.quota, "quota"),
+        }
 
 
 def run(
@@ -71,12 +85,7 @@ def run(
     ranks: Ranks = 2,
     served_name: Annotated[str, typer.Option(help="Model name for clients; default: its folder's.")] = "",
     api_key_file: KeyFile = None,
-    max_queue: MaxQueue = 64,
-    max_time: MaxTime = None,
-    max_step: MaxStep = None,
-    ttl: Annotated[str, typer.Option(help="Retention time of results: 15m, 24h, 7d.")] = "24h",
-    quota: Annotated[str, typer.Option(help="Maximum disk usage of results.")] = "10GiB",
-    data: Data = None,
+    limits: ServeLimits,
     policy: Policy = "elastic",
     dtype: DeviceDtype = "",
     plan: PlanName = "auto",
@@ -87,7 +96,12 @@ def run(
 ) -> None:
     """Serve a model: /v1/videos and /v1/images, compatible with OpenAI's clients, and a page at /.
 
-    weft serve                                             the small model that comes with weft, on 2 ranks
+    Without a checkpoint, serve the small model that comes with weft:
+
+    weft serve
+
+    A checkpoint of Diffusers:
+
     weft serve ./Wan2.1-T2V-1.3B-Diffusers --ranks 8
 
     Jobs survive lost ranks and a restart with the same --data. The first Ctrl-C or SIGTERM gives running jobs
@@ -109,12 +123,9 @@ def run(
 
     name = _name(served_name, directory, own=model is None)
     settings = ServerSettings(
-        model=directory, folder=(data or _state() / name).resolve(), name=name, ranks=ranks, policy=policy,
-        queue=max_queue, keep=duration(ttl, "ttl"), quota=amount(quota, "quota"),
-        max_time=duration(max_time, "max-time") if max_time else None,
-        max_step=duration(max_step, "max-step") if max_step else None,
+        model=directory, folder=(limits.data or _state() / name).resolve(), name=name, ranks=ranks,
+        policy=policy, nodes=machines.validated(), **limits.settings(),
         options={"name": name, "dtype": dtype, "plan": plan, "sparse": sparse, "backend": backend},
-        nodes=machines.validated(),
     )  # fmt: skip
     if settings.nodes.node:
         _join(settings)
@@ -141,7 +152,7 @@ def _serve(
 
     with listener:
         engine = Engine(settings)
-        logs.configure()
+        logs.configure(level=getLevelName((output.log_level or "info").upper()))
         log_events(engine, prompts=log_prompts)
         serve(engine, create_app(engine, key=key, limits=RequestLimits()), listener, ready=ready)
 

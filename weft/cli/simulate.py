@@ -47,7 +47,7 @@ def run(
 ) -> None:
     """Simulate one attention of a model by several plans on clusters of several sizes.
 
-    Try: weft simulate wan2.1-14b --topology 4x8xh100 --devices 8,16,32 --mask svg:density=0.25
+    weft simulate wan2.1-14b --devices 8,16,32 --mask svg:density=0.25
     """
     work = Workload.read(model, size=size, frames=frames, mask=mask, block=block, dtype=dtype)
     cluster = read_topology(topology)

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from weft.cli import output
 from weft.cli.nodes import NodeOptions
 from weft.cli.options import Backend, RanksHere
 from weft.cli.packages import need
@@ -26,7 +27,6 @@ def run(
     ranks: RanksHere = 1,
     steps: Annotated[int | None, typer.Option(help="Overrides the recipe's number of steps.")] = None,
     backend: Backend = "",
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress line.")] = False,
     machines: NodeOptions,
 ) -> None:
     """Train a video model, with dense attention or attention that becomes sparse where that is faster.
@@ -56,7 +56,7 @@ def run(
     from weft.train.trainer import train
 
     try:
-        train(config, folder, live=not quiet)
+        train(config, folder, live=output.verbosity >= 0)
     except WeftError as error:
         if is_launched():  # the launcher shows the message of the first rank, once
             sys.exit("\n".join(line for line in (f"weft: {error.message}", error.hint) if line))
