@@ -11,6 +11,7 @@ import typer
 
 from weft.cli import output
 from weft.cli.options import Backend, DeviceDtype, Json
+from weft.cli.workload import bandwidth
 from weft.core.codec import to_plain
 from weft.core.errors import InputError
 from weft.core.files import check_writable, writing
@@ -74,12 +75,11 @@ def _words(topology: Topology, out: Path) -> str:
     lines = [f"{topology.machines} × {topology.devices} devices{shared}", *_speeds(topology)]
     for name in ("intra", "inter") if topology.machines > 1 else ("intra",):
         link = getattr(topology, name)
-        lines.append(f"{name:<10} {link.bandwidth / 1e9:,.2f} GB/s, {link.latency * 1e6:,.0f} µs")
+        lines.append(f"{name:<10} {bandwidth(link, topology)}, {link.latency * 1e6:,.0f} µs")
     if topology.links:
-        slowest = min(link.bandwidth for _, _, link in topology.links)
-        lines.append(
-            f"{'':<10} {len(topology.links) // 2} pairs differ; the slowest has {slowest / 1e9:,.2f} GB/s"
-        )
+        slowest = min((link for _, _, link in topology.links), key=lambda link: link.bandwidth)
+        differing = output.counted(len(topology.links) // 2, "pair")
+        lines.append(f"{'':<10} of {differing}, the slowest has {bandwidth(slowest, topology)}")
     if topology.transport == "symmetric":
         lines.append("messages   through symmetric memory, which was faster than the process group")
     return "\n".join([*lines, f"written to {out}: weft plan … --topology {out}"])

@@ -97,7 +97,7 @@ def _torch() -> tuple[ModuleType | None, list[Finding]]:
         add = "pip install --force-reinstall torch"
         return None, [Finding("torch", "limited", _version("torch"), f"does not import: {error}", add)]
     return torch, [
-        Finding("torch", "ok", f"{torch.__version__}, {_count(torch.get_num_threads(), 'thread')}"),
+        Finding("torch", "ok", f"{torch.__version__}, {output.counted(torch.get_num_threads(), 'thread')}"),
         Finding("CPU kernels", "ok", torch.backends.cpu.get_cpu_capability(), _bfloat16_note()),
     ]
 
@@ -159,7 +159,7 @@ def _gpus(torch: Any) -> Iterator[Finding]:
             about = torch.cuda.get_device_properties(index)
             peers = sum(torch.cuda.can_device_access_peer(index, i) for i in range(count) if i != index)
             value = f"{about.name}, {_gib(about.total_memory)}, sm {about.major}.{about.minor}"
-            yield Finding(f"GPU {index}", "ok", value, f"reaches {_count(peers, 'peer')} directly")
+            yield Finding(f"GPU {index}", "ok", value, f"reaches {output.counted(peers, 'peer')} directly")
     elif listed := _lines("nvidia-smi", "-L"):
         note = "torch does not see them: install a CUDA build of torch"
         yield Finding("GPUs", "limited", str(len(listed)), note)
@@ -231,10 +231,6 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.3g} GiB"
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def _show(findings: list[Finding]) -> None:
     typer.echo(f"weft {__version__}")
     output.table(
@@ -251,5 +247,5 @@ def _verdict(findings: list[Finding]) -> str:
     if rows["torch"].status != "ok":
         return "weft can plan here, but run nothing."
     gpus = sum(name.startswith("GPU ") for name in rows)
-    where = _count(gpus, "GPU") if gpus else f"CPUs, {rows['cores'].value} cores"
+    where = output.counted(gpus, "GPU") if gpus else f"CPUs, {rows['cores'].value} cores"
     return f"weft runs here: {where}. Next: weft {'doctor --gpu' if gpus else 'verify'}"

@@ -125,7 +125,7 @@ def _plan(suites: Sequence[CheckSuite], ranks: int, options: GpuOptions) -> str:
     """Return what runs on a GPU for the first time, and how much time it may take."""
     claims = (*(claim for suite in suites for claim in suite.claims), *NOT_COVERED)
     where = "CPUs that stand in for GPUs" if options.device == "cpu" else "GPUs"
-    number = f"{ranks} rank{'s' * (ranks > 1)}"
+    number = output.counted(ranks, "rank")
     lines = [fill(f"  · {claim}", WIDTH, subsequent_indent="    ") for claim in claims]
     limits = f"{len(suites)} parts, at most {options.minutes:g} minutes, by {number} on {where}"
     return "\n".join([output.paint("Never ran on a GPU before:", bold=True), *lines, "", limits, ""])
@@ -148,7 +148,7 @@ def _summary(suite: dict[str, Any]) -> str:
     if wrong:
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         return f"{wrong[0]}{more} of {len(checks)}"
-    text = f"{len(checks)} check{'s' * (len(checks) != 1)}"
+    text = output.counted(len(checks), "check")
     for name, template in NUMBERS.items():
         if values := [each for check in checks if isinstance(each := check["numbers"].get(name), float)]:
             most = max(values)

@@ -68,16 +68,16 @@ def run(
     from weft.masks.spec import mask_from_spec
 
     tokens = read_grid(grid, text)
-    if not as_json:  # a large mask takes seconds: echo the input first
-        prefix = f" + {text} text" if text else ""
-        typer.echo(f"{spec} · {heads} heads · {'×'.join(map(str, tokens.extent))}{prefix} tokens")
-    mask = mask_from_spec(spec, heads=heads, grid=tokens, block=block, seed=seed)
+    with output.progress(f"drawing {spec} …"):
+        mask = mask_from_spec(spec, heads=heads, grid=tokens, block=block, seed=seed)
     if as_json:
         about = {"spec": spec, "heads": heads, "grid": tokens.extent, "text": text, "block": block}
         cuts = [asdict(cut) for cut in natural_cuts(mask, ranks)]
         measured = {"density": mask.density, "densities": _densities(mask), "digest": mask.digest}
         typer.echo(json.dumps({**about, "seed": seed, **measured, "ranks": ranks, "cuts": cuts}, indent=2))
     else:
+        prefix = f" + {text} text" if text else ""
+        typer.echo(f"{spec} · {heads} heads · {'×'.join(map(str, tokens.extent))}{prefix} tokens")
         _show(mask, head, ranks)
 
 
@@ -142,7 +142,7 @@ def _show(mask: BlockMask, head: int, ranks: int) -> None:
     if not cuts:
         console.print(f"\n{mask.heads} heads and {mask.q_blocks} blocks leave some of {ranks} ranks idle.")
         return
-    console.print(f"\nOn {ranks} ranks, unbalanced: largest load / mean (1.000 is even):")
+    console.print(f"\nOn {output.counted(ranks, 'rank')}, unbalanced: largest load / mean (1.000 is even):")
     output.table(
         [
             {

@@ -12,6 +12,7 @@ import typer
 from weft.core.backends import BACKENDS, check_backend
 from weft.core.errors import InputError
 from weft.core.problem import check_dtype
+from weft.simulate.models import MODELS
 
 
 def flatten(run: Callable[..., object]) -> Callable[..., object]:
@@ -70,7 +71,11 @@ def checked_dtype(name: str) -> str:
 
 
 Name = Annotated[
-    str, typer.Argument(help="A model (wan2.1-14b …), or a shape TOKENSxHEADSxDIM; tokens may be TxHxW.")
+    str,
+    typer.Argument(
+        help=f"One of {', '.join(MODELS)}; or a shape TOKENSxHEADSxDIM, whose tokens may be TxHxW.",
+        autocompletion=lambda: list(MODELS),
+    ),
 ]
 Cluster = Annotated[str, typer.Option(help="8xh100, 4x8xa100, 8xh100:fa4, or a TOML of weft calibrate.")]
 Mask = Annotated[str, typer.Option(help="dense, svg:density=0.25, sta:…, random:…; see weft mask.")]

@@ -16,6 +16,8 @@ import typer
 
 NUMBER = re.compile(r"[-+]?\d[\d,.]*(e[-+]?\d+)?( ?[^\s\d]{1,6}| of \d.*|/[\d.]+)?|[–?]?")
 """A number with its unit, or that there is none: columns of them are right-aligned."""
+UNIT = re.compile(r"(?<=\d) (?=[a-zA-Zµ/]{1,7}\b)")
+"""Between a number and its unit, where no line is broken."""
 MIN_TEXT = 16
 """Columns of the terminal below which text is not wrapped: the table is divided instead."""
 COLORS = {"ok": "green", "same": "green", "limited": "yellow", "missing": "red", "DIFFERS": "red"}
@@ -76,13 +78,21 @@ def note(text: str) -> None:
 
 def fill(text: str) -> str:
     limit = width()
-    return text if limit is None else "\n".join("\n".join(wrap(line, limit)) for line in text.split("\n"))
+    return text if limit is None else "\n".join("\n".join(_wrapped(line, limit)) for line in text.split("\n"))
 
 
 def paint(text: str, **style: Any) -> str:
     """Style a text if stdout is a terminal with colors."""
     is_plain = not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return text if is_plain else typer.style(text, **style)
+
+
+def counted(number: int, noun: str) -> str:
+    """
+    >>> counted(1, "rank"), counted(2, "rank")
+    ('1 rank', '2 ranks')
+    """
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def table(rows: Sequence[Row], *, bold: Collection[int] = (), header: bool = True) -> None:
@@ -137,7 +147,11 @@ def _layouts(
 
 
 def _wrapped(text: str, size: int) -> list[str]:
-    return [text] if len(text) <= size else wrap(text, size, break_long_words=False, break_on_hyphens=False)
+    if len(text) <= size:
+        return [text]
+    whole = UNIT.sub("\N{NO-BREAK SPACE}", text)
+    lines = wrap(whole, size, break_long_words=False, break_on_hyphens=False)
+    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
 
 
 def _total(widths: Mapping[str, int], gap: int) -> int:

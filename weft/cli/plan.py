@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,15 +11,19 @@ import typer
 
 from weft.cli import output
 from weft.cli.options import Block, Cluster, Dtype, Frames, Json, Mask, Name, Size
-from weft.cli.workload import Workload, assumed, assumed_lines, read_topology
+from weft.cli.workload import Workload, assumed, assumed_lines, bandwidth, read_topology
 from weft.core import units
 from weft.core.files import check_writable, writing
 
 if TYPE_CHECKING:
     from weft.core.topology import Topology
-    from weft.plan.choose import Plan
+    from weft.plan.choose import Candidate, Plan
     from weft.simulate.models import ModelSizes
 
+    Reasons = Sequence[tuple[Candidate, str]]
+
+MAX_BUILT_RANKS = 32
+"""Kinds of plans that are far from the best are built to explain why, if that takes no seconds."""
 COSTS = ("intra_bytes", "inter_bytes", "imbalance", "bound", "memory")
 """Fields of a plan in the JSON output."""
 
@@ -45,33 +50,36 @@ def run(
     problem = work.problem(cluster.ranks)
     if save:
         check_writable(save, hint="Give another --save.")
-    # A large mask takes seconds: echo the input first.
-    if not as_json:
-        typer.echo(f"{work} · {_links(cluster)}")
     with output.progress(f"drawing {mask} …"):
         active = work.mask
     if not as_json:
-        typer.echo(f"{mask} · {active.density:.0%} active")
+        typer.echo(output.fill(f"{work} · {_links(cluster)}\n{mask} · {active.density:.0%} active"))
     with output.progress("timing candidates …"):
         from weft.plan.choose import choose
 
         plan = choose(problem, active, cluster)
+        reasons = plan.why_not(cluster if cluster.ranks <= MAX_BUILT_RANKS else None)
     if save:
         _save(plan, save)
     if as_json:
-        typer.echo(json.dumps({**_plain(plan), "assumed": assumed(cluster, active)}, indent=2))
+        shape = {"tokens": active.q_len, "heads": work.model.heads, "head_dim": work.model.head_dim}
+        about = {"model": model, **shape, "layers": work.model.layers, "dtype": dtype, "mask": mask}
+        about |= {"block": block, "density": active.density, "topology": cluster.name}
+        typer.echo(
+            json.dumps({**about, **_plain(plan, reasons), "assumed": assumed(cluster, active)}, indent=2)
+        )
     else:
-        _show(plan, work.model, cluster, show_all=show_all)
+        _show(plan, reasons, work.model, cluster, show_all=show_all)
 
 
 def _links(cluster: Topology) -> str:
-    links = f"{cluster.intra.bandwidth / 1e9:,.3g} GB/s"
+    links = bandwidth(cluster.intra, cluster)
     if cluster.machines > 1:
-        links += f" inside, {cluster.inter.bandwidth / 1e9:,.3g} between machines"
+        links += f" inside, {bandwidth(cluster.inter, cluster)} between machines"
     return f"{cluster.name} ({links})"
 
 
-def _show(plan: Plan, model: ModelSizes, cluster: Topology, *, show_all: bool) -> None:
+def _show(plan: Plan, reasons: Reasons, model: ModelSizes, cluster: Topology, *, show_all: bool) -> None:
     from weft.report.terminal import load_lines, text_gantt
     from weft.schedule.measure import measure
     from weft.simulate.events import simulate
@@ -85,11 +93,17 @@ def _show(plan: Plan, model: ModelSizes, cluster: Topology, *, show_all: bool) -
     if show_all:
         for name, seconds in plan.left_out:
             output.note(f"  {name:<22} about {units.time(seconds)}: not built, {len(plan.ranked)} have less")
-    typer.echo(output.fill(f"Why: {plan.why()}"))
     between = ", inside its machine · between: by a rank, to other machines" if _leaves(plan) else ""
     output.note(
         "attention: one layer · imbal./min: the largest load over the mean, and the least possible · "
         f"sent: by a rank{between}"
+    )
+    typer.echo(output.fill(f"\nWhy: {plan.why()}"))
+    output.table(
+        [
+            {"why not": option.name, "slower": _ratio(option, plan), "because": reason}
+            for option, reason in reasons
+        ]
     )
     best = plan.ranked[0]
     typer.echo(f"\n{best.name}, work of each rank over the mean:")
@@ -105,13 +119,13 @@ def _show(plan: Plan, model: ModelSizes, cluster: Topology, *, show_all: bool) -
 
 
 def _rows(plan: Plan) -> list[output.Row]:
-    best, ranks = plan.ranked[0].seconds, plan.schedule.problem.ranks
+    ranks = plan.schedule.problem.ranks
     return [
         {
             "#": str(place),
             "plan": option.name,
             "attention": units.time(option.seconds),
-            "slower": f"{option.seconds / best if best else 1.0:.2f}×",
+            "slower": _ratio(option, plan),
             "exposed": f"{option.timing.exposed:.1%}",
             "imbal./min": f"{option.imbalance:.3f}/{option.bound:.3f}",
             "sent": units.size(option.intra_bytes / ranks),
@@ -122,11 +136,16 @@ def _rows(plan: Plan) -> list[output.Row]:
     ]
 
 
+def _ratio(option: Candidate, plan: Plan) -> str:
+    best = plan.ranked[0].seconds
+    return f"{option.seconds / best if best else 1.0:.2f}×"
+
+
 def _leaves(plan: Plan) -> bool:
     return any(option.inter_bytes for option in plan.ranked)
 
 
-def _plain(plan: Plan) -> dict[str, Any]:
+def _plain(plan: Plan, reasons: Reasons) -> dict[str, Any]:
     rows = [
         {
             "plan": option.name,
@@ -136,7 +155,11 @@ def _plain(plan: Plan) -> dict[str, Any]:
         }
         for option in plan.ranked
     ]
-    return {"plans": rows, "why": plan.why(), "left_out": dict(plan.left_out)}
+    why_not = [
+        {"plan": option.name, "seconds": option.seconds, "because": reason} for option, reason in reasons
+    ]
+    chosen = {"plan": plan.ranked[0].name, "why": plan.why(), "why_not": why_not}
+    return {**chosen, "plans": rows, "left_out": dict(plan.left_out)}
 
 
 def _save(plan: Plan, path: Path) -> None:

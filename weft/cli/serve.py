@@ -147,7 +147,7 @@ def _serve(
     listener = bind(*at)
 
     def ready() -> None:
-        ranks = f"{settings.world} rank{'s' * (settings.world > 1)}"
+        ranks = output.counted(settings.world, "rank")
         print(f"weft: {settings.name} on {ranks} at {address(listener)} (page; API below /v1)", flush=True)
 
     with listener:
@@ -166,7 +166,8 @@ def _join(settings: ServerSettings) -> None:
     ended, nodes = threading.Event(), settings.nodes
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
-    print(f"weft: {settings.ranks} ranks for the server at {nodes.master[0]}:{nodes.master[1]}", flush=True)
+    ranks = output.counted(settings.ranks, "rank")
+    print(f"weft: {ranks} for the server at {nodes.master[0]}:{nodes.master[1]}", flush=True)
     while not ended.is_set():
         try:
             connect(nodes.master, nodes.token, "ping").close()  # a refused token ends this command

@@ -52,13 +52,12 @@ def run(
     work = Workload.read(model, size=size, frames=frames, mask=mask, block=block, dtype=dtype)
     cluster = read_topology(topology)
     asked = counts(devices, "devices") if devices else []
-    if not as_json:
-        typer.echo(f"{work} · machines of {cluster.name}")
     from weft.report.sweep import resized, sweep, wanted
 
     clusters = [resized(cluster, n) for n in asked] or [cluster]
     problems = [work.problem(c.ranks) for c in clusters]
-    active, names = work.mask, tuple(name.strip() for name in plan.split(","))
+    with output.progress(f"drawing {mask} …"):
+        active, names = work.mask, tuple(name.strip() for name in plan.split(","))
     total = sum(len(wanted(p, active, c, names)) for p, c in zip(problems, clusters, strict=True))
     if report:  # fail before the simulation, not after it
         with writing(report, hint="Give another --report."):
@@ -79,7 +78,8 @@ def run(
         about |= {"assumed": assumed(cluster, active)}
         typer.echo(json.dumps({**about, "layers": work.model.layers, "rows": rows}, indent=2))
     else:
-        typer.echo(output.fill(f"{mask} · {active.density:.0%} active\n{assumed_lines(cluster, active)}"))
+        about_mask = f"{mask} · {active.density:.0%} active\n{assumed_lines(cluster, active)}"
+        typer.echo(output.fill(f"{work} · machines of {cluster.name}\n{about_mask}"))
         _show(rows, results, work.model)
         if report:
             typer.echo(f"\n{report / 'index.html'}")

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed, wait
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,6 +15,7 @@ import typer
 from weft.cli import output
 from weft.cli.numbers import sizes
 from weft.cli.packages import need
+from weft.core.errors import InputError
 
 if TYPE_CHECKING:
     from weft.run.spawn.testbed import Testbed
@@ -37,6 +39,8 @@ def run(
     weft testbed 3x2 --rate 1gbit -- train.py --steps 3
     """
     machines, devices = sizes(shape, "machines x devices", "3x2; a script goes after --")
+    if command and not command[0].startswith("-") and not Path(command[0]).is_file():
+        raise InputError(f"Script {command[0]} not found.", hint="weft testbed 2x2 -- SCRIPT [ARGS]")
     need("torch")
     from weft.run.spawn.testbed import Testbed
 
@@ -113,8 +117,8 @@ def _show(bed: Testbed, devices: int) -> None:
         ]
     )
     output.note(
-        f"{devices} ranks of every machine sent {TIMES} × {LARGE / 1e6:.1f} MB to the next machine by gloo, "
-        "all at the same time · on the wire: by the counters of its interface"
+        f"{output.counted(devices, 'rank')} of every machine sent {TIMES} × {LARGE / 1e6:.1f} MB to the next "
+        "machine by gloo, all at the same time · on the wire: by the counters of its interface"
     )
 
 

@@ -101,7 +101,7 @@ def run_trials(
             timeout = 180.0 if any(trial.device == "cuda" for trial in trials.values()) else 30.0
             with LaunchedRanks() if is_launched() else Pool(world, timeout=timeout) as ranks:
                 for name, trial in trials.items():
-                    status.update(f"{world} ranks · {name}")
+                    status.update(f"{output.counted(world, 'rank')} · {name}")
                     yield world, name, trial, check(ranks, trial)
 
 
@@ -155,7 +155,7 @@ def _verify_model(
         for world in worlds:
             with launched or model_ranks(world) as pool:
                 for component in pretrained.transformers(model):
-                    status.update(f"{world} ranks · {component}")
+                    status.update(f"{output.counted(world, 'rank')} · {component}")
                     run_once(pool, rank_parity.run_alone, model, component, call, where)
                     worst = run_once(pool, rank_parity.compare, model, component, *numerics)[0]
                     row = {**asdict(worst), "device": where.device, "tolerance": worst.tolerance}
