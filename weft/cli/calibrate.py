@@ -82,7 +82,7 @@ def _words(topology: Topology, out: Path) -> str:
         lines.append(f"{'':<10} of {differing}, the slowest has {bandwidth(slowest, topology)}")
     if topology.transport == "symmetric":
         lines.append("messages   through symmetric memory, which was faster than the process group")
-    return "\n".join([*lines, f"written to {out}: weft plan … --topology {out}"])
+    return "\n".join([*lines, f"written to {out}; to use it: weft plan MODEL --topology {out}"])
 
 
 def _speeds(topology: Topology) -> list[str]:

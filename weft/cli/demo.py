@@ -78,7 +78,7 @@ def _seconds_alone(trial: Trial) -> float:
 
 def _show(rows: list[tuple[int, str, TrialResult]], alone: dict[str, float]) -> None:
     sizes = f"{TOKENS} tokens · {HEADS} heads × {HEAD_DIM} · float32"
-    typer.echo(f"One DiT block's attention · {sizes} · one thread a rank")
+    typer.echo(output.fill(f"One DiT block's attention · {sizes} · one thread a rank"))
     output.table(
         [
             {

@@ -125,24 +125,20 @@ def _show(mask: BlockMask, head: int, ranks: int) -> None:
     console = Console(highlight=False, markup=False, soft_wrap=True)
     densities = _densities(mask)
     least, middle, most = min(densities), median(densities), max(densities)
-    console.print(
-        f"{mask.q_blocks} blocks of {mask.block_q} · density {mask.density:.1%} · "
-        f"of heads: least {least:.1%}, median {middle:.1%}, most {most:.1%}"
-    )
+    text = f"{mask.q_blocks} blocks of {mask.block_q} · density {mask.density:.1%} · "
+    typer.echo(output.fill(f"{text}of heads: least {least:.1%}, median {middle:.1%}, most {most:.1%}"))
     dot = -(-mask.q_blocks // SIDE)
-    console.print(
-        f"\nhead {head}, {densities[head]:.1%} · a dot is {_tiles(dot)} · queries down, keys across"
-    )
+    typer.echo(f"\nhead {head}, {densities[head]:.1%} · a dot is {_tiles(dot)} · queries down, keys across")
     for line in _draw(mask, head, console):
         console.print(line)
     if not most:
-        console.print("\nNothing is active: no rank has anything to do.")
+        typer.echo("\nNothing is active: no rank has anything to do.")
         return
     cuts = list(natural_cuts(mask, ranks))
     if not cuts:
-        console.print(f"\n{mask.heads} heads and {mask.q_blocks} blocks leave some of {ranks} ranks idle.")
+        typer.echo(f"\n{mask.heads} heads and {mask.q_blocks} blocks leave some of {ranks} ranks idle.")
         return
-    console.print(f"\nOn {output.counted(ranks, 'rank')}, unbalanced: largest load / mean (1.000 is even):")
+    typer.echo(f"\nOn {output.counted(ranks, 'rank')}, unbalanced: largest load / mean (1.000 is even):")
     output.table(
         [
             {

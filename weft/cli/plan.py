@@ -101,7 +101,7 @@ def _show(plan: Plan, reasons: Reasons, model: ModelSizes, cluster: Topology, *,
     typer.echo(output.fill(f"\nWhy: {plan.why()}"))
     output.table(
         [
-            {"why not": option.name, "slower": _ratio(option, plan), "because": reason}
+            {"why not": option.name, "slower": _ratio(option, plan), "because, of its busiest rank": reason}
             for option, reason in reasons
         ]
     )

@@ -122,10 +122,10 @@ def _show(rows: list[dict[str, Any]], results: Sequence[SweepResult], model: Mod
     fastest = [row for some in by_size for row in some[:MOST_PLANS]]
     first = [number for number, row in enumerate(fastest) if any(row is some[0] for some in by_size)]
     output.table([_cells(row) for row in fastest], bold=first)
-    hidden = len(rows) - len(fastest)
+    hidden, layers = len(rows) - len(fastest), output.counted(model.layers, "layer")
     more = f" · {hidden} slower plans are left out: --json has them" if hidden else ""
     output.note(
-        f"one layer: its attention · one step: a pass through {model.layers} layers, no VAE · "
+        f"one layer: its attention · one step: a pass through {layers}, no VAE · "
         f"speed, eff.: against the first · sent: by a GPU{more}"
     )
     best = _best(results)

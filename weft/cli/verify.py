@@ -185,7 +185,7 @@ def _cells(row: dict[str, Any]) -> output.Row:
         "plan": row["asked"] + chosen,
         "attention": mask + text,
         "output error": f"{row['output_error']:.1e}",
-        "gradient error": f"{row['gradient_error']:.1e}",
-        "allowed": f"{row['tolerance']:.0e}",
+        "grad. error": f"{row['gradient_error']:.1e}",
+        "limit": f"{row['tolerance']:.0e}",
         "sent": f"{row['bytes_sent'] / 1e6:.2f} MB",
     }

@@ -38,7 +38,7 @@ def gain(best: Candidate, other: Candidate) -> str:
 
 
 def loss(other: Candidate, best: Candidate) -> str:
-    """Say what keeps another plan from being chosen."""
+    """Say what keeps another plan from being chosen: what its busiest rank does for longer, or memory."""
     if other.seconds < (1 + TIE) * best.seconds:
         if other.memory > 1.05 * best.memory:
             return f"as fast, with more memory: {units.size(other.memory)}, not {units.size(best.memory)}"
@@ -46,12 +46,14 @@ def loss(other: Candidate, best: Candidate) -> str:
     one, two = best.timing, other.timing
     work = "uneven work" if other.imbalance > best.imbalance + TIE else "smaller pieces"
     causes = {
-        f"{work}: its busiest rank computes {units.time(max(two.compute))}, not "
-        f"{units.time(max(one.compute))}": max(two.compute) - max(one.compute),
-        f"exposed communication: its busiest rank waits {units.time(two.waiting)}, not "
-        f"{units.time(one.waiting)}": two.waiting - one.waiting,
-        f"launches: devices wait {units.time(two.launching)} for them, not "
-        f"{units.time(one.launching)}": two.launching - one.launching,
+        f"{work}: computes {units.time(max(two.compute))}, not {units.time(max(one.compute))}": max(
+            two.compute
+        )
+        - max(one.compute),
+        f"exposed communication: waits {units.time(two.waiting)}, not {units.time(one.waiting)}": two.waiting
+        - one.waiting,
+        f"launches: waits {units.time(two.launching)} for them, not {units.time(one.launching)}": two.launching
+        - one.launching,
     }
     return max(causes, key=lambda each: causes[each])
 
