@@ -44,11 +44,11 @@ def trials() -> list[tuple[Trial, TrialResult]]:
     plans = {"auto": "gather:4x2+balanced"}
     return [
         (
-            Trial(**sizes, asked=name, density=0.3 if prefix else None, prefix=prefix),
-            TrialResult(plan=plans.get(name, name), seconds=0.0123, bytes_sent=123_456_789, **errors),
+            Trial(**sizes, asked=name, density=density, prefix=prefix),
+            TrialResult(plan=plans.get(name, name), seconds=0.0123, bytes_sent=1_234_567, **errors),
         )
         for name in PLANS
-        for prefix in (0, 7)
+        for density, prefix in ((None, 0), (0.3, 0), (None, 7))
     ]
 
 

@@ -91,7 +91,11 @@ def _supervise(options: GpuOptions, suites: Sequence[CheckSuite]) -> int:
     rank, ranks = place()
     quiet = options.as_json or rank > 0
     with output.progress("starting", quiet=quiet) as status:
-        echo = str if quiet else status.print
+
+        def echo(text: str) -> None:
+            if not quiet:
+                status.print(text)
+
         echo(_plan(suites, ranks, options))
         report = serve_rank(
             Examination(

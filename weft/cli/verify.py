@@ -132,7 +132,7 @@ def _report(
         typer.echo(json.dumps({"holds": not failed, "rows": rows}, indent=2))
     else:
         typer.echo(output.fill(title))
-        output.table([cells(row) | {"": "ok" if row["holds"] else "DIFFERS"} for row in rows])
+        output.table([{**cells(row), "": "ok" if row["holds"] else "DIFFERS"} for row in rows])
         typer.echo(f"{len(rows) - failed} of {len(rows)} agree")
     if failed:
         raise CommError(f"{failed} of {len(rows)} checks exceed their tolerance.")

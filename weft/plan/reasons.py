@@ -45,17 +45,14 @@ def loss(other: Candidate, best: Candidate) -> str:
         return "as fast, with many more messages" if other.strategy.costly else "as fast to half a percent"
     one, two = best.timing, other.timing
     work = "uneven work" if other.imbalance > best.imbalance + TIE else "smaller pieces"
+    computing, more = max(one.compute), max(two.compute)
     causes = {
-        f"{work}: computes {units.time(max(two.compute))}, not {units.time(max(one.compute))}": max(
-            two.compute
-        )
-        - max(one.compute),
-        f"exposed communication: waits {units.time(two.waiting)}, not {units.time(one.waiting)}": two.waiting
-        - one.waiting,
-        f"launches: waits {units.time(two.launching)} for them, not {units.time(one.launching)}": two.launching
-        - one.launching,
+        (f"{work}: computes", more, computing): more - computing,
+        ("exposed communication: waits", two.waiting, one.waiting): two.waiting - one.waiting,
+        ("launches: waits for them", two.launching, one.launching): two.launching - one.launching,
     }
-    return max(causes, key=lambda each: causes[each])
+    cause, longer, shorter = max(causes, key=lambda each: causes[each])
+    return f"{cause} {units.time(longer)}, not {units.time(shorter)}"
 
 
 def _percent(less: float, more: float) -> str:
