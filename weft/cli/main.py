@@ -63,7 +63,7 @@ class Verbs(TyperGroup):
         if not listed or not name:
             return name, listed, rest
         verb = load(name)
-        if not verb.ignore_unknown_options:  # else they may be options of a script
+        if not verb.context_settings.get("ignore_unknown_options"):  # else they may be those of a script
             verb.params += [_unexposed(option) for option in self.params if option.name in GLOBAL]
         return name, verb, rest
 
