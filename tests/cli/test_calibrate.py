@@ -101,6 +101,6 @@ def test_what_a_gpu_machine_showed_is_said(pool, tmp_path, capsys, monkeypatch):
         main(["calibrate", "--ranks", "8", "-o", str(tmp_path / "box.toml")])
     said = capsys.readouterr().out
     assert "600 TFLOP/s, backward 515 (cudnn, FlashAttention-3 paper)" in said
-    assert "1 pairs differ; the slowest has 2.00 GB/s" in said
+    assert "of 1 pair, the slowest has 2 GB/s" in said
     assert "symmetric memory" in said
     assert Topology.from_toml(tmp_path / "box.toml") == box

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from weft.cli import doctor
+from weft.cli.doctor_gpu import GpuOptions
 from weft.cli.main import main
 from weft.cli.packages import PACKAGES
 from weft.core.install import install_command
@@ -37,7 +38,7 @@ def test_the_report_covers_the_machine() -> None:
 
 
 def test_json_holds_the_same_rows(capsys: pytest.CaptureFixture[str]) -> None:
-    doctor.run(as_json=True)
+    doctor.run(GpuOptions(as_json=True))
     shown = json.loads(capsys.readouterr().out)["findings"]
     assert [row["name"] for row in shown] == list(rows())
     assert {row["status"] for row in shown} <= {"ok", "limited", "missing"}
@@ -47,7 +48,7 @@ def test_without_torch_it_still_reports(without_torch: None, capsys: pytest.Capt
     found = rows()
     assert found["torch"].status == "missing"
     assert found["torch"].add == install_command("torch")
-    doctor.run()
+    doctor.run(GpuOptions())
     shown = capsys.readouterr().out
     assert install_command("torch") in shown
     assert shown.endswith("weft can plan here, but run nothing.\n")
@@ -102,7 +103,7 @@ def test_gpus_are_named_with_memory_and_peers() -> None:
         get_device_properties=lambda _: about,
         can_device_access_peer=lambda a, b: a != b,
     )
-    found = doctor._gpus(SimpleNamespace(cuda=cuda))
+    found = list(doctor._gpus(SimpleNamespace(cuda=cuda)))
     assert [row.name for row in found] == ["GPU 0", "GPU 1"]
     assert found[0].value == "H100, 80 GiB, sm 9.0"
     assert found[0].note == "reaches 1 peer directly"
@@ -120,7 +121,6 @@ def test_a_gpu_that_torch_does_not_see_is_limited(monkeypatch: pytest.MonkeyPatc
         ("--only nccl,lniks --device cpu", "Did you mean 'links'?"),
         ("--device tpu", "one of cuda, cpu"),
         ("--device cpu --minutes 0", "more than 0"),
-        ("--device cpu --fault nccl=smoke", "one of crash, hang, wrong"),
         ("", "weft doctor --gpu --device cpu"),
         ("--ranks 3", "At most 2."),
     ],
@@ -131,7 +131,7 @@ def test_gpu_is_refused_before_anything_starts(
     gpus = 2 if "3" in words else 0
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpus > 0)
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
-    monkeypatch.setattr("weft.run.spawn.launch.launch", lambda *_, **__: pytest.fail("launched"))
+    monkeypatch.setattr("weft.cli.ranks.launch", lambda *_, **__: pytest.fail("launched"))
     with pytest.raises(SystemExit) as end:
         main(["doctor", "--gpu", *words.split()])
     assert end.value.code == 2
@@ -141,13 +141,13 @@ def test_gpu_is_refused_before_anything_starts(
 def test_gpu_starts_a_rank_for_each_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[int] = []
 
-    def launch(command: list[str], ranks: int, **_: object) -> LaunchOutcome:
+    def launch(command: list[str], ranks: int, *_: object, **__: object) -> LaunchOutcome:
         started.append(ranks)
         return LaunchOutcome(code=1, rank=0, reason="ended with code 1")
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
-    monkeypatch.setattr("weft.run.spawn.launch.launch", launch)
+    monkeypatch.setattr("weft.cli.ranks.launch", launch)
     for words in ([], ["--ranks", "3"]):
         with pytest.raises(SystemExit) as end:
             main(["doctor", "--gpu", *words])

@@ -87,7 +87,7 @@ def test_a_target_or_a_model_that_is_not_there_is_refused_at_once(words, says, t
         (("--size", "96"), "'96' is not width x height"),
         (("--seed", "-1"), "--seed must be in [0, 2⁶³ - 1], got -1"),
         (("--set", "steps"), "--set steps is not NAME=VALUE"),
-        (("--image", "none.png"), "--image a file, got 2 and none.png"),
+        (("--image", "none.png"), "--image none.png is not a file"),
         (("--dtype", "int8"), "dtype 'int8' is not supported"),
         (("--backend", "fa5"), "backend='fa5' is unknown. Use one of auto, exact, flash"),
     ],

@@ -115,9 +115,25 @@ def test_a_shape_may_be_a_video(capsys):
     assert "960 tokens · 6 heads × 16" in capsys.readouterr().out
 
 
-def test_what_was_understood_is_said_before_the_mask_is_drawn(capsys):
-    assert call("plan", "960x6x16", "--mask", "stq") == 2
-    assert capsys.readouterr().out.startswith("960x6x16 · 960 tokens · 6 heads × 16 · 8xh100 (")
+@pytest.mark.parametrize("verb", ["plan", "simulate"])
+def test_a_bad_mask_is_an_error_without_a_header(verb, capsys):
+    assert call(verb, "960x6x16", "--mask", "stq") == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_every_other_kind_has_a_reason_and_json_says_what_was_asked(capsys):
+    assert call(*SHAPE) == 0
+    lines = capsys.readouterr().out.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("why not "))
+    shown = [line.split()[0] for line in lines[start + 1 : lines.index("", start)]]
+    assert call(*SHAPE, "--json") == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert shown == [each["plan"] for each in plain["why_not"]]
+    assert {name.split(":")[0].split("+")[0] for name in shown} == {"gather", "usp", "ring"}
+    causes = ("exposed communication", "uneven work", "smaller pieces", "launches", "as fast")
+    assert all(each["because"].startswith(causes) for each in plain["why_not"])
+    asked = {"model": "960x6x16", "tokens": 960, "mask": SHAPE[5], "topology": "4xh100", "plan": "ulysses"}
+    assert asked.items() <= plain.items()
 
 
 def test_an_empty_mask_has_nothing_to_plan(tmp_path, capsys):
@@ -133,11 +149,16 @@ def test_an_empty_mask_has_nothing_to_plan(tmp_path, capsys):
 
 
 def test_a_narrow_terminal_shows_every_figure(capsys, monkeypatch):
+    assert call(*SHAPE) == 0
+    whole = capsys.readouterr().out.splitlines()
+    rows = [line.split() for line in whole if line[:2] in ("1 ", "2 ", "3 ")]
     monkeypatch.setenv("COLUMNS", "40")
     assert call(*SHAPE) == 0
-    table = [line for line in capsys.readouterr().out.splitlines() if line[:2] in ("1 ", "2 ", "3 ")]
-    assert len(table) == 3
-    assert all("…" not in line and line.rstrip().endswith("B") for line in table)
+    divided = [line for line in capsys.readouterr().out.splitlines() if line[:2] in ("1 ", "2 ", "3 ")]
+    assert max(map(len, divided)) <= 40
+    for number, name, *figures in rows:
+        parts = [line.split()[2:] for line in divided if line.split()[:2] == [number, name]]
+        assert [figure for part in parts for figure in part] == figures
 
 
 def test_what_is_left_out_is_listed_with_the_reason(capsys):

@@ -43,9 +43,9 @@ def engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--ranks", "0"), "--ranks 0"),
-        (("--max-queue", "0"), "--max-queue 0"),
-        (("--port", "65536"), "--port 65536"),
+        (("--ranks", "0"), "--ranks must be >= 1, got 0"),
+        (("--max-queue", "0"), "--max-queue must be >= 1, got 0"),
+        (("--port", "65536"), "--port must be in 0 … 65535, got 65536"),
         (("--nodes", "2", "--node", "2"), "--node 2"),
         (("--nodes", "2"), "--master is ''"),
         (("--nodes", "2", "--master", "10.0.0.1:65536"), "10.0.0.1:65536"),

@@ -163,8 +163,19 @@ def test_on_a_terminal_there_is_one_line_and_the_cursor_stays(monkeypatch):
     assert console.file.getvalue().count("\n") == 0
     shown.update({"kind": "end", "step": 3})
     text = console.file.getvalue()
-    assert "step 3/3" in text and "…" in text and text.count("\n") == 1
+    assert "step 3/3" in text and "…" not in text and text.count("\n") == 1
     assert text.index("\x1b[?25h") < text.index("step 1/3")
+
+
+def test_what_has_no_room_is_left_out_whole():
+    shown = ProgressLine(200, Console(file=StringIO(), width=200))
+    shown.update(step(9))
+    whole = shown.line()
+    for columns in range(20, len(whole) + 1):
+        line = shown.short_line(columns)
+        assert set(line.split(" · ")) <= set(whole.split(" · ")) and line.startswith("step 9/200 · ")
+        assert len(line) <= max(columns, len("step 9/200 · 1:36 left"))
+    assert shown.short_line(len(whole)) == whole
 
 
 def test_without_tensorboard_it_says_so_once(tmp_path, monkeypatch, capsys):

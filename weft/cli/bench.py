@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from weft.cli import output
 from weft.cli.packages import need
-from weft.cli.tables import table
 from weft.core import units
 from weft.core.errors import InputError
 from weft.core.files import writing
@@ -45,7 +45,7 @@ def run(
 ) -> None:
     """Measure a server under load: requests arrive at random times, whether or not earlier ones are answered.
 
-    weft bench serve http://127.0.0.1:8000 --rate 2 --duration 60 --mix image:0.8,video:0.2 --plot load.png
+    weft bench serve http://127.0.0.1:8000 --rate 2 --plot load.png
 
     First each kind is measured alone, on a server that should be idle, then the load. All results are deleted
     at the end.
@@ -58,8 +58,6 @@ def run(
     for path in (as_json, plot):
         if path is not None and not path.absolute().parent.is_dir():
             raise InputError(f"The folder {path.absolute().parent} does not exist.", hint="Create it first.")
-    from rich.console import Console
-
     from weft.serve.api.auth import read_key
     from weft.serve.load_test import RequestTemplate, poisson_arrivals, read_trace, run_load_test
 
@@ -68,7 +66,7 @@ def run(
         raise InputError(f"No request arrives in {duration:g} s.", hint="Raise --rate or --duration.")
     template = RequestTemplate(size=size, steps=steps, frames=frames)
     key = read_key(api_key_file) if api_key_file else None
-    with Console(stderr=True).status("…") as status:
+    with output.progress("connecting …") as status:
         result = asyncio.run(
             run_load_test(url, arrivals, slo=slo, template=template, key=key, on_progress=status.update)
         )
@@ -90,25 +88,29 @@ def _mix(text: str) -> dict[str, float]:
 
 
 def _print(result: LoadTestResult) -> None:
-    from rich.console import Console
-
-    names = ("sent", "done", "alone", "p50", "p95", "p99", "queue p50", "queue p95", "in time")
-    rows = table(("", *names), left=("",), padding=(0, 2, 0, 0))
-    for kind in (*result.alone, *([None] if len(result.alone) > 1 else [])):
-        samples = result.of(kind)
-        seconds = [result.alone.get(kind or ""), *(result.percentile(kind, q) for q in (50, 95, 99))]
-        seconds += [result.percentile(kind, q, "queue") for q in (50, 95)]
-        done = sum(sample.code == "ok" for sample in samples)
-        cells = ("" if time is None else units.time(time) for time in seconds)
-        rows.add_row(kind or "all", str(len(samples)), str(done), *cells, f"{result.attained(kind):.1%}")
-    console = Console(highlight=False)
-    console.print(rows)
+    kinds = (*result.alone, *([None] if len(result.alone) > 1 else []))
+    output.table([_cells(result, kind) for kind in kinds])
     errors = ", ".join(f"{count} {code}" for code, count in result.errors.items())
-    console.print(
+    output.note(
         f"{result.throughput:.2f} done per second; in time is within {result.slo:g} × the time alone"
-        + (f"; failed: {errors}" if errors else ""),
-        style="dim",
+        + (f"; failed: {errors}" if errors else "")
     )
+
+
+def _cells(result: LoadTestResult, kind: str | None) -> output.Row:
+    samples = result.of(kind)
+    latencies = {
+        "alone": result.alone.get(kind or ""),
+        **{f"p{q}": result.percentile(kind, q) for q in (50, 95, 99)},
+        **{f"queue p{q}": result.percentile(kind, q, "queue") for q in (50, 95)},
+    }
+    return {
+        "requests": kind or "all",
+        "sent": str(len(samples)),
+        "done": str(sum(sample.code == "ok" for sample in samples)),
+        **{name: "" if seconds is None else units.time(seconds) for name, seconds in latencies.items()},
+        "in time": f"{result.attained(kind):.1%}",
+    }
 
 
 def _draw(result: LoadTestResult, path: Path) -> None:

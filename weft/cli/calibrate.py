@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from weft.cli import output
 from weft.cli.options import Backend, DeviceDtype, Json
+from weft.cli.workload import bandwidth
 from weft.core.codec import to_plain
 from weft.core.errors import InputError
 from weft.core.files import check_writable, writing
@@ -49,7 +51,6 @@ def run(
 
 def _measure(ranks: int, options: dict[str, Any]) -> Topology | None:
     import torch
-    from rich.console import Console
 
     from weft.cli.ranks import LaunchedRanks
     from weft.run.measure.calibrate import calibrate
@@ -65,8 +66,7 @@ def _measure(ranks: int, options: dict[str, Any]) -> Topology | None:
         raise InputError(f"{ranks} ranks need as many GPUs; {gpus} are visible.", hint=f"Use --ranks {gpus}.")
     # On GPUs the first round compiles kernels, for which some ranks wait longer than others.
     size, timeout = ranks or gpus or 2, 180.0 if gpus else 60.0
-    status = Console(stderr=True).status("measuring links, kernels and hosts …")
-    with status, Pool(size, timeout=timeout) as pool:
+    with output.progress("measuring links, kernels and hosts …"), Pool(size, timeout=timeout) as pool:
         return pool.run(partial(calibrate, **options))[0]
 
 
@@ -75,15 +75,14 @@ def _words(topology: Topology, out: Path) -> str:
     lines = [f"{topology.machines} × {topology.devices} devices{shared}", *_speeds(topology)]
     for name in ("intra", "inter") if topology.machines > 1 else ("intra",):
         link = getattr(topology, name)
-        lines.append(f"{name:<10} {link.bandwidth / 1e9:,.2f} GB/s, {link.latency * 1e6:,.0f} µs")
+        lines.append(f"{name:<10} {bandwidth(link, topology)}, {link.latency * 1e6:,.0f} µs")
     if topology.links:
-        slowest = min(link.bandwidth for _, _, link in topology.links)
-        lines.append(
-            f"{'':<10} {len(topology.links) // 2} pairs differ; the slowest has {slowest / 1e9:,.2f} GB/s"
-        )
+        slowest = min((link for _, _, link in topology.links), key=lambda link: link.bandwidth)
+        differing = output.counted(len(topology.links) // 2, "pair")
+        lines.append(f"{'':<10} of {differing}, the slowest has {bandwidth(slowest, topology)}")
     if topology.transport == "symmetric":
         lines.append("messages   through symmetric memory, which was faster than the process group")
-    return "\n".join([*lines, f"written to {out}: weft plan … --topology {out}"])
+    return "\n".join([*lines, f"written to {out}; to use it: weft plan MODEL --topology {out}"])
 
 
 def _speeds(topology: Topology) -> list[str]:

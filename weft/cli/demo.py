@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from weft.cli import output
 from weft.cli.generate import check_packages
 from weft.cli.generate import run as generate
 from weft.cli.numbers import counts
-from weft.cli.tables import table
+from weft.cli.verify import run_trials
 from weft.core.errors import CommError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from weft.run.measure.compare import Trial, TrialResult
 
 # Wan2.1-1.3B has 12 heads; 16×8×16 latent tokens less one, so that no rank count divides it.
@@ -43,39 +42,20 @@ def run(
     worlds = counts(ranks, "ranks")
     media.check_target(out)
     check_packages(out, own=True)
-    from rich.console import Console
-
     from weft.run.measure.compare import Trial
 
-    console = Console()
     trials = {
         name: Trial(tokens=TOKENS, heads=HEADS, kv_heads=HEADS, head_dim=HEAD_DIM, rounds=3, **kind)
         for name, kind in KINDS.items()
     }
-    with console.status("one process …"):
+    with output.progress("one process …"):
         alone = {name: _seconds_alone(trial) for name, trial in trials.items()}
-    rows = _measure(console, worlds, trials)
-    _show(console, rows, alone)
+    rows = [(world, name, outcome) for world, name, _, outcome in run_trials(dict.fromkeys(worlds, trials))]
+    _show(rows, alone)
     if not all(outcome.holds for _, _, outcome in rows):
         raise CommError("A result differs from one process by more than rounding.")
-    console.print(f'\n$ weft generate "{PROMPT}" --ranks 2 --seed 1 -o {out}', highlight=False)
+    typer.echo(f'\n$ weft generate "{PROMPT}" --ranks 2 --seed 1 -o {out}')
     generate(PROMPT, out=out, ranks=2, seed=1)
-
-
-def _measure(
-    console: Console, worlds: list[int], trials: dict[str, Trial]
-) -> list[tuple[int, str, TrialResult]]:
-    from weft.run.measure.compare import check
-    from weft.run.spawn.pool import Pool
-
-    rows: list[tuple[int, str, TrialResult]] = []
-    with console.status("starting ranks …") as status:
-        for world in worlds:
-            with Pool(world) as pool:
-                for name, trial in trials.items():
-                    status.update(f"{world} ranks · {name}")
-                    rows.append((world, name, check(pool, trial)))
-    return rows
 
 
 def _seconds_alone(trial: Trial) -> float:
@@ -96,26 +76,27 @@ def _seconds_alone(trial: Trial) -> float:
         torch.set_num_threads(threads)
 
 
-def _show(console: Console, rows: list[tuple[int, str, TrialResult]], alone: dict[str, float]) -> None:
+def _show(rows: list[tuple[int, str, TrialResult]], alone: dict[str, float]) -> None:
     sizes = f"{TOKENS} tokens · {HEADS} heads × {HEAD_DIM} · float32"
-    console.print(f"One DiT block's attention · {sizes} · one thread a rank", highlight=False)
-    columns = ("attention", "ranks", "plan", "alone", "time", "faster", "sent", "error", "grads", "")
-    shown = table(columns, left=("attention", "plan"))
-    for world, name, outcome in rows:
-        shown.add_row(
-            name,
-            str(world),
-            outcome.plan,
-            f"{alone[name] * 1e3:.0f} ms",
-            f"{outcome.seconds * 1e3:.0f} ms",
-            f"{alone[name] / outcome.seconds:.2f}×",
-            f"{outcome.bytes_sent / 1e6:.1f} MB",
-            f"{outcome.output_error:.0e}",
-            f"{outcome.gradient_error:.0e}",
-            "same" if outcome.holds else "DIFFERS",
-        )
-    console.print(shown)
-    console.print(
+    typer.echo(output.fill(f"One DiT block's attention · {sizes} · one thread a rank"))
+    output.table(
+        [
+            {
+                "attention": name,
+                "ranks": str(world),
+                "plan": outcome.plan,
+                "alone": f"{alone[name] * 1e3:.0f} ms",
+                "time": f"{outcome.seconds * 1e3:.0f} ms",
+                "faster": f"{alone[name] / outcome.seconds:.2f}×",
+                "sent": f"{outcome.bytes_sent / 1e6:.1f} MB",
+                "error": f"{outcome.output_error:.0e}",
+                "grads": f"{outcome.gradient_error:.0e}",
+                "": "same" if outcome.holds else "DIFFERS",
+            }
+            for world, name, outcome in rows
+        ]
+    )
+    output.note(
         "alone, time: median of 3 forwards of one rank and of all · sent: by the busiest rank, one forward · "
         "error, grads: largest difference from one process in float64"
     )

@@ -8,25 +8,26 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from weft import __version__
-from weft.cli import doctor_gpu
-from weft.cli.options import Json
+from weft.cli import doctor_gpu, output
 from weft.cli.packages import PACKAGES, TORCH
 
 Status = Literal["ok", "limited", "missing"]
+Read = Annotated[Path | None, typer.Option(help="Write the page of a doctor.json beside it.")]
+NEEDS_TORCH = {"backends", "shared memory", "CPU kernel"}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """A row of the report: capability, status, version or value, note, and the command that adds it."""
 
@@ -37,25 +38,19 @@ class Finding:
     add: str = ""
 
 
-def run(
-    *, gpu: doctor_gpu.Gpu = False, device: doctor_gpu.Device = "cuda", ranks: doctor_gpu.Ranks = 0,
-    minutes: doctor_gpu.Minutes = 10.0, only: doctor_gpu.Only = "",
-    out: doctor_gpu.Out = Path("weft-doctor"), read: doctor_gpu.Read = None, fault: doctor_gpu.Fault = None,
-    as_json: Json = False,
-) -> None:  # fmt: skip
+def run(options: doctor_gpu.GpuOptions, *, read: Read = None) -> None:
     """Show what this machine can do, and the commands that add what it lacks.
 
     With --gpu, run all that weft has on all GPUs, check it against float64, and write a page, a JSON to send
     and the topology for the planner. Under torchrun its ranks are used, over several machines.
     """
-    if gpu:
-        options = doctor_gpu.GpuOptions(device, ranks, minutes, out, only, fault or [], as_json)
+    if options.gpu:
         sys.exit(doctor_gpu.examine_gpus(options))
     if read is not None:
         typer.echo(doctor_gpu.write_page(read))
         return
     findings = examine()
-    if as_json:
+    if options.as_json:
         report = {"weft": __version__, "findings": [asdict(finding) for finding in findings]}
         typer.echo(json.dumps(report, indent=2))
     else:
@@ -65,55 +60,45 @@ def run(
 def examine() -> list[Finding]:
     """Return all rows of the report in display order."""
     torch, torch_rows = _torch()
-    checks: dict[str, Callable[[], list[Finding]]] = {
+    checks: dict[str, Callable[[], Iterable[Finding]]] = {
         "python": _python,
         "torch": lambda: torch_rows,
         "backends": lambda: _backends(torch),
         "cores": _cores,
         "memory": _memory,
-        "shared memory": lambda: _sharing(torch),
+        "shared memory": _sharing,
         "GPUs": lambda: _gpus(torch),
         "compilers": _compilers,
-        "CPU kernel": lambda: _cpu_kernel(torch),
+        "CPU kernel": _cpu_kernel,
         "packages": _packages,
     }
-    return [finding for name, check in checks.items() for finding in _guarded(name, check)]
+    usable = [name for name in checks if torch is not None or name not in NEEDS_TORCH]
+    return [finding for name in usable for finding in _guarded(name, checks[name])]
 
 
-def _guarded(name: str, check: Callable[[], list[Finding]]) -> list[Finding]:
+def _guarded(name: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
     # Drivers and /proc files fail in unforeseeable ways; a failure costs its row, not the report.
     try:
-        return check()
+        return list(check())
     except Exception as error:
-        return [Finding(name=name, status="limited", note=f"could not be examined: {error}")]
+        return [Finding(name, "limited", note=f"could not be examined: {error}")]
 
 
-def _python() -> list[Finding]:
-    line = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    return [Finding(name="python", status="ok", value=line)]
+def _python() -> Iterator[Finding]:
+    yield Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
 
 
 def _torch() -> tuple[ModuleType | None, list[Finding]]:
     if find_spec("torch") is None:
-        note = "weft can plan, but run nothing"
-        return None, [Finding(name="torch", status="missing", note=note, add=TORCH.add)]
+        return None, [Finding("torch", "missing", "", "weft can plan, but run nothing", TORCH.add)]
     try:
         import torch
     except Exception as error:  # a half-installed torch raises OSError, ImportError and more
-        return None, [
-            Finding(
-                name="torch",
-                status="limited",
-                value=_version("torch"),
-                note=f"does not import: {error}",
-                add="pip install --force-reinstall torch",
-            )
-        ]
-    line = f"{torch.__version__}, {_count(torch.get_num_threads(), 'thread')}"
-    capability = torch.backends.cpu.get_cpu_capability()
+        add = "pip install --force-reinstall torch"
+        return None, [Finding("torch", "limited", _version("torch"), f"does not import: {error}", add)]
     return torch, [
-        Finding(name="torch", status="ok", value=line),
-        Finding(name="CPU kernels", status="ok", value=capability, note=_bfloat16_note()),
+        Finding("torch", "ok", f"{torch.__version__}, {output.counted(torch.get_num_threads(), 'thread')}"),
+        Finding("CPU kernels", "ok", torch.backends.cpu.get_cpu_capability(), _bfloat16_note()),
     ]
 
 
@@ -124,22 +109,20 @@ def _bfloat16_note() -> str:
     return "no native bfloat16 here: float32 is faster"
 
 
-def _backends(torch: ModuleType | None) -> list[Finding]:
-    if torch is None:
-        return []
+def _backends(torch: Any) -> Iterator[Finding]:
     if not torch.distributed.is_available():
         note = "this torch is built without torch.distributed: one process only"
-        return [Finding(name="backends", status="limited", note=note)]
+        yield Finding("backends", "limited", note=note)
+        return
     names = ("gloo", "nccl", "mpi")
     here = [name for name in names if getattr(torch.distributed, f"is_{name}_available")()]
+    note = "" if "nccl" in here else "CPUs only; GPUs need a CUDA build of torch"
     if "gloo" not in here:
         note = "ranks on CPUs need gloo, which this torch is built without"
-        return [Finding(name="backends", status="limited", value=", ".join(here), note=note)]
-    note = "" if "nccl" in here else "CPUs only; GPUs need a CUDA build of torch"
-    return [Finding(name="backends", status="ok", value=", ".join(here), note=note)]
+    yield Finding("backends", "ok" if "gloo" in here else "limited", ", ".join(here), note)
 
 
-def _cores() -> list[Finding]:
+def _cores() -> Iterator[Finding]:
     from weft.run.spawn.launch import usable_cores
 
     total, usable = os.cpu_count() or 1, float(usable_cores())
@@ -148,80 +131,66 @@ def _cores() -> list[Finding]:
         limit, period = quota.read_text().split()
         if limit != "max":
             usable = min(usable, int(limit) / int(period))
-    cores = f"{usable:g} of {total}"
-    if usable < 2:
-        note = "ranks take turns: results hold, timings do not"
-        return [Finding(name="cores", status="limited", value=cores, note=note)]
-    return [Finding(name="cores", status="ok", value=cores)]
+    note = "ranks take turns: results hold, timings do not" if usable < 2 else ""
+    yield Finding("cores", "limited" if note else "ok", f"{usable:g} of {total}", note)
 
 
-def _memory() -> list[Finding]:
+def _memory() -> Iterator[Finding]:
     size = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.exists() and (text := limit.read_text().strip()) != "max":
         size = min(size, int(text))
-    return [Finding(name="memory", status="ok", value=_gib(size))]
+    yield Finding("memory", "ok", _gib(size))
 
 
-def _sharing(torch: ModuleType | None) -> list[Finding]:
-    if torch is None:
-        return []
+def _sharing() -> Iterator[Finding]:
     from weft.run.comm.shm import unavailable_reason
 
     if reason := unavailable_reason():
         note = f"ranks of this machine communicate over sockets: {reason}"
-        return [Finding(name="shared memory", status="limited", note=note)]
-    return [Finding(name="shared memory", status="ok", value="read in place by the ranks of this machine")]
+        yield Finding("shared memory", "limited", note=note)
+    else:
+        yield Finding("shared memory", "ok", "read in place by the ranks of this machine")
 
 
-def _gpus(torch: ModuleType | None) -> list[Finding]:
+def _gpus(torch: Any) -> Iterator[Finding]:
     if torch is not None and torch.cuda.is_available():
-        return [_gpu(torch, index) for index in range(torch.cuda.device_count())]
-    listed = _lines("nvidia-smi", "-L")
-    if not listed:
-        return [Finding(name="GPUs", status="missing", note="not needed: ranks run on CPUs")]
-    note = "torch does not see them: install a CUDA build of torch"
-    return [Finding(name="GPUs", status="limited", value=str(len(listed)), note=note)]
+        for index in range(count := torch.cuda.device_count()):
+            about = torch.cuda.get_device_properties(index)
+            peers = sum(torch.cuda.can_device_access_peer(index, i) for i in range(count) if i != index)
+            value = f"{about.name}, {_gib(about.total_memory)}, sm {about.major}.{about.minor}"
+            yield Finding(f"GPU {index}", "ok", value, f"reaches {output.counted(peers, 'peer')} directly")
+    elif listed := _lines("nvidia-smi", "-L"):
+        note = "torch does not see them: install a CUDA build of torch"
+        yield Finding("GPUs", "limited", str(len(listed)), note)
+    else:
+        yield Finding("GPUs", "missing", note="not needed: ranks run on CPUs")
 
 
-def _gpu(torch: ModuleType, index: int) -> Finding:
-    about = torch.cuda.get_device_properties(index)
-    others = (other for other in range(torch.cuda.device_count()) if other != index)
-    peers = sum(torch.cuda.can_device_access_peer(index, other) for other in others)
-    return Finding(
-        name=f"GPU {index}",
-        status="ok",
-        value=f"{about.name}, {_gib(about.total_memory)}, sm {about.major}.{about.minor}",
-        note=f"reaches {_count(peers, 'peer')} directly",
-    )
-
-
-def _compilers() -> list[Finding]:
+def _compilers() -> Iterator[Finding]:
     wanted = (
         ("C compiler", ("cc", "gcc", "clang"), "fast CPU kernels", "apt install gcc"),
         ("C++ compiler", ("g++", "clang++"), "torch.compile on CPUs", "apt install g++"),
         ("CUDA compiler", ("nvcc",), "compiling GPU kernels", "apt install nvidia-cuda-toolkit"),
     )
-    rows: list[Finding] = []
     for name, commands, gives, add in wanted:
         here = [f"{command} {_release(command)}" for command in commands if shutil.which(command)]
-        if here:
-            rows.append(Finding(name=name, status="ok", value=", ".join(here)))
-        else:
-            rows.append(Finding(name=name, status="missing", note=f"for {gives}", add=add))
-    return rows
+        yield (
+            Finding(name, "ok", ", ".join(here))
+            if here
+            else Finding(name, "missing", "", f"for {gives}", add)
+        )
 
 
-def _cpu_kernel(torch: ModuleType | None) -> list[Finding]:
+def _cpu_kernel() -> Iterator[Finding]:
     """Check that the compiled kernel builds and runs, and list its instruction sets."""
-    if torch is None:
-        return []
     from weft.run.kernels.cpu import isas, unavailable_reason
 
     if why := unavailable_reason():
         note = f"block-sparse attention is gathered for torch's SDPA instead: {why}"
-        return [Finding(name="CPU kernel", status="limited", note=note)]
-    return [Finding(name="CPU kernel", status="ok", value=", ".join(isas()), note="the fastest first")]
+        yield Finding("CPU kernel", "limited", note=note)
+    else:
+        yield Finding("CPU kernel", "ok", ", ".join(isas()), "the fastest first")
 
 
 def _release(command: str) -> str:
@@ -232,17 +201,14 @@ def _release(command: str) -> str:
     return output.partition("release ")[2].partition(",")[0]
 
 
-def _packages() -> list[Finding]:
-    rows: list[Finding] = []
+def _packages() -> Iterator[Finding]:
     for name, package in PACKAGES.items():
         if package is TORCH:  # has rows of its own
             continue
         if find_spec(name) is None:
-            note = f"for {package.gives}"
-            rows.append(Finding(name=name, status="missing", note=note, add=package.add))
+            yield Finding(name, "missing", "", f"for {package.gives}", package.add)
         else:
-            rows.append(Finding(name=name, status="ok", value=_version(package.distribution or name)))
-    return rows
+            yield Finding(name, "ok", _version(package.distribution or name))
 
 
 def _lines(command: str, *arguments: str) -> list[str]:
@@ -265,30 +231,15 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.3g} GiB"
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def _show(findings: list[Finding]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    colors = {"ok": "green", "limited": "yellow", "missing": "red"}
-    # Text, not str: rich takes the brackets of weft[models] for markup.
-    table = Table("", "", "value", "note", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    to_add = Table.grid(padding=(0, 2))
-    for finding in findings:
-        status = Text(finding.status, style=colors[finding.status])
-        table.add_row(finding.name, status, Text(finding.value), Text(finding.note))
-        if finding.add:
-            to_add.add_row("", finding.name, Text(finding.add))
-    console = Console(highlight=False)
-    console.print(f"weft {__version__}")
-    console.print(table)
-    if to_add.row_count:
-        console.print("\nCommands that add what is missing:", to_add, sep="\n")
-    console.print("", Text(_verdict(findings)), sep="\n")
+    typer.echo(f"weft {__version__}")
+    output.table(
+        [{"": row.name, "status": row.status, "value": row.value, "note": row.note} for row in findings]
+    )
+    if missing := [{"": f"  {row.name}", "add": row.add} for row in findings if row.add]:
+        typer.echo("\nCommands that add what is missing:")
+        output.table(missing, header=False)
+    typer.echo(f"\n{_verdict(findings)}")
 
 
 def _verdict(findings: list[Finding]) -> str:
@@ -296,5 +247,5 @@ def _verdict(findings: list[Finding]) -> str:
     if rows["torch"].status != "ok":
         return "weft can plan here, but run nothing."
     gpus = sum(name.startswith("GPU ") for name in rows)
-    where = _count(gpus, "GPU") if gpus else f"CPUs, {rows['cores'].value} cores"
+    where = output.counted(gpus, "GPU") if gpus else f"CPUs, {rows['cores'].value} cores"
     return f"weft runs here: {where}. Next: weft {'doctor --gpu' if gpus else 'verify'}"

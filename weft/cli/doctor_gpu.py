@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 
+from weft.cli import output
+from weft.cli.options import Json
 from weft.core.errors import InputError, nearest_of
-from weft.doctor.suite import CheckSuite
+from weft.doctor.suite import BAD, CheckSuite
 from weft.doctor.suites import NOT_COVERED, SUITES
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-BAD = ("wrong", "crashed", "hung", "failed")
 COLORS = {"ok": "green", "skipped": "yellow"}
 DEVICES = ("cuda", "cpu")
 REHEARSAL_RANKS = 2
@@ -36,26 +33,18 @@ NUMBERS = {
 }
 """What a line says of a part that holds: the largest of the first that its checks have."""
 
-Gpu = Annotated[bool, typer.Option("--gpu", help="Measure and check all GPUs, in ten minutes.")]
-Device = Annotated[str, typer.Option(help="With --gpu: cuda; cpu to rehearse on CPUs.")]
-Ranks = Annotated[int, typer.Option(help="With --gpu: how many; all GPUs, or 2 CPUs, if 0.")]
-Minutes = Annotated[float, typer.Option(help="With --gpu: begin no part after them.")]
-Only = Annotated[str, typer.Option(help="With --gpu: some parts, such as nccl,links.")]
-Out = Annotated[Path, typer.Option(help="With --gpu: the folder to write.")]
-Read = Annotated[Path | None, typer.Option(help="Write the page of a doctor.json beside it.")]
-Fault = Annotated[list[str] | None, typer.Option(hidden=True)]
 
+@dataclass(frozen=True, kw_only=True)
+class GpuOptions:
+    """Options of the examination of GPUs."""
 
-class GpuOptions(NamedTuple):
-    """What --gpu is given."""
-
-    device: str
-    ranks: int
-    minutes: float
-    out: Path
-    only: str
-    faults: Sequence[str]
-    as_json: bool
+    gpu: Annotated[bool, typer.Option("--gpu", help="Measure and check all GPUs, in ten minutes.")] = False
+    device: Annotated[str, typer.Option(help="With --gpu: cuda; cpu to rehearse on CPUs.")] = "cuda"
+    ranks: Annotated[int, typer.Option(help="With --gpu: how many; all GPUs, or 2 CPUs, if 0.")] = 0
+    minutes: Annotated[float, typer.Option(help="With --gpu: begin no part after them.")] = 10.0
+    only: Annotated[str, typer.Option(help="With --gpu: some parts, such as nccl,links.")] = ""
+    out: Annotated[Path, typer.Option(help="With --gpu: the folder to write.")] = Path("weft-doctor")
+    as_json: Json = False
 
 
 def examine_gpus(options: GpuOptions) -> int:
@@ -64,26 +53,18 @@ def examine_gpus(options: GpuOptions) -> int:
 
     from weft.run.world import is_launched
 
-    suites, faults = _parts(options.only), _faults(options.faults)
+    suites = _parts(options.only)
     if options.device not in DEVICES or options.minutes <= 0 or options.ranks < 0:
         raise InputError(
             f"--device {options.device}, --minutes {options.minutes:g}, --ranks {options.ranks}.",
             hint=f"The device is one of {', '.join(DEVICES)}; minutes and ranks are more than 0.",
         )
-    if not is_launched() and not is_torchelastic_launched():
-        return _launched(options)
-    return _keep(options, suites, faults)
+    if is_launched() or is_torchelastic_launched():
+        return _supervise(options, suites)
+    from weft.cli.ranks import launched
 
-
-def _launched(options: GpuOptions) -> int:
-    """Run this command again on each rank."""
-    from weft.cli.ranks import report_outcome
-    from weft.run.spawn.launch import launch
-
-    outcome = launch(["-m", "weft.cli.main", *sys.argv[1:]], _ranks(options), grace=GRACE_SECONDS)
-    if outcome.traceback or outcome.code not in (0, 1, 128 + signal.SIGINT, 128 + signal.SIGTERM):
-        report_outcome(outcome)
-    return outcome.code
+    stopped = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # rank 0 has written what there is
+    return launched(_ranks(options), grace=GRACE_SECONDS, expected=(1, *stopped))
 
 
 def _ranks(options: GpuOptions) -> int:
@@ -102,26 +83,28 @@ def _ranks(options: GpuOptions) -> int:
     return options.ranks or gpus
 
 
-def _keep(options: GpuOptions, suites: Sequence[CheckSuite], faults: dict[str, str]) -> int:
-    """Be the keeper of this rank; rank 0 shows and writes."""
-    from rich.console import Console
-
+def _supervise(options: GpuOptions, suites: Sequence[CheckSuite]) -> int:
+    """Supervise this rank; rank 0 shows the progress and writes the report."""
     from weft.doctor.examine import Examination, as_json, serve_rank, write
     from weft.run.world import machines, place
 
     rank, ranks = place()
-    console = Console(highlight=False, soft_wrap=True, quiet=options.as_json or rank > 0)
-    with console.status("starting") as status:
-        _begin(console, suites, ranks, options)
+    quiet = options.as_json or rank > 0
+    with output.progress("starting", quiet=quiet) as status:
+
+        def echo(text: str) -> None:
+            if not quiet:
+                status.print(text)
+
+        echo(_plan(suites, ranks, options))
         report = serve_rank(
             Examination(
                 suites=suites,
                 device=options.device,
                 seconds=60 * options.minutes - RESERVED_SECONDS,
-                faults=faults,
                 machines=machines(),
                 on_begin=lambda suite: status.update(f"{suite.title}, at most {suite.seconds:.0f} s"),
-                on_end=lambda suite: console.print(_line(suite)),
+                on_end=lambda suite: echo(_line(suite)),
             )
         )
     if report is None:
@@ -129,7 +112,7 @@ def _keep(options: GpuOptions, suites: Sequence[CheckSuite], faults: dict[str, s
     files = write(report, options.out)
     if options.as_json:
         typer.echo(as_json(report), nl=False)
-    _end(console, report, files)
+    echo(_ending(report, files))
     return int(any(suite["status"] in BAD for suite in report["parts"]))
 
 
@@ -142,39 +125,26 @@ def _parts(only: str) -> list[CheckSuite]:
     return [suite for suite in SUITES if not names or suite.name in names]
 
 
-def _faults(pairs: Sequence[str]) -> dict[str, str]:
-    from weft.doctor.child import FAULTS
-
-    faults = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
-    wrong = [pair for pair in pairs if pair.partition("=")[2].partition(":")[0] not in FAULTS]
-    if wrong or not faults.keys() <= {suite.name for suite in SUITES}:
-        raise InputError(f"--fault {' '.join(pairs)}.", hint=f"PART=FAULT, one of {', '.join(FAULTS)}.")
-    return faults
-
-
-def _begin(console: Console, suites: Sequence[CheckSuite], ranks: int, options: GpuOptions) -> None:
-    console.print("Never ran on a GPU before:", style="bold")
-    for claim in (*(claim for suite in suites for claim in suite.claims), *NOT_COVERED):
-        console.print(fill(f"  · {claim}", WIDTH, subsequent_indent="    "), markup=False)
+def _plan(suites: Sequence[CheckSuite], ranks: int, options: GpuOptions) -> str:
+    """Return what runs on a GPU for the first time, and how much time it may take."""
+    claims = (*(claim for suite in suites for claim in suite.claims), *NOT_COVERED)
     where = "CPUs that stand in for GPUs" if options.device == "cpu" else "GPUs"
-    number = f"{ranks} rank{'s' * (ranks > 1)}"
-    console.print(f"\n{len(suites)} parts, at most {options.minutes:g} minutes, by {number} on {where}\n")
+    number = output.counted(ranks, "rank")
+    lines = [fill(f"  · {claim}", WIDTH, subsequent_indent="    ") for claim in claims]
+    limits = f"{len(suites)} parts, at most {options.minutes:g} minutes, by {number} on {where}"
+    return "\n".join([output.paint("Never ran on a GPU before:", bold=True), *lines, "", limits, ""])
 
 
-def _line(suite: dict[str, Any]) -> Any:
-    """Return one line of at most 80 columns: name, status, seconds, and what tells most."""
-    from rich.text import Text
-
+def _line(suite: dict[str, Any]) -> str:
+    """Return name, status, seconds, and what tells most, in lines of at most 80 columns."""
     status = suite["status"]
-    line = Text(f"{suite['name']:<20}", no_wrap=True)
-    line.append(f"{status:<9}", style=COLORS.get(status, "bold red"))
-    line.append(f"{suite['seconds']:>6.1f} s  ")
-    line.append(_told(suite))
-    line.truncate(WIDTH, overflow="ellipsis")
-    return line
+    first = f"{suite['name']:<20}{status:<9}{suite['seconds']:>6.1f} s  "
+    text = fill(_summary(suite), WIDTH, initial_indent=first, subsequent_indent=" " * len(first))
+    color = COLORS.get(status, "red")
+    return text.replace(f"{status:<9}", output.paint(f"{status:<9}", fg=color, bold=status in BAD), 1)
 
 
-def _told(suite: dict[str, Any]) -> str:
+def _summary(suite: dict[str, Any]) -> str:
     checks = suite["checks"]
     wrong = [check["name"] for check in checks if check["status"] == "wrong"]
     if suite["message"]:
@@ -182,27 +152,23 @@ def _told(suite: dict[str, Any]) -> str:
     if wrong:
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         return f"{wrong[0]}{more} of {len(checks)}"
-    words = [f"{len(checks)} check{'s' * (len(checks) != 1)}"]
+    text = output.counted(len(checks), "check")
     for name, template in NUMBERS.items():
-        values = [value for check in checks if isinstance(value := check["numbers"].get(name), float)]
-        if values:
+        if values := [each for check in checks if isinstance(each := check["numbers"].get(name), float)]:
             most = max(values)
             number = f"{most:.1e}" if "error" in name else f"{most:,.0f}" if most >= 100 else f"{most:.3g}"
-            words.append(template.format(number))
-            break
-    return ", ".join(words)
+            return f"{text}, {template.format(number)}"
+    return text
 
 
-def _end(console: Console, report: dict[str, Any], files: Sequence[Path]) -> None:
+def _ending(report: dict[str, Any], files: Sequence[Path]) -> str:
     from weft.doctor.html import verdict
 
-    console.print("", fill(verdict(report), WIDTH), sep="\n", style="bold", markup=False)
-    for path in files:
-        console.print(f"  {os.fspath(path)}", markup=False)
+    next_step = "To send it: open an issue “A report from a GPU machine” and attach doctor.json."
     if report["is_rehearsal"]:
-        console.print("A rehearsal: nothing ran on a GPU. On a machine with GPUs: weft doctor --gpu")
-    else:
-        console.print("To send it: open an issue “A report from a GPU machine” and attach doctor.json.")
+        next_step = "A rehearsal: nothing ran on a GPU. On a machine with GPUs: weft doctor --gpu"
+    paths = [f"  {path}" for path in files]
+    return "\n".join(["", output.paint(fill(verdict(report), WIDTH), bold=True), *paths, next_step])
 
 
 def write_page(path: Path) -> str:

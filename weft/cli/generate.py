@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from weft.cli import output
 from weft.cli.numbers import sizes
-from weft.cli.options import Backend, DeviceDtype, Json
+from weft.cli.options import Backend, DeviceDtype, Json, PlanName, RanksHere, Sparse
 from weft.cli.packages import need
 from weft.core.errors import InputError
 
@@ -29,7 +30,7 @@ def run(
     second: Annotated[str | None, typer.Argument(metavar="PROMPT", help="What to show.")] = None,
     *,
     out: Annotated[Path, typer.Option("--out", "-o", help="The .mp4, .gif or .png (a sheet of frames).")],
-    ranks: Annotated[int, typer.Option(help="Ranks to start here; under torchrun its world is used.")] = 2,
+    ranks: RanksHere = 2,
     size: Annotated[str, typer.Option(help="Width x height, such as 832x480.")] = "",
     frames: Annotated[int | None, typer.Option(help="Frames of a video.")] = None,
     steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
@@ -45,16 +46,16 @@ def run(
     ] = None,
     tiling: Annotated[bool, typer.Option("--tiling", help="Decode in tiles, each on one rank.")] = False,
     dtype: DeviceDtype = "",
-    plan: Annotated[str, typer.Option(help="How attention is split; see weft plan.")] = "auto",
+    plan: PlanName = "auto",
     backend: Backend = "auto",
-    sparse: Annotated[str | None, typer.Option(help="Sparse attention: sta, svg, radial, topk:0.2.")] = None,
+    sparse: Sparse = None,
     cfg: Annotated[str, typer.Option(help="Guidance on two halves of the ranks: auto, on, off.")] = "auto",
     check: Annotated[str, typer.Option(help="first: prove rows of the first step; or none.")] = "first",
     as_json: Json = False,
 ) -> None:
     """Generate an image or a video from a local Diffusers checkpoint, with its tokens split over ranks.
 
-    weft generate ./Wan2.1-T2V-1.3B-Diffusers "a loom at work" --ranks 4 -o loom.mp4
+    weft generate ./Wan2.1-T2V-1.3B-Diffusers "a loom" --ranks 4 -o loom.mp4
 
     Without a checkpoint, use the small model that comes with weft, which knows moving colored shapes:
 
@@ -66,8 +67,8 @@ def run(
     media.check_target(out)
     model_dir, prompt = _model_and_prompt(first, second)
     pretrained.check(model_dir)
-    if ranks < 1 or (image is not None and not image.is_file()):
-        raise InputError(f"--ranks must be >= 1 and --image a file, got {ranks} and {image}.")
+    if image is not None and not image.is_file():
+        raise InputError(f"--image {image} is not a file.")
     check_packages(out, own=is_own(model_dir))
     from weft.generate.request import Request
     from weft.run.devices import default_dtype
@@ -77,7 +78,7 @@ def run(
         model=model_dir, prompt=prompt, out=out, seed=_seed(seed), width=width, height=height, frames=frames,
         steps=steps, negative=negative, guidance=guidance, image=image, fps=fps, more=_more(more or []),
         tiling=tiling, dtype=dtype or default_dtype(), plan=plan, sparse=sparse, cfg=cfg, check=check,
-        backend=backend, quiet=as_json,
+        backend=backend, quiet=as_json or output.verbosity < 0,
     )  # fmt: skip
     report = _generate(request, ranks)
     if report is not None:
@@ -128,7 +129,6 @@ def _more(pairs: list[str]) -> Kwargs:
 def _generate(request: Request, ranks: int) -> Kwargs | None:
     """Return the report, on rank 0."""
     import torch
-    from rich.console import Console
 
     from weft.cli.ranks import launched, model_ranks, run_once
     from weft.generate.generate import generate, prepare
@@ -140,7 +140,7 @@ def _generate(request: Request, ranks: int) -> Kwargs | None:
     if torch.cuda.is_available() and ranks > 1:  # as torchrun would: one process for each GPU
         sys.exit(launched(ranks))
     with model_ranks(ranks) as pool:
-        with Console(stderr=True, quiet=request.quiet).status("loading the model …"):
+        with output.progress("loading the model …", quiet=request.quiet):
             run_once(pool, prepare, request)
         return run_once(pool, generate, request)[0]
 

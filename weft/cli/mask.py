@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from weft.cli import output
 from weft.cli.numbers import sizes
-from weft.cli.options import Heads, Json
+from weft.cli.options import Block, Heads, Json, at_least
 from weft.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -49,36 +50,34 @@ def run(
     heads: Heads = 40,
     grid: Annotated[str, typer.Option(help="Video tokens TxHxW; Wan2.1 has 21x30x52 at 480p.")] = "21x30x52",
     text: Annotated[int, typer.Option(help="Text tokens before the video; they are never masked.")] = 0,
-    block: Annotated[int, typer.Option(help="Tokens in a block.")] = 64,
+    block: Block = 64,
     head: Annotated[int, typer.Option(help="The head to draw.")] = 0,
-    ranks: Annotated[int, typer.Option(help="Ranks to share the work.")] = 8,
+    ranks: Annotated[int, typer.Option(help="Ranks to share the work.", callback=at_least(1))] = 8,
     seed: Annotated[int, typer.Option(help="Random seed of the mask.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Draw a mask; show its density and its imbalance over ranks.
 
-    Try: weft mask sta:window=3x3x3,dense=0.1 --heads 24
+    weft mask sta:window=3x3x3,dense=0.1 --heads 24
     """
     if not spec:
         _list_masks()
         return
-    if ranks < 1:
-        raise InputError(f"--ranks must be >= 1, got {ranks}.")
     if heads > 0 and not 0 <= head < heads:
         raise InputError(f"--head must be in [0, {heads - 1}], got {head}.")
     from weft.masks.spec import mask_from_spec
 
     tokens = read_grid(grid, text)
-    if not as_json:  # a large mask takes seconds: echo the input first
-        prefix = f" + {text} text" if text else ""
-        typer.echo(f"{spec} · {heads} heads · {'×'.join(map(str, tokens.extent))}{prefix} tokens")
-    mask = mask_from_spec(spec, heads=heads, grid=tokens, block=block, seed=seed)
+    with output.progress(f"drawing {spec} …"):
+        mask = mask_from_spec(spec, heads=heads, grid=tokens, block=block, seed=seed)
     if as_json:
         about = {"spec": spec, "heads": heads, "grid": tokens.extent, "text": text, "block": block}
         cuts = [asdict(cut) for cut in natural_cuts(mask, ranks)]
         measured = {"density": mask.density, "densities": _densities(mask), "digest": mask.digest}
         typer.echo(json.dumps({**about, "seed": seed, **measured, "ranks": ranks, "cuts": cuts}, indent=2))
     else:
+        prefix = f" + {text} text" if text else ""
+        typer.echo(f"{spec} · {heads} heads · {'×'.join(map(str, tokens.extent))}{prefix} tokens")
         _show(mask, head, ranks)
 
 
@@ -126,28 +125,31 @@ def _show(mask: BlockMask, head: int, ranks: int) -> None:
     console = Console(highlight=False, markup=False, soft_wrap=True)
     densities = _densities(mask)
     least, middle, most = min(densities), median(densities), max(densities)
-    console.print(
-        f"{mask.q_blocks} blocks of {mask.block_q} · density {mask.density:.1%} · "
-        f"of heads: least {least:.1%}, median {middle:.1%}, most {most:.1%}"
-    )
+    text = f"{mask.q_blocks} blocks of {mask.block_q} · density {mask.density:.1%} · "
+    typer.echo(output.fill(f"{text}of heads: least {least:.1%}, median {middle:.1%}, most {most:.1%}"))
     dot = -(-mask.q_blocks // SIDE)
-    console.print(
-        f"\nhead {head}, {densities[head]:.1%} · a dot is {_tiles(dot)} · queries down, keys across"
-    )
+    typer.echo(f"\nhead {head}, {densities[head]:.1%} · a dot is {_tiles(dot)} · queries down, keys across")
     for line in _draw(mask, head, console):
         console.print(line)
     if not most:
-        console.print("\nNothing is active: no rank has anything to do.")
+        typer.echo("\nNothing is active: no rank has anything to do.")
         return
     cuts = list(natural_cuts(mask, ranks))
     if not cuts:
-        console.print(f"\n{mask.heads} heads and {mask.q_blocks} blocks leave some of {ranks} ranks idle.")
+        typer.echo(f"\n{mask.heads} heads and {mask.q_blocks} blocks leave some of {ranks} ranks idle.")
         return
-    console.print(f"\nOn {ranks} ranks, unbalanced: largest load / mean (1.000 is even):")
-    console.print("ulysses × ring   each step waits   no waiting   best with whole heads")
-    for cut in cuts:
-        shape = f"{cut.ulysses} × {cut.ring}"
-        console.print(f"{shape:>14} {cut.imbalance:17.3f} {cut.without_barriers:12.3f} {cut.bound:23.3f}")
+    typer.echo(f"\nOn {output.counted(ranks, 'rank')}, unbalanced: largest load / mean (1.000 is even):")
+    output.table(
+        [
+            {
+                "ulysses × ring": f"{cut.ulysses} × {cut.ring}",
+                "each step waits": f"{cut.imbalance:.3f}",
+                "no waiting": f"{cut.without_barriers:.3f}",
+                "best with whole heads": f"{cut.bound:.3f}",
+            }
+            for cut in cuts
+        ]
+    )
 
 
 def _tiles(dot: int) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import typer
 
+from weft.cli import output
 from weft.cli.options import Json
 
 LISTS = {"ZImageTransformer2DModel"}
@@ -57,22 +58,22 @@ def _decoders() -> dict[str, set[str]]:
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 1))
-    for name in ("model", "attention", "masks", "CFG", "VAE", ""):
-        table.add_column(name, no_wrap=name != "")
     words = {True: "yes", False: "–", None: "?"}
-    for row in rows:
-        labels = [words[row[name]] for name in ("masks", "guidance", "vae")]
-        table.add_row(row["model"], row["attention"], *labels, row["note"])
-    console = Console()
-    console.print(table)
-    console.print(
+    output.table(
+        [
+            {
+                "model": row["model"],
+                "attention": row["attention"],
+                "masks": words[row["masks"]],
+                "CFG": words[row["guidance"]],
+                "VAE": words[row["vae"]],
+                "": row["note"],
+            }
+            for row in rows
+        ]
+    )
+    output.note(
         "masks: sparse attention · CFG: its two branches on two halves of the ranks · VAE: tiles decoded by "
         "all ranks, after vae.enable_tiling()\n"
-        "any other model: weft.parallelize(model, adapter=…), see docs/models.md",
-        highlight=False,
-        soft_wrap=True,
+        "any other model: weft.parallelize(model, adapter=…), see docs/models.md"
     )

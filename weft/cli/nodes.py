@@ -7,6 +7,7 @@ of Slurm (one task per node), and those that torchrun reads (PET_*, as Kubeflow 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -30,65 +31,65 @@ COUNT_VARIABLES = [
 NODE_VARIABLES = ["LWS_WORKER_INDEX", "SLURM_NODEID", "PET_NODE_RANK"]
 MASTER_VARIABLES = ["LWS_LEADER_ADDRESS", "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "PET_MASTER_ADDR"]
 
-Count = Annotated[
-    int,
-    typer.Option("--nodes", help="Machines; give this command on each of them.", envvar=COUNT_VARIABLES),
-]
-Node = Annotated[int, typer.Option("--node", help="Which machine this is, from 0.", envvar=NODE_VARIABLES)]
-Master = Annotated[
-    str,
-    typer.Option(
-        "--master", help="HOST[:PORT] at which machine 0 listens; port 29500.", envvar=MASTER_VARIABLES
-    ),
-]
-TokenFile = Annotated[
-    Path | None, typer.Option("--token-file", help="File with the secret that all machines share.")
-]
-Interface = Annotated[
-    str, typer.Option("--interface", help="Network interface between machines; that of --master if left out.")
-]
-TLSCert = Annotated[
-    Path | None, typer.Option("--tls-cert", help="PEM certificate of machine 0; self-signed if left out.")
-]
-TLSKey = Annotated[Path | None, typer.Option("--tls-key", help="PEM private key of --tls-cert.")]
 
+@dataclass(frozen=True, kw_only=True)
+class NodeOptions:
+    """Options of a command that runs on several machines, to be given on each of them."""
 
-def nodes_of(
-    count: int, node: int, master: str, token_file: Path | None, interface: str,
-    tls: tuple[Path | None, Path | None],
-) -> Nodes:  # fmt: skip
-    """Validate the options before anything listens."""
-    from weft.run.net import interfaces
-    from weft.run.spawn.nodes import Nodes
+    nodes: Annotated[
+        int, typer.Option(help="Machines; give this command on each of them.", envvar=COUNT_VARIABLES)
+    ] = 1
+    node: Annotated[int, typer.Option(help="Which machine this is, from 0.", envvar=NODE_VARIABLES)] = 0
+    master: Annotated[
+        str,
+        typer.Option(help="HOST[:PORT] at which machine 0 listens; port 29500.", envvar=MASTER_VARIABLES),
+    ] = ""
+    token_file: Annotated[Path | None, typer.Option(help="File with the secret that all machines share.")] = (
+        None
+    )
+    interface: Annotated[
+        str, typer.Option(help="Network interface between machines; that of --master if left out.")
+    ] = ""
+    tls_cert: Annotated[
+        Path | None, typer.Option(help="PEM certificate of machine 0; self-signed if left out.")
+    ] = None
+    tls_key: Annotated[Path | None, typer.Option(help="PEM private key of --tls-cert.")] = None
 
-    if count == 1 and _source(NODE_VARIABLES, node):
-        node = 0  # --nodes 1 takes this machine alone, wherever in a cluster it is
-    if count < 1 or not 0 <= node < count:
-        raise InputError(
-            f"--nodes {count} --node {node} is not a machine of a group.",
-            hint="--nodes must be >= 1 and 0 <= --node < --nodes.",
-        )
-    if count == 1:
-        return Nodes()
-    host, port = meeting_point(master, count)
-    if token_file is None:
-        source = _source(COUNT_VARIABLES, count)
-        alone = f" {source} is set: pass --nodes 1 to use this machine alone." if source else ""
-        raise InputError(
-            f"--nodes {count} requires --token-file, the secret by which machines authenticate each other.",
-            hint="Make one with openssl rand -hex 32 > token, chmod 600 it, and copy it to every machine."
-            + alone,
-        )
-    from weft.serve.api.auth import read_key
+    def validated(self) -> Nodes:
+        """Validate the options before anything listens."""
+        from weft.run.net import interfaces
+        from weft.run.spawn.nodes import Nodes
 
-    token, certificate = read_key(token_file), _certificate(*tls)
-    if node == 0 and certificate is None:
-        need("cryptography", extra="nodes")
-    name, address = interfaces.choose(host, interface, is_master=node == 0)
-    return Nodes(
-        count=count, node=node, master=(host, port), address=address, interface=name, token=token,
-        certificate=certificate,
-    )  # fmt: skip
+        node = self.node
+        if self.nodes == 1 and _source(NODE_VARIABLES, node):
+            node = 0  # --nodes 1 takes this machine alone, wherever in a cluster it is
+        if self.nodes < 1 or not 0 <= node < self.nodes:
+            raise InputError(
+                f"--nodes {self.nodes} --node {node} is not a machine of a group.",
+                hint="--nodes must be >= 1 and 0 <= --node < --nodes.",
+            )
+        if self.nodes == 1:
+            return Nodes()
+        host, port = meeting_point(self.master, self.nodes)
+        if self.token_file is None:
+            source = _source(COUNT_VARIABLES, self.nodes)
+            alone = f" {source} is set: pass --nodes 1 to use this machine alone." if source else ""
+            raise InputError(
+                f"--nodes {self.nodes} requires --token-file, the secret that authenticates machines.",
+                hint="Make one with openssl rand -hex 32 > token, chmod 600 it, copy it to every machine."
+                + alone,
+            )
+        from weft.serve.api.auth import read_key
+
+        token, certificate = read_key(self.token_file), _certificate(self.tls_cert, self.tls_key)
+        is_master = node == 0
+        if is_master and certificate is None:
+            need("cryptography", extra="nodes")
+        name, address = interfaces.choose(host, self.interface, is_master=is_master)
+        return Nodes(
+            count=self.nodes, node=node, master=(host, port), address=address, interface=name,
+            token=token, certificate=certificate,
+        )  # fmt: skip
 
 
 def _source(variables: list[str], value: int) -> str:

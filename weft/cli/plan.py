@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from weft.cli import output
 from weft.cli.options import Block, Cluster, Dtype, Frames, Json, Mask, Name, Size
-from weft.cli.tables import table
-from weft.cli.workload import Workload, assumed, assumed_lines, read_topology
+from weft.cli.workload import Workload, assumed, assumed_lines, bandwidth, read_topology
 from weft.core import units
 from weft.core.files import check_writable, writing
 
 if TYPE_CHECKING:
-    from rich.status import Status
-    from rich.table import Table
-
     from weft.core.topology import Topology
     from weft.plan.choose import Candidate, Plan
     from weft.simulate.models import ModelSizes
 
+    Reasons = Sequence[tuple[Candidate, str]]
+
+MAX_BUILT_RANKS = 32
+"""Kinds of plans that are far from the best are built to explain why, if that takes no seconds."""
 COSTS = ("intra_bytes", "inter_bytes", "imbalance", "bound", "memory")
 """Fields of a plan in the JSON output."""
 
@@ -41,118 +43,109 @@ def run(
 ) -> None:
     """Rank the plans for one attention of a model on a cluster by predicted time.
 
-    Try: weft plan wan2.1-14b --topology 8xh100 --mask svg:density=0.25
+    weft plan wan2.1-14b --topology 8xh100 --mask svg:density=0.25
     """
     work = Workload.read(model, size=size, frames=frames, mask=mask, block=block, dtype=dtype)
     cluster = read_topology(topology)
     problem = work.problem(cluster.ranks)
     if save:
         check_writable(save, hint="Give another --save.")
-    # A large mask takes seconds: echo the input first.
-    if not as_json:
-        typer.echo(f"{work} · {_links(cluster)}")
-    with _busy(f"drawing {mask} …"):
+    with output.progress(f"drawing {mask} …"):
         active = work.mask
     if not as_json:
-        typer.echo(f"{mask} · {active.density:.0%} active")
-    with _busy("timing candidates …"):
+        typer.echo(output.fill(f"{work} · {_links(cluster)}\n{mask} · {active.density:.0%} active"))
+    with output.progress("timing candidates …"):
         from weft.plan.choose import choose
 
         plan = choose(problem, active, cluster)
+        reasons = plan.why_not(cluster if cluster.ranks <= MAX_BUILT_RANKS else None)
     if save:
         _save(plan, save)
     if as_json:
-        typer.echo(json.dumps({**_plain(plan), "assumed": assumed(cluster, active)}, indent=2))
+        shape = {"tokens": active.q_len, "heads": work.model.heads, "head_dim": work.model.head_dim}
+        about = {"model": model, **shape, "layers": work.model.layers, "dtype": dtype, "mask": mask}
+        about |= {"block": block, "density": active.density, "topology": cluster.name}
+        typer.echo(
+            json.dumps({**about, **_plain(plan, reasons), "assumed": assumed(cluster, active)}, indent=2)
+        )
     else:
-        _show(plan, work.model, cluster, show_all=show_all)
-
-
-def _busy(words: str) -> Status:
-    from rich.console import Console
-
-    return Console(stderr=True).status(words)
+        _show(plan, reasons, work.model, cluster, show_all=show_all)
 
 
 def _links(cluster: Topology) -> str:
-    links = f"{cluster.intra.bandwidth / 1e9:,.3g} GB/s"
+    links = bandwidth(cluster.intra, cluster)
     if cluster.machines > 1:
-        links += f" inside, {cluster.inter.bandwidth / 1e9:,.3g} between machines"
+        links += f" inside, {bandwidth(cluster.inter, cluster)} between machines"
     return f"{cluster.name} ({links})"
 
 
-def _show(plan: Plan, model: ModelSizes, cluster: Topology, *, show_all: bool) -> None:
-    from rich.console import Console
-
+def _show(plan: Plan, reasons: Reasons, model: ModelSizes, cluster: Topology, *, show_all: bool) -> None:
     from weft.report.terminal import load_lines, text_gantt
     from weft.schedule.measure import measure
     from weft.simulate.events import simulate
 
-    console, work = Console(), measure(plan.schedule).work
+    work = measure(plan.schedule).work
     if not any(work):
         typer.echo("Nothing is active: no rank has anything to do, and every plan takes no time.")
         return
-    typer.echo(assumed_lines(cluster, plan.schedule.attention[1]))
-    # In a narrow terminal lines wrap, so that no number is cut.
-    Console(width=max(console.width, 100)).print(_table(plan))
+    typer.echo(output.fill(assumed_lines(cluster, plan.schedule.attention[1])))
+    output.table(_rows(plan), bold=[0])
     if show_all:
         for name, seconds in plan.left_out:
-            console.print(
-                f"  {name:<22} about {units.time(seconds)}: not built, {len(plan.ranked)} have less",
-                style="dim",
-            )
-    console.print(f"Why: {plan.why()}", highlight=False)
+            output.note(f"  {name:<22} about {units.time(seconds)}: not built, {len(plan.ranked)} have less")
     between = ", inside its machine · between: by a rank, to other machines" if _leaves(plan) else ""
-    console.print(
+    output.note(
         "attention: one layer · imbal./min: the largest load over the mean, and the least possible · "
-        f"sent: by a rank{between}",
-        style="dim",
-        highlight=False,
+        f"sent: by a rank{between}"
+    )
+    typer.echo(output.fill(f"\nWhy: {plan.why()}"))
+    output.table(
+        [
+            {"why not": option.name, "slower": _ratio(option, plan), "because, of its busiest rank": reason}
+            for option, reason in reasons
+        ]
     )
     best = plan.ranked[0]
-    bars = load_lines(work, best.bound)
-    rows = text_gantt(simulate(plan.schedule, cluster))
-    typer.echo(
-        "\n".join([f"\n{best.name}, work of each rank over the mean:", *bars, "", "simulated:", *rows, ""])
-    )
+    typer.echo(f"\n{best.name}, work of each rank over the mean:")
+    typer.echo("\n".join(load_lines(work, best.bound)))
+    typer.echo("\nsimulated:")
+    typer.echo("\n".join(text_gantt(simulate(plan.schedule, cluster))))
     if model.layers > 1:
-        total = best.seconds * model.layers * model.steps
-        console.print(
-            f"Attention of {model.layers} layers × {model.steps} steps: {units.time(total)} "
-            "(linear layers, cross-attention and VAE are not counted).",
-            highlight=False,
+        total = units.time(best.seconds * model.layers * model.steps)
+        scope = "linear layers, cross-attention and VAE are not counted"
+        typer.echo(
+            output.fill(f"\nAttention of {model.layers} layers × {model.steps} steps: {total} ({scope}).")
         )
 
 
-def _table(plan: Plan) -> Table:
-    between = _leaves(plan)
-    numbers = ("attention", "", "exposed", "imbal./min", "sent", *(["between"] if between else []), "memory")
-    rows = table(("#", "plan", *numbers), left=("plan",))
-    best, ranks = plan.ranked[0].seconds, plan.schedule.problem.ranks
-    for place, option in enumerate(plan.ranked, start=1):
-        cells = _cells(place, option, best, ranks, between=between)
-        rows.add_row(*cells, style="bold" if place == 1 else "")
-    return rows
+def _rows(plan: Plan) -> list[output.Row]:
+    ranks = plan.schedule.problem.ranks
+    return [
+        {
+            "#": str(place),
+            "plan": option.name,
+            "attention": units.time(option.seconds),
+            "slower": _ratio(option, plan),
+            "exposed": f"{option.timing.exposed:.1%}",
+            "imbal./min": f"{option.imbalance:.3f}/{option.bound:.3f}",
+            "sent": units.size(option.intra_bytes / ranks),
+            **({"between": units.size(option.inter_bytes / ranks)} if _leaves(plan) else {}),
+            "memory": units.size(option.memory),
+        }
+        for place, option in enumerate(plan.ranked, start=1)
+    ]
+
+
+def _ratio(option: Candidate, plan: Plan) -> str:
+    best = plan.ranked[0].seconds
+    return f"{option.seconds / best if best else 1.0:.2f}×"
 
 
 def _leaves(plan: Plan) -> bool:
     return any(option.inter_bytes for option in plan.ranked)
 
 
-def _cells(place: int, option: Candidate, best: float, ranks: int, *, between: bool) -> list[str]:
-    return [
-        str(place),
-        option.name,
-        units.time(option.seconds),
-        f"{option.seconds / best if best else 1.0:.2f}×",
-        f"{option.timing.exposed:.1%}",
-        f"{option.imbalance:.3f}/{option.bound:.3f}",
-        units.size(option.intra_bytes / ranks),
-        *([units.size(option.inter_bytes / ranks)] if between else []),
-        units.size(option.memory),
-    ]
-
-
-def _plain(plan: Plan) -> dict[str, Any]:
+def _plain(plan: Plan, reasons: Reasons) -> dict[str, Any]:
     rows = [
         {
             "plan": option.name,
@@ -162,7 +155,11 @@ def _plain(plan: Plan) -> dict[str, Any]:
         }
         for option in plan.ranked
     ]
-    return {"plans": rows, "why": plan.why(), "left_out": dict(plan.left_out)}
+    why_not = [
+        {"plan": option.name, "seconds": option.seconds, "because": reason} for option, reason in reasons
+    ]
+    chosen = {"plan": plan.ranked[0].name, "why": plan.why(), "why_not": why_not}
+    return {**chosen, "plans": rows, "left_out": dict(plan.left_out)}
 
 
 def _save(plan: Plan, path: Path) -> None:

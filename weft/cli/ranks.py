@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,12 +42,17 @@ class LaunchedRanks:
             dist.destroy_process_group()
 
 
-def launched(ranks: int, nodes: Nodes | None = None, *, grace: float | None = None) -> int:
-    """Run this command again on each of some ranks, and return its exit code."""
+def launched(
+    ranks: int, nodes: Nodes | None = None, *, grace: float | None = None, expected: Collection[int] = ()
+) -> int:
+    """Run this command again on each of some ranks, and return its exit code.
+
+    A rank that ends with a code of `expected` has already reported why.
+    """
     outcome = launch(["-m", "weft.cli.main", *sys.argv[1:]], ranks, nodes, grace=grace)
     if outcome.traceback:  # the error of the command itself
         typer.echo(outcome.traceback.rstrip(), err=True)
-    elif outcome.rank is not None or outcome.reason:
+    elif outcome.code not in expected and (outcome.rank is not None or outcome.reason):
         report_outcome(outcome)
     return outcome.code
 

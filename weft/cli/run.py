@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from weft.cli import nodes as node_options
+from weft.cli.nodes import NodeOptions
+from weft.cli.options import Ranks
 from weft.core.errors import InputError
 
 # Unknown options belong to the script.
@@ -21,14 +22,8 @@ def run(
         list[str] | None, typer.Argument(help="Its arguments; after -- even those that weft has too.")
     ] = None,
     *,
-    ranks: Annotated[int, typer.Option(help="Ranks to start on this machine.")] = 2,
-    nodes: node_options.Count = 1,
-    node: node_options.Node = 0,
-    master: node_options.Master = "",
-    token_file: node_options.TokenFile = None,
-    interface: node_options.Interface = "",
-    tls_cert: node_options.TLSCert = None,
-    tls_key: node_options.TLSKey = None,
+    ranks: Ranks = 2,
+    machines: NodeOptions,
 ) -> None:
     """Run a script on several ranks, as torchrun does, with one traceback if it fails.
 
@@ -37,10 +32,8 @@ def run(
     """
     if not script.is_file():
         raise InputError(f"Script {script} not found.", hint="weft run SCRIPT [ARGS] --ranks 4")
-    if ranks < 1:
-        raise InputError(f"--ranks must be >= 1, got {ranks}.")
-    where = node_options.nodes_of(nodes, node, master, token_file, interface, (tls_cert, tls_key))
+    nodes = machines.validated()
     from weft.cli.ranks import report_outcome
     from weft.run.spawn.launch import launch
 
-    sys.exit(report_outcome(launch([str(script), *(args or [])], ranks, where)))
+    sys.exit(report_outcome(launch([str(script), *(args or [])], ranks, nodes)))

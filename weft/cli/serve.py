@@ -6,14 +6,17 @@ import os
 import re
 import signal
 import threading
+from dataclasses import dataclass
+from logging import getLevelName
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weft.cli import nodes as node_options
+from weft.cli import output
+from weft.cli.nodes import NodeOptions
 from weft.cli.numbers import amount, duration
-from weft.cli.options import Backend, DeviceDtype
+from weft.cli.options import Backend, DeviceDtype, PlanName, Ranks, Sparse, at_least
 from weft.cli.packages import need
 from weft.core.errors import InputError
 
@@ -22,40 +25,54 @@ if TYPE_CHECKING:
 
 POLICIES = ("elastic", "all", "one")
 PACKAGES = (
-    "fastapi",
-    "uvicorn",
-    "sse_starlette",
-    "prometheus_client",
-    "python_multipart",
-    "torch",
-    "av",
-    "PIL",
-)
+    "fastapi", "uvicorn", "sse_starlette", "prometheus_client", "python_multipart", "torch", "av", "PIL",
+)  # fmt: skip
 KeyFile = Annotated[
     Path | None, typer.Option(help="A file with the key of clients; without it, loopback only.")
-]
-MaxTime = Annotated[
-    str | None,
-    typer.Option(
-        help="Longest predicted time of a request, alone: 10m, 2h. Longer ones are rejected with 400. "
-        "[default: 1h, or 10 times the model's default request]"
-    ),
-]
-MaxStep = Annotated[
-    str | None,
-    typer.Option(
-        help="Longest predicted time of one step, which others may have to wait for: 30s. "
-        "[default: 30s, or 10 times that of the model's default request]"
-    ),
-]
-Data = Annotated[
-    Path | None, typer.Option(help="Folder of jobs and results. [default: below ~/.local/state/weft]")
 ]
 Policy = Annotated[
     str, typer.Option(help="elastic; or first come, first served: `all` ranks, or `one` rank, for each job.")
 ]
 RETRY_SECONDS = 2.0
 """Between two starts of an agent whose server is not reachable."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeLimits:
+    """Options that bound requests and what is stored of them."""
+
+    max_queue: Annotated[
+        int, typer.Option(help="Queued jobs at most; more are rejected with 429.", callback=at_least(1))
+    ] = 64
+    max_time: Annotated[
+        str | None,
+        typer.Option(
+            help="Longest predicted time of a request, alone: 10m, 2h. Longer ones are rejected with 400. "
+            "[default: 1h, or 10 times the model's default request]"
+        ),
+    ] = None
+    max_step: Annotated[
+        str | None,
+        typer.Option(
+            help="Longest predicted time of one step, which others may have to wait for: 30s. "
+            "[default: 30s, or 10 times that of the model's default request]"
+        ),
+    ] = None
+    ttl: Annotated[str, typer.Option(help="Retention time of results: 15m, 24h, 7d.")] = "24h"
+    quota: Annotated[str, typer.Option(help="Maximum disk usage of results.")] = "10GiB"
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of jobs and results. [default: below ~/.local/state/weft]")
+    ] = None
+
+    def settings(self) -> dict[str, Any]:
+        """Return them as fields of `ServerSettings`, without the folder."""
+        return {
+            "queue": self.max_queue,
+            "max_time": duration(self.max_time, "max-time") if self.max_time else None,
+            "max_step": duration(self.max_step, "max-step") if self.max_step else None,
+            "keep": duration(self.ttl, "ttl"),
+            "quota": amount(self.quota, "quota"),
+        }
 
 
 def run(
@@ -65,32 +82,26 @@ def run(
     *,
     host: Annotated[str, typer.Option(help="The address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 finds a free one.")] = 8000,
-    ranks: Annotated[int, typer.Option(help="Ranks to start on this machine.")] = 2,
+    ranks: Ranks = 2,
     served_name: Annotated[str, typer.Option(help="Model name for clients; default: its folder's.")] = "",
     api_key_file: KeyFile = None,
-    max_queue: Annotated[int, typer.Option(help="Queued jobs at most; more are rejected with 429.")] = 64,
-    max_time: MaxTime = None,
-    max_step: MaxStep = None,
-    ttl: Annotated[str, typer.Option(help="Retention time of results: 15m, 24h, 7d.")] = "24h",
-    quota: Annotated[str, typer.Option(help="Maximum disk usage of results.")] = "10GiB",
-    data: Data = None,
+    limits: ServeLimits,
     policy: Policy = "elastic",
     dtype: DeviceDtype = "",
-    plan: Annotated[str, typer.Option(help="How attention is split; see weft plan.")] = "auto",
+    plan: PlanName = "auto",
     backend: Backend = "auto",
-    sparse: Annotated[str | None, typer.Option(help="Sparse attention: sta, svg, radial, topk:0.2.")] = None,
-    nodes: node_options.Count = 1,
-    node: node_options.Node = 0,
-    master: node_options.Master = "",
-    token_file: node_options.TokenFile = None,
-    interface: node_options.Interface = "",
-    tls_cert: node_options.TLSCert = None,
-    tls_key: node_options.TLSKey = None,
+    sparse: Sparse = None,
+    machines: NodeOptions,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts into the log.")] = False,
 ) -> None:
     """Serve a model: /v1/videos and /v1/images, compatible with OpenAI's clients, and a page at /.
 
-    weft serve                                             the small model that comes with weft, on 2 ranks
+    Without a checkpoint, serve the small model that comes with weft:
+
+    weft serve
+
+    A checkpoint of Diffusers:
+
     weft serve ./Wan2.1-T2V-1.3B-Diffusers --ranks 8
 
     Jobs survive lost ranks and a restart with the same --data. The first Ctrl-C or SIGTERM gives running jobs
@@ -101,20 +112,22 @@ def run(
 
     directory = (model or shipped()).resolve()
     pretrained.check(directory)
-    _check_packages(own=is_own(directory))
-    _check_options(policy, ranks=ranks, port=port, max_queue=max_queue)
+    need(*PACKAGES, extra="serve")
+    if not is_own(directory):
+        need("diffusers", "transformers", "accelerate")
+    if policy not in POLICIES:
+        raise InputError(f"Unknown --policy {policy}.", hint=f"Policies are {', '.join(POLICIES)}.")
+    if not 0 <= port < 2**16:
+        raise InputError(f"--port must be in 0 … 65535, got {port}.")
     from weft.serve.settings import ServerSettings
 
     name = _name(served_name, directory, own=model is None)
     settings = ServerSettings(
-        model=directory, folder=(data or _state() / name).resolve(), name=name, ranks=ranks, policy=policy,
-        queue=max_queue, keep=duration(ttl, "ttl"), quota=amount(quota, "quota"),
-        max_time=duration(max_time, "max-time") if max_time else None,
-        max_step=duration(max_step, "max-step") if max_step else None,
+        model=directory, folder=(limits.data or _state() / name).resolve(), name=name, ranks=ranks,
+        policy=policy, nodes=machines.validated(), **limits.settings(),
         options={"name": name, "dtype": dtype, "plan": plan, "sparse": sparse, "backend": backend},
-        nodes=node_options.nodes_of(nodes, node, master, token_file, interface, (tls_cert, tls_key)),
     )  # fmt: skip
-    if node:
+    if settings.nodes.node:
         _join(settings)
     else:
         _serve(settings, (host, port), api_key_file, log_prompts=log_prompts)
@@ -134,12 +147,12 @@ def _serve(
     listener = bind(*at)
 
     def ready() -> None:
-        ranks = f"{settings.world} rank{'s' * (settings.world > 1)}"
+        ranks = output.counted(settings.world, "rank")
         print(f"weft: {settings.name} on {ranks} at {address(listener)} (page; API below /v1)", flush=True)
 
     with listener:
         engine = Engine(settings)
-        logs.configure()
+        logs.configure(level=getLevelName((output.log_level or "info").upper()))
         log_events(engine, prompts=log_prompts)
         serve(engine, create_app(engine, key=key, limits=RequestLimits()), listener, ready=ready)
 
@@ -153,7 +166,8 @@ def _join(settings: ServerSettings) -> None:
     ended, nodes = threading.Event(), settings.nodes
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
-    print(f"weft: {settings.ranks} ranks for the server at {nodes.master[0]}:{nodes.master[1]}", flush=True)
+    ranks = output.counted(settings.ranks, "rank")
+    print(f"weft: {ranks} for the server at {nodes.master[0]}:{nodes.master[1]}", flush=True)
     while not ended.is_set():
         try:
             connect(nodes.master, nodes.token, "ping").close()  # a refused token ends this command
@@ -167,22 +181,6 @@ def _join(settings: ServerSettings) -> None:
         end(agent)
         if not ended.wait(RETRY_SECONDS):
             print("weft: the ranks of this machine exited (see above); restarting them", flush=True)
-
-
-def _check_packages(*, own: bool) -> None:
-    need(*PACKAGES, extra="serve")
-    if not own:
-        need("diffusers", "transformers", "accelerate")
-
-
-def _check_options(policy: str, *, ranks: int, port: int, max_queue: int) -> None:
-    if policy not in POLICIES:
-        raise InputError(f"Unknown --policy {policy}.", hint=f"Policies are {', '.join(POLICIES)}.")
-    if min(ranks, max_queue) < 1 or not 0 <= port < 2**16:
-        raise InputError(
-            "--ranks and --max-queue must be >= 1 and --port in 0 … 65535, "
-            f"got --ranks {ranks} --max-queue {max_queue} --port {port}."
-        )
 
 
 def _name(served_name: str, directory: Path, *, own: bool) -> str:

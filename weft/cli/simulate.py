@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from weft.cli import output
 from weft.cli.numbers import counts
 from weft.cli.options import Block, Cluster, Dtype, Frames, Json, Mask, Name, Size
-from weft.cli.tables import table
 from weft.cli.workload import Workload, assumed, assumed_lines, read_topology
 from weft.core.files import writing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from weft.report.sweep import SweepPoint, SweepResult
     from weft.simulate.models import ModelSizes
@@ -33,7 +32,6 @@ def run(
     devices: Annotated[
         str, typer.Option(help="Sizes such as 8,16,32, in machines of the topology; its own if left out.")
     ] = "",
-    gpus: Annotated[str, typer.Option(hidden=True)] = "",
     plan: Annotated[
         str, typer.Option(help="auto takes the planner's choice; all; or names such as ulysses,ring.")
     ] = "auto",
@@ -49,25 +47,29 @@ def run(
 ) -> None:
     """Simulate one attention of a model by several plans on clusters of several sizes.
 
-    Try: weft simulate wan2.1-14b --topology 4x8xh100 --devices 8,16,32 --mask svg:density=0.25
+    weft simulate wan2.1-14b --devices 8,16,32 --mask svg:density=0.25
     """
     work = Workload.read(model, size=size, frames=frames, mask=mask, block=block, dtype=dtype)
     cluster = read_topology(topology)
-    devices = devices or gpus
     asked = counts(devices, "devices") if devices else []
-    if not as_json:
-        typer.echo(f"{work} · machines of {cluster.name}")
     from weft.report.sweep import resized, sweep, wanted
 
     clusters = [resized(cluster, n) for n in asked] or [cluster]
     problems = [work.problem(c.ranks) for c in clusters]
-    active, names = work.mask, tuple(name.strip() for name in plan.split(","))
+    with output.progress(f"drawing {mask} …"):
+        active, names = work.mask, tuple(name.strip() for name in plan.split(","))
     total = sum(len(wanted(p, active, c, names)) for p, c in zip(problems, clusters, strict=True))
     if report:  # fail before the simulation, not after it
         with writing(report, hint="Give another --report."):
             report.mkdir(parents=True, exist_ok=True)
-    with _progress(total) as step:
-        results = list(sweep(work.problem, active, clusters, names, on_plan=step))
+    with output.progress("simulating …") as status:
+        done = count(1)
+        results = list(
+            sweep(
+                work.problem, active, clusters, names,
+                on_plan=lambda name: status.update(f"plan {next(done)} of {total}: {name}"),
+            )
+        )  # fmt: skip
     rows = _rows(results, work.model, work.grid)
     if report:
         _report(results, report)
@@ -76,29 +78,11 @@ def run(
         about |= {"assumed": assumed(cluster, active)}
         typer.echo(json.dumps({**about, "layers": work.model.layers, "rows": rows}, indent=2))
     else:
-        typer.echo(f"{mask} · {active.density:.0%} active\n{assumed_lines(cluster, active)}")
+        about_mask = f"{mask} · {active.density:.0%} active\n{assumed_lines(cluster, active)}"
+        typer.echo(output.fill(f"{work} · machines of {cluster.name}\n{about_mask}"))
         _show(rows, results, work.model)
         if report:
             typer.echo(f"\n{report / 'index.html'}")
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[str], None]]:
-    """Show a progress bar on stderr that names the current plan."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=total)
-        begun = False
-
-        def step(what: str) -> None:
-            nonlocal begun
-            progress.update(task, description=what, advance=1 if begun else 0)
-            begun = True
-
-        yield step
 
 
 def _rows(
@@ -129,48 +113,41 @@ def _rows(
 
 
 def _show(rows: list[dict[str, Any]], results: Sequence[SweepResult], model: ModelSizes) -> None:
-    from rich.console import Console
-
     from weft.core import units
     from weft.report.terminal import text_gantt
 
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    columns = ("devices", "plan", "attention", "step", "speed", "eff.", "exposed", "imbal. in time", "sent")
-    fastest = table(columns, left=("plan",), padding=(0, 1, 0, 0))  # 80 columns with the longest name
-    shown: dict[int, int] = {}
-    for row in rows:
-        place = shown[row["gpus"]] = shown.get(row["gpus"], 0) + 1
-        if place <= MOST_PLANS:
-            fastest.add_row(*_cells(row), style="bold" if place == 1 else "")
-    console.print(fastest)
-    hidden = sum(max(0, count - MOST_PLANS) for count in shown.values())
+    by_size = [
+        [row for row in rows if row["gpus"] == size] for size in dict.fromkeys(r["gpus"] for r in rows)
+    ]
+    fastest = [row for some in by_size for row in some[:MOST_PLANS]]
+    first = [number for number, row in enumerate(fastest) if any(row is some[0] for some in by_size)]
+    output.table([_cells(row) for row in fastest], bold=first)
+    hidden, layers = len(rows) - len(fastest), output.counted(model.layers, "layer")
     more = f" · {hidden} slower plans are left out: --json has them" if hidden else ""
-    console.print(
-        f"step: a pass through {model.layers} layers, no VAE · speed, eff.: against the first · "
-        f"sent: by a GPU{more}",
-        style="dim",
+    output.note(
+        f"one layer: its attention · one step: a pass through {layers}, no VAE · "
+        f"speed, eff.: against the first · sent: by a GPU{more}"
     )
     best = _best(results)
-    console.print(f"\n{best.schedule.name} on {best.cluster.name}, simulated")
-    for line in text_gantt(best.timeline):
-        console.print(line)
-    console.print(f"{units.time(best.timeline.seconds)}, {best.point.exposed:.1%} of it waiting for data")
+    typer.echo(f"\n{best.schedule.name} on {best.cluster.name}, simulated")
+    typer.echo("\n".join(text_gantt(best.timeline)))
+    typer.echo(f"{units.time(best.timeline.seconds)}, {best.point.exposed:.1%} of it waiting for data")
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
+def _cells(row: dict[str, Any]) -> output.Row:
     from weft.core import units
 
-    return [
-        str(row["gpus"]),
-        row["plan"],
-        units.time(row["seconds"]),
-        units.time(row["step_seconds"]) if row["step_seconds"] else "–",
-        f"{row['speedup']:.2f}×",
-        f"{row['efficiency']:.0%}",
-        f"{row['exposed']:.1%}",
-        f"{row['imbalance']:.3f}",
-        units.size((row["intra_bytes"] + row["inter_bytes"]) / row["gpus"]),
-    ]
+    return {
+        "devices": str(row["gpus"]),
+        "plan": row["plan"],
+        "one layer": units.time(row["seconds"]),
+        "one step": units.time(row["step_seconds"]) if row["step_seconds"] else "–",
+        "speed": f"{row['speedup']:.2f}×",
+        "eff.": f"{row['efficiency']:.0%}",
+        "exposed": f"{row['exposed']:.1%}",
+        "imbal. in time": f"{row['imbalance']:.3f}",
+        "sent": units.size((row["intra_bytes"] + row["inter_bytes"]) / row["gpus"]),
+    }
 
 
 def _best(results: Sequence[SweepResult]) -> SweepResult:

@@ -7,13 +7,15 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed, wait
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from weft.cli import output
 from weft.cli.numbers import sizes
 from weft.cli.packages import need
-from weft.cli.tables import table
+from weft.core.errors import InputError
 
 if TYPE_CHECKING:
     from weft.run.spawn.testbed import Testbed
@@ -37,6 +39,8 @@ def run(
     weft testbed 3x2 --rate 1gbit -- train.py --steps 3
     """
     machines, devices = sizes(shape, "machines x devices", "3x2; a script goes after --")
+    if command and not command[0].startswith("-") and not Path(command[0]).is_file():
+        raise InputError(f"Script {command[0]} not found.", hint="weft testbed 2x2 -- SCRIPT [ARGS]")
     need("torch")
     from weft.run.spawn.testbed import Testbed
 
@@ -95,28 +99,26 @@ def _follow(machine: int, process: subprocess.Popen[str]) -> int:
 
 
 def _show(bed: Testbed, devices: int) -> None:
-    from rich.console import Console
-
-    console = Console()
     before = bed.traffic()
-    with console.status("sending around …"), bed.pool(devices) as pool:
+    with output.progress("sending around …"), bed.pool(devices) as pool:
         seconds = max(pool.run(send_around, devices))
     payload = TIMES * LARGE * devices
-    columns = ("machine", "address", "limit", "sent", "on the wire", "speed")
-    shown = table(columns, left=("machine", "address"))
-    for machine, now, then in zip(bed.machines, bed.traffic(), before, strict=True):
-        shown.add_row(
-            machine.name,
-            machine.address,
-            bed.rate or "none",
-            f"{payload / 1e6:.1f} MB",
-            f"{(now.sent - then.sent) / 1e6:.1f} MB",
-            f"{payload / seconds / 1e6:.1f} MB/s",
-        )
-    console.print(shown)
-    console.print(
-        f"{devices} ranks of every machine sent {TIMES} × {LARGE / 1e6:.1f} MB to the next machine by gloo, "
-        "all at the same time · on the wire: by the counters of its interface"
+    output.table(
+        [
+            {
+                "machine": machine.name,
+                "address": machine.address,
+                "limit": bed.rate or "none",
+                "sent": f"{payload / 1e6:.1f} MB",
+                "on the wire": f"{(now.sent - then.sent) / 1e6:.1f} MB",
+                "speed": f"{payload / seconds / 1e6:.1f} MB/s",
+            }
+            for machine, now, then in zip(bed.machines, bed.traffic(), before, strict=True)
+        ]
+    )
+    output.note(
+        f"{output.counted(devices, 'rank')} of every machine sent {TIMES} × {LARGE / 1e6:.1f} MB to the next "
+        "machine by gloo, all at the same time · on the wire: by the counters of its interface"
     )
 
 

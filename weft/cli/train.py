@@ -9,10 +9,11 @@ from typing import Annotated
 
 import typer
 
-from weft.cli import nodes as node_options
-from weft.cli.options import Backend
+from weft.cli import output
+from weft.cli.nodes import NodeOptions
+from weft.cli.options import Backend, RanksHere
 from weft.cli.packages import need
-from weft.core.errors import InputError, WeftError
+from weft.core.errors import WeftError
 
 GRACE_SECONDS = 600  # for the current step and its checkpoint
 
@@ -23,17 +24,10 @@ def run(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="The run's folder; runs/RECIPE by default.")
     ] = None,
-    ranks: Annotated[int, typer.Option(help="Ranks to start here; under torchrun its world is used.")] = 1,
+    ranks: RanksHere = 1,
     steps: Annotated[int | None, typer.Option(help="Overrides the recipe's number of steps.")] = None,
     backend: Backend = "",
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress line.")] = False,
-    nodes: node_options.Count = 1,
-    node: node_options.Node = 0,
-    master: node_options.Master = "",
-    token_file: node_options.TokenFile = None,
-    interface: node_options.Interface = "",
-    tls_cert: node_options.TLSCert = None,
-    tls_key: node_options.TLSKey = None,
+    machines: NodeOptions,
 ) -> None:
     """Train a video model, with dense attention or attention that becomes sparse where that is faster.
 
@@ -53,18 +47,16 @@ def run(
     if backend:
         config = replace(config, parallel=replace(config.parallel, backend=backend))
     folder = out or Path("runs") / recipe.stem
-    if ranks < 1:
-        raise InputError(f"--ranks must be >= 1, got {ranks}.")
     if not is_launched():
-        machines = node_options.nodes_of(nodes, node, master, token_file, interface, (tls_cert, tls_key))
-        if ranks * machines.count > 1:
+        nodes = machines.validated()
+        if ranks * nodes.count > 1:
             from weft.cli.ranks import launched
 
-            sys.exit(launched(ranks, machines, grace=GRACE_SECONDS))
+            sys.exit(launched(ranks, nodes, grace=GRACE_SECONDS))
     from weft.train.trainer import train
 
     try:
-        train(config, folder, live=not quiet)
+        train(config, folder, live=output.verbosity >= 0)
     except WeftError as error:
         if is_launched():  # the launcher shows the message of the first rank, once
             sys.exit("\n".join(line for line in (f"weft: {error.message}", error.hint) if line))

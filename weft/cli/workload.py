@@ -14,8 +14,11 @@ from weft.core.errors import InputError
 if TYPE_CHECKING:
     from weft.core.mask import BlockMask
     from weft.core.problem import Problem
-    from weft.core.topology import Topology
+    from weft.core.topology import Link, Topology
     from weft.simulate.models import ModelSizes
+
+IN_PLACE_BANDWIDTH = 0.9e12
+"""weft calibrate writes 1e12 bytes/s for ranks on CPUs that share memory, less rounding."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,14 @@ def read_topology(text: str) -> Topology:
     from weft.simulate.clusters import cluster
 
     return Topology.from_toml(text) if text.endswith(".toml") or Path(text).is_file() else cluster(text)
+
+
+def bandwidth(link: Link, topology: Topology) -> str:
+    """Return a bandwidth as text, unless ranks read each other's memory in place: then no bytes are sent."""
+    if topology.cores and link.bandwidth >= IN_PLACE_BANDWIDTH:
+        return "memory read in place"
+    gbytes = link.bandwidth / 1e9
+    return f"{gbytes:,.0f} GB/s" if gbytes >= 100 else f"{gbytes:.3g} GB/s"
 
 
 def assumed(topology: Topology, mask: BlockMask) -> dict[str, str]:

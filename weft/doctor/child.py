@@ -11,7 +11,6 @@ import json
 import os
 import resource
 import signal
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -27,7 +26,6 @@ from weft.run.spawn.signals import end_with_parent
 STACK_SIGNAL = signal.SIGUSR1
 RENDEZVOUS_SECONDS = 300.0
 """For all ranks to find the store; other machines may be started by hand."""
-FAULTS = ("crash", "hang", "wrong")
 MACHINE = CheckSuite(name="machine", title="What the machine is", seconds=60)
 """Not one of SUITES: it joins no world, so that a report has it whatever fails."""
 
@@ -43,9 +41,7 @@ class AttemptSpec:
     device: str
     number: int = 0
     """Of the attempt in this examination; its children use it as the prefix of their store."""
-    is_first: bool = True
     finished: tuple[str, ...] = ()
-    fault: str = ""
 
 
 def run(spec: AttemptSpec, deadline: float, messages: Connection, output: Connection) -> None:
@@ -110,22 +106,8 @@ def _context(spec: AttemptSpec, deadline: float, emit: Emit) -> CheckContext:
         dtype="bfloat16" if device.type == "cuda" else "float32",
         deadline=deadline,
         finished=frozenset(spec.finished),
-        is_made_wrong=spec.fault == "wrong",
-        announce=_announce(spec, emit, is_last=rank == ranks - 1),
+        announce=lambda name: emit(under_way=name),
     )
-
-
-def _announce(spec: AttemptSpec, emit: Emit, *, is_last: bool) -> Callable[[str], None]:
-    """Return the function that announces a check, and that injects the fault of a test."""
-
-    def announce(name: str) -> None:
-        emit(under_way=name)
-        if is_last and spec.is_first and spec.fault == "crash":
-            os.abort()
-        while is_last and spec.fault == "hang":
-            time.sleep(60)
-
-    return announce
 
 
 def open_store() -> Any:

@@ -7,8 +7,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -47,8 +47,6 @@ class Examination:
     suites: Sequence[CheckSuite]
     device: str = "cuda"
     seconds: float = 600.0
-    faults: Mapping[str, str] = field(default_factory=dict[str, str])
-    """By suite: crash, hang or wrong; `hang:4` with a limit of 4 seconds. For tests."""
     machines: int = 1
     on_begin: Callable[[CheckSuite], None] = lambda _: None
     on_end: Callable[[Report], None] = lambda _: None
@@ -110,8 +108,7 @@ def _facts(examination: Examination, supervisors: Supervisors) -> list[dict[str,
 
 def _run(suite: CheckSuite, examination: Examination, supervisors: Supervisors, left: float) -> Report:
     """Run a suite, again after a check that broke it, within its limit and the rest of the budget."""
-    fault, _, bound = examination.faults.get(suite.name, "").partition(":")
-    limit = min(float(bound or suite.seconds), left)
+    limit = min(suite.seconds, left)
     began = time.monotonic()
     attempts: list[list[AttemptResult]] = []
     while True:
@@ -119,17 +116,14 @@ def _run(suite: CheckSuite, examination: Examination, supervisors: Supervisors, 
             suite=suite.name,
             seconds=limit - (time.monotonic() - began),
             device=examination.device,
-            is_first=not attempts,
             finished=finished(attempts),
-            fault=fault,
         )
         attempts.append(supervisors.run_attempt(spec))
         time_left = limit - (time.monotonic() - began)
         may_go_on = can_go_on(attempts[-1]) and not supervisors.is_stopped.is_set()
         if not may_go_on or len(attempts) == MAX_ATTEMPTS or time_left < MIN_SECONDS:
             break
-    is_cut = not bound and limit < suite.seconds
-    report = suite_report(suite, attempts, seconds=time.monotonic() - began, limit=limit, is_cut=is_cut)
+    report = suite_report(suite, attempts, seconds=time.monotonic() - began, limit=limit)
     if supervisors.is_stopped.is_set():
         report |= {"status": "skipped", "message": "stopped while it ran"}
     return report

@@ -8,7 +8,7 @@ from typing import Any
 
 from weft.core import units
 from weft.doctor.figures import figures
-from weft.doctor.suite import topology_text
+from weft.doctor.suite import BAD, topology_text
 from weft.report.page import document
 
 Report = Mapping[str, Any]
@@ -21,7 +21,6 @@ MARKS = {
     "skipped": ("–", "muted", "skipped"),
     "measured": ("·", "ink", ""),
 }
-BAD = ("wrong", "crashed", "hung", "failed")
 UNITS = {
     "seconds": units.time, "predicted_seconds": units.time,
     "bytes": units.size, "predicted_bytes": units.size,

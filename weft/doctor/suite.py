@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 CheckStatus = Literal["ok", "wrong", "measured", "skipped"]
 SuiteStatus = Literal["ok", "wrong", "crashed", "hung", "failed", "skipped"]
 """ok: every check holds. wrong: one does not. failed: it raised. crashed: a process died. hung: time-out."""
+BAD = ("wrong", "crashed", "hung", "failed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +59,12 @@ class CheckSuite:
     seconds: float
     claims: tuple[str, ...] = ()
     """What runs on a GPU for the first time in this suite, for the report's first list."""
-    backend: str = ""
-    """Of attention, for the suites of `check_kernels`."""
 
     def checks(self, ctx: CheckContext) -> Iterator[Check]:
-        if self.backend:
-            yield from import_module("weft.doctor.check_kernels").checks(self.backend, ctx)
-        else:
-            yield from import_module(f"weft.doctor.check_{self.name}").checks(ctx)
+        kind, _, backend = self.name.partition("-")
+        if kind == "kernel":
+            return import_module("weft.doctor.check_kernels").checks(backend, ctx)
+        return import_module(f"weft.doctor.check_{self.name}").checks(ctx)
 
 
 @dataclass(kw_only=True)

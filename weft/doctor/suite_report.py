@@ -41,13 +41,15 @@ def can_go_on(results: Sequence[AttemptResult]) -> bool:
     return cause is not None and cause.ending in ("crashed", "failed") and cause.is_in_check
 
 
-def suite_report(
-    suite: CheckSuite, attempts: Attempts, *, seconds: float, limit: float, is_cut: bool = False
-) -> dict[str, Any]:
-    """Return the suite's entry of doctor.json; `is_cut`: its limit is the rest of the budget."""
+def suite_report(suite: CheckSuite, attempts: Attempts, *, seconds: float, limit: float) -> dict[str, Any]:
+    """Return the suite's entry of doctor.json; a limit below the suite's own is the rest of the budget."""
     causes = [cause for results in attempts if (cause := first_failure(results)) is not None]
     # An attempt with less time than the suite's limit does not prove that anything hangs.
-    causes = [cause for cause in causes if cause.ending != "hung" or (cause in attempts[0] and not is_cut)]
+    causes = [
+        cause
+        for cause in causes
+        if cause.ending != "hung" or (cause in attempts[0] and limit >= suite.seconds)
+    ]
     checks: dict[str, dict[str, Any]] = {}
     for results in attempts:
         checks |= merge_checks(results)

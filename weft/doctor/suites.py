@@ -18,37 +18,30 @@ NOT_COVERED = (
     "torch.compile around weft.attention",
 )
 """What never ran on a GPU either, and no suite checks."""
-TRANSPORTS = (
-    ("nccl", 45, "NCCL: all ranks meet, in one group and in halves",
-     "NCCL by weft's groups: high-priority streams, all_to_all and batches of messages"),
-    ("links", 75, "Links and kernel speeds, as the planner reads them",
-     "calibration with CUDA events: links by pair, all-to-all, kernels, host costs"),
-    ("symmetric", 40, "Symmetric memory: one-sided messages over NVLink",
-     "symmetric memory: rendezvous, copy engine, signals between streams"),
+BACKENDS = tuple(
+    (f"kernel-{backend}", seconds, f"Attention by backend={backend!r}, against float64",
+     f"backend={backend!r}: forward, and backward where it has one")
+    for backend, seconds in BACKEND_SECONDS.items()
+)  # fmt: skip
+SUITES = tuple(
+    CheckSuite(name=name, seconds=seconds, title=title, claims=(claim,))
+    for name, seconds, title, claim in (
+        ("nccl", 45, "NCCL: all ranks meet, in one group and in halves",
+         "NCCL by weft's groups: high-priority streams, all_to_all and batches of messages"),
+        ("links", 75, "Links and kernel speeds, as the planner reads them",
+         "calibration with CUDA events: links by pair, all-to-all, kernels, host costs"),
+        ("symmetric", 40, "Symmetric memory: one-sided messages over NVLink",
+         "symmetric memory: rendezvous, copy engine, signals between streams"),
+        *BACKENDS,
+        ("strategies", 70, "Every strategy, forward and backward, against float64",
+         "every strategy on GPUs, with launches fused and waits on streams"),
+        ("wan", 35, "One attention of Wan: time and memory beside the prediction",
+         "predicted times and memory against measured ones"),
+        ("streams", 20, "Two streams at once", "two attentions on two streams of one process"),
+        ("graph", 25, "An attention captured as a CUDA graph",
+         "capture of an attention in a CUDA graph, and its replay"),
+        ("pipeline", 40, "A step of a Diffusers pipeline, parallelized",
+         "weft.parallelize on a Diffusers pipeline"),
+    )
 )  # fmt: skip
 """Name, limit in seconds, title, and what runs on a GPU for the first time."""
-ATTENTIONS = (
-    ("strategies", 70, "Every strategy, forward and backward, against float64",
-     "every strategy on GPUs, with launches fused and waits on streams"),
-    ("wan", 35, "One attention of Wan: time and memory beside the prediction",
-     "predicted times and memory against measured ones"),
-    ("streams", 20, "Two streams at once", "two attentions on two streams of one process"),
-    ("graph", 25, "An attention captured as a CUDA graph",
-     "capture of an attention in a CUDA graph, and its replay"),
-    ("pipeline", 40, "A step of a Diffusers pipeline, parallelized",
-     "weft.parallelize on a Diffusers pipeline"),
-)  # fmt: skip
-SUITES = (
-    *(CheckSuite(name=name, seconds=s, title=title, claims=(claim,)) for name, s, title, claim in TRANSPORTS),
-    *(
-        CheckSuite(
-            name=f"kernel-{backend}",
-            seconds=seconds,
-            title=f"Attention by backend={backend!r}, against float64",
-            claims=(f"backend={backend!r}: forward, and backward where it has one",),
-            backend=backend,
-        )
-        for backend, seconds in BACKEND_SECONDS.items()
-    ),
-    *(CheckSuite(name=name, seconds=s, title=title, claims=(claim,)) for name, s, title, claim in ATTENTIONS),
-)

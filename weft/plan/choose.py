@@ -12,6 +12,7 @@ from weft.core.schedule import Op, Schedule
 from weft.core.topology import Topology
 from weft.plan.assignment import Assignment, assemble
 from weft.plan.balanced import Balancer
+from weft.plan.reasons import TIE, family, gain, loss
 from weft.plan.strategies import kinds, parse
 from weft.plan.strategy import Strategy, factors
 from weft.schedule.measure import attend_works, measure
@@ -92,29 +93,36 @@ class Plan:
         return "\n".join([*lines, self.why()])
 
     def why(self) -> str:
-        """What makes the first better than the second, in one sentence."""
+        """Say in one sentence what makes the first better than the best of another kind."""
         first, *others = self.ranked
         if not others:
             return f"{first.name} is the only strategy."
-        second = others[0]
-        if first.seconds >= 0.995 * second.seconds:
-            return f"{first.name} and {second.name} are equally fast to half a percent."
-        one, two = first.timing, second.timing
-        computing, more = max(one.compute), max(two.compute)
-        sending, longer = max(one.sending), max(two.sending)
-        gains = {
-            f"its slowest rank computes {_percent(computing, more)} less": more - computing,
-            f"its slowest rank sends for {_percent(sending, longer)} less time": longer - sending,
-            "more of its transfers are hidden": two.waiting - one.waiting,
-            "its launches hold it up less": two.launching - one.launching,
-        }
-        reason = max(gains, key=lambda gain: gains[gain])
-        ahead = second.seconds / first.seconds - 1
-        return f"{first.name} is {ahead:.1%} ahead of {second.name}: {reason}."
+        kind = family(first.name)
+        other = next((each for each in others if family(each.name) != kind), others[0])
+        if first.seconds >= (1 - TIE) * other.seconds:
+            return f"{first.name} and {other.name} are equally fast to half a percent."
+        ahead = other.seconds / first.seconds - 1
+        return f"{first.name} is {ahead:.1%} ahead of {other.name}: {gain(first, other)}."
 
+    def why_not(self, topology: Topology | None = None) -> list[tuple[Candidate, str]]:
+        """Return the best candidate of each other kind, and why it was not chosen.
 
-def _percent(less: float, more: float) -> str:
-    return f"{1 - less / more:.0%}" if more else "0 %"
+        With a topology, kinds that were not worth building are built and timed, too.
+        """
+        first, *others = self.ranked
+        best: dict[str, Candidate] = {family(first.name): first}
+        for each in others:
+            best.setdefault(family(each.name), each)
+        if topology is not None:
+            problem, mask = self.schedule.attention
+            balancer = Balancer(problem, mask, topology)
+            for name, _ in self.left_out:
+                if family(name) not in best:
+                    timed: dict[tuple[Op, ...], Candidate] = {}
+                    _time(parse(name, problem.ranks), balancer, timed)
+                    best[family(name)] = next(iter(timed.values()))
+        ranked = sorted(best.values(), key=lambda each: each.seconds)
+        return [(each, loss(each, first)) for each in ranked if each is not first]
 
 
 def build(

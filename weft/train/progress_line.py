@@ -18,6 +18,7 @@ WINDOW = 50
 """Steps that speed and remaining time are averaged over."""
 TERMINAL_SECONDS, FILE_SECONDS = 0.2, 30.0
 """Between two updates."""
+BAR_COLUMNS = 16
 
 
 class ProgressLine:
@@ -85,6 +86,14 @@ class ProgressLine:
         ]
         return " · ".join(texts)
 
+    def short_line(self, columns: int) -> str:
+        """Return the line without the facts for which there is no room; no number is cut."""
+        texts = self.line().split(" · ")
+        for least in ("tokens/s", "samples/s", "blocks", "loss"):
+            if len(" · ".join(texts)) > columns:
+                texts = [text for text in texts if least not in text]
+        return " · ".join(texts)
+
     def _modes(self) -> list[str]:
         sparse = [block for block in self._blocks.values() if block.get("mode") == "sparse"]
         if not sparse:
@@ -101,14 +110,15 @@ class ProgressLine:
         self._bar = self._bar or self._start_bar()
         [task] = self._bar.task_ids
         step = self._steps[-1][1]["step"]
-        self._bar.update(task, completed=step, description=self.line(), refresh=True)
+        text = self.short_line(self.console.width - BAR_COLUMNS - 2)
+        self._bar.update(task, completed=step, description=text, refresh=True)
 
     def _start_bar(self) -> Progress:
         text = TextColumn(
             "{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")
         )
         # No refresh thread: a fork would copy its lock. No hidden cursor: kill -9 would leave it hidden.
-        bar = Progress(BarColumn(16), text, console=self.console, auto_refresh=False)
+        bar = Progress(BarColumn(BAR_COLUMNS), text, console=self.console, auto_refresh=False)
         bar.add_task("", total=self.total)
         bar.start()
         self.console.show_cursor(show=True)
