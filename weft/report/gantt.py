@@ -10,7 +10,7 @@ from weft.core import units
 from weft.core.timeline import Span
 from weft.report.case import Case, summary
 from weft.report.draw import Figure, Label, Polyline, Rect, Shape
-from weft.report.frame import ticks
+from weft.report.frame import Symbol, legend, ticks
 from weft.report.palette import on_color, rank_color
 
 WIDTH, LEFT, RIGHT = 960.0, 64.0, 948.0
@@ -30,7 +30,7 @@ def gantt(cases: Sequence[Case]) -> Figure:
     for group in [cases] if _one_axis(cases) else [[case] for case in cases]:
         y, some = _chart(group, y, named=len(cases) > 1, most=MOST_BARS // len(cases))
         shapes += some
-    shapes += _legend(y + 6)
+    shapes += legend(LEGEND, y + 6, WIDTH, LEFT, 11)[0]
     return Figure("timeline", _title(cases), WIDTH, y + 16, tuple(shapes), caption=_caption(cases), wide=True)
 
 
@@ -174,19 +174,13 @@ def _outline(case: Case, lanes: dict[int, float], scale: float, gap: float) -> l
     return shapes
 
 
-def _legend(y: float) -> list[Shape]:
-    return [
-        Rect(LEFT, y - 9, 22, 10, "c1"),
-        Label(LEFT + 28, y, "attends", 11),
-        Rect(LEFT + 90, y - 9, 22, 10, "c1", 0.65),
-        Label(LEFT + 118, y, "copies", 11),
-        Rect(LEFT + 174, y - 8, 22, 8, "c1", 0.5),
-        Label(LEFT + 202, y, "sends, below", 11),
-        Rect(LEFT + 292, y - 9, 22, 10, hatched=True),
-        Label(LEFT + 320, y, "waits for data: exposed", 11),
-        Rect(LEFT + 460, y - 9, 22, 10, "", outline="ink"),
-        Label(LEFT + 488, y, "critical path", 11),
-    ]
+LEGEND: tuple[tuple[Symbol, str], ...] = (
+    (Rect(0, 0, 22, 10, "c1"), "attends"),
+    (Rect(0, 0, 22, 10, "c1", 0.65), "copies"),
+    (Rect(0, 0, 22, 8, "c1", 0.5), "sends, below"),
+    (Rect(0, 0, 22, 10, hatched=True), "waits for data: exposed"),
+    (Rect(0, 0, 22, 10, "", outline="ink"), "critical path"),
+)
 
 
 def _title(cases: Sequence[Case]) -> str:

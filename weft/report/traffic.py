@@ -36,10 +36,10 @@ def traffic_matrix(case: Case) -> Figure:
         shapes.append(Polyline(((LEFT + at, TOP), (LEFT + at, TOP + SIDE)), "ink", 1.0, kind="machine"))
         shapes.append(Polyline(((LEFT, TOP + at), (LEFT + SIDE, TOP + at)), "ink", 1.0, kind="machine"))
     for rank in range(0, ranks, -(-ranks // 8)):
-        shapes.append(Label(LEFT - 6, TOP + (rank + 0.5) * cell + 4, str(rank), 12.5, anchor="end"))
-        shapes.append(Label(LEFT + (rank + 0.5) * cell, TOP - 6, str(rank), 12.5, anchor="middle"))
-    shapes.append(Label(LEFT - 34, TOP + SIDE / 2 + 4, "from", 12.5, anchor="end"))
-    shapes.append(Label(LEFT + SIDE + 8, TOP - 6, "to", 12.5))
+        shapes.append(Label(LEFT - 6, TOP + (rank + 0.5) * cell + 4, str(rank), anchor="end"))
+        shapes.append(Label(LEFT + (rank + 0.5) * cell, TOP - 6, str(rank), anchor="middle"))
+    shapes.append(Label(LEFT - 34, TOP + SIDE / 2 + 4, "from", anchor="end"))
+    shapes.append(Label(LEFT + SIDE + 8, TOP - 6, "to"))
     machine = np.arange(ranks) // devices
     between = int(sent[machine[:, None] != machine].sum())
     total = int(sent.sum())
