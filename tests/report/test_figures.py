@@ -11,6 +11,7 @@ from tests.report.toys import schedule, topology, two_ranks
 from weft.core.timeline import Span, Timeline
 from weft.report.bars import grouped, load_bars
 from weft.report.case import Case
+from weft.report.cases import draw, report_cases
 from weft.report.curves import roofline, scaling_curve
 from weft.report.draw import Dot, Figure, Label, Pixels, Polyline, Rect
 from weft.report.gantt import LEFT, MOST_BARS, MOST_RANKS, RIGHT, gantt, shown_ranks
@@ -21,7 +22,6 @@ from weft.report.png import encode, render
 from weft.report.sources import measured, simulated
 from weft.report.sweep import SweepPoint
 from weft.report.traffic import traffic_matrix
-from weft.report.write import draw
 from weft.schedule.measure import measure
 from weft.simulate.clusters import cluster
 from weft.simulate.events import simulate
@@ -126,9 +126,9 @@ def test_a_page_full_of_noise_stays_below_two_megabytes(tmp_path):
         for i in range(900)
     )
     case = Case("noise", Timeline("noise", 8, spans), noise, cluster("2x4xh100"))
-    figures, missing = draw([case, case])
-    assert len([f for f in figures if f.name.startswith("mask")]) >= 2
-    assert 500_000 < len(page([case, case], figures, missing, []).encode()) < 2_000_000
+    report = report_cases([case, case])
+    assert len([f for f in report.figures if f.name.startswith("mask")]) >= 2
+    assert 500_000 < len(page(report).encode()) < 2_000_000
 
 
 def test_both_panels_of_a_mask_have_the_same_tiles():

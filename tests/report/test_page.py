@@ -12,7 +12,7 @@ import pytest
 
 from tests.report.browser import CHROMIUM, Browser
 from tests.report.toys import schedule, topology, two_ranks
-from weft.report.page import MEANINGS, show
+from weft.report.cases import MEANINGS, show
 from weft.report.sources import measured, simulated
 from weft.report.write import write_report
 
@@ -96,7 +96,8 @@ def test_the_first_table_says_what_report_json_says(browser, one, two):
             cells = browser.ask(
                 f"[...document.querySelectorAll('#summary [data-name={name}]')].map(e => e.textContent)"
             )
-            assert cells == [show(name, case["summary"][name]) for case in cases]
+            shown = [show(name, case["summary"][name]) for case in cases]
+            assert cells[: len(cases)] == shown and len(cells) == (3 if len(cases) == 2 else 1)
 
 
 def test_bars_have_the_lengths_of_the_numbers(browser, one):

@@ -120,7 +120,7 @@ def test_a_young_dense_run_with_a_cut_line_is_drawn_and_says_what_is_missing(tmp
     figures, missing = draw_runs([run])
     assert [figure.name for figure in figures] == ["loss", "speed", "seconds"]
     assert [re.split(r" \(", text)[0] for text in missing] == ["validation", "sparsity"]
-    assert ("steps", f"{done} of 120", "the log ends here: under way, or broken off") in rows(run)
+    assert rows(run)["steps"] == (f"{done} of 120", "the log ends here: under way, or broken off")
 
 
 def test_a_loss_that_is_no_number_is_seen_and_draws_no_line(tmp_path):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from weft.core.timeline import Timeline
     from weft.core.topology import Topology
     from weft.report.case import Case
-    from weft.report.training import Run
+    from weft.report.page import Report
 
 
 def run(
@@ -58,7 +58,7 @@ def run(
     """
     from rich.console import Console
 
-    from weft.report.write import has_png, write_report, write_runs
+    from weft.report.write import has_png, write
 
     ask = partial(Workload.read, size=size, frames=frames, mask=mask, block=block, dtype=dtype)
     trained = [_is_training(Path(one)) for one in what]
@@ -70,19 +70,13 @@ def run(
             f"{odd} is not a training run and cannot be compared with one.", hint="Report it alone."
         )
     with Console(stderr=True).status("reading and simulating …") as status:
-        if all(trained):
-            cases, runs = [], _runs(what)
-        else:
-            runs, cases = [], _cases(what, ask, topology, plan)
+        report = _run_report(what) if all(trained) else _case_report(what, ask, topology, plan)
         status.update("drawing …")
-        page = write_runs(runs, out) if runs else write_report(cases, out)
+        page = write(report, out)
     if as_json:
         typer.echo(json.dumps(json.loads((out / "report.json").read_text()), indent=2))
         return
-    for run in runs:
-        _show_run(run)
-    if cases:
-        _show(cases)
+    _show(report)
     hint = "" if has_png() else f"  (SVG only; PNG too with: {install_command('report')})"
     typer.echo(f"\n{page}{hint}")
 
@@ -92,28 +86,29 @@ def _is_training(path: Path) -> bool:
     return (path / "log.jsonl").is_file() if path.is_dir() else path.name == "log.jsonl"
 
 
-def _runs(what: list[str]) -> list[Run]:
-    """Return the runs, named by their folders, or by their full paths if two names are equal."""
+def _run_report(what: list[str]) -> Report:
+    """Report on runs, named by their folders, or by their full paths if two names are equal."""
+    from weft.report.runs import report_runs
     from weft.report.training import read
 
     runs = [read(Path(one)) for one in what]
-    if len({run.name for run in runs}) == len(runs):
-        return runs
-    return [replace(run, name=one) for run, one in zip(runs, what, strict=True)]
+    if len({run.name for run in runs}) < len(runs):
+        runs = [replace(run, name=one) for run, one in zip(runs, what, strict=True)]
+    return report_runs(runs)
 
 
-def _cases(what: list[str], ask: Callable[[str], Workload], topology: str, plan: str) -> list[Case]:
-    from weft.report.sources import told_apart
+def _case_report(what: list[str], ask: Callable[[str], Workload], topology: str, plan: str) -> Report:
+    from weft.report.cases import report_cases
+    from weft.report.sources import distinct_names
 
     alone = len(what) == 1
-    return told_apart(
-        [
-            _read_case(one, topology, alone=alone)
-            if Path(one).exists() or one.endswith((".json", ".jsonl"))
-            else _plan_case(_asked(one, ask), read_topology(topology or "8xh100"), plan, alone=alone)
-            for one in what
-        ]
-    )
+    cases = [
+        _read_case(one, topology, alone=alone)
+        if Path(one).exists() or one.endswith((".json", ".jsonl"))
+        else _plan_case(_asked(one, ask), read_topology(topology or "8xh100"), plan, alone=alone)
+        for one in what
+    ]
+    return report_cases(distinct_names(cases))
 
 
 def _asked(name: str, ask: Callable[[str], Workload]) -> Workload:
@@ -180,51 +175,23 @@ def _plan_case(work: Workload, cluster: Topology, plan: str, *, alone: bool) -> 
     return case if alone else replace(case, name=f"{work.model.name}, {case.name}")
 
 
-def _show(cases: list[Case]) -> None:
-    """Print the summary table and the timelines."""
+def _show(report: Report) -> None:
+    """Print the summary table, the verdict, and the timelines or the losses."""
     from rich.console import Console
 
-    from weft.report.case import summary
-    from weft.report.page import MEANINGS, difference, show, verdict
-    from weft.report.terminal import text_gantt
-
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    summaries = [summary(case) for case in cases]
-    several = len(cases) > 1
-    heads = ("", *(case.name.replace(", ", ",\n") for case in cases), *(["difference"] if several else []))
-    numbers = table(heads, left=("",), show_header=several)
-    for name, (label, _) in MEANINGS.items():
-        cells = [show(name, one[name]) for one in summaries]
-        if several:
-            cells.append(difference(name, summaries[0][name], summaries[1][name]))
-        numbers.add_row(label, *cells)
-    console.print(numbers)
-    console.print(verdict(cases))
-    for case in cases:
-        console.print(f"\n{case.name}" + (f", {case.source}" if case.source not in case.name else ""))
-        for line in text_gantt(case.timeline):
-            console.print(line)
-
-
-def _show_run(run: Run) -> None:
-    """Print the summary of a training run, its loss as a sparkline, and its layers."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from weft.report.terminal import sparkline
-    from weft.report.trained import about, layer_rows, rows, verdict
-
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    console.print(f"{run.name} · {about(run)}")
-    facts = Table(box=None, pad_edge=False, padding=(0, 1), show_header=False)
-    for row in rows(run):
-        facts.add_row(*row)
+    console.print(f"{report.title} · {report.about}", soft_wrap=False)
+    notes = any(row.note for row in report.rows)
+    heads = ("", *(name.replace(", ", ",\n") for name in report.columns or [" "]), *["note"] * notes)
+    facts = table(heads, left=("", "note"), show_header=bool(report.columns))
+    for row in report.rows:
+        facts.add_row(row.label, *row.values, *[row.note] * notes)
     console.print(facts)
-    console.print(f"{sparkline(run.values['loss'])}  loss")
-    head, rows = layer_rows(run)
-    if rows:
-        layers = Table(*head, box=None, pad_edge=False, padding=(0, 1))
-        for row in rows:
-            layers.add_row(*row)
-        console.print(layers)
-    console.print(verdict(run))
+    for line in filter(None, (report.verdict, *report.lines)):
+        console.print(line)
+    for one in report.tables:
+        if one.printed:
+            rows = table(one.head, left=one.head[:2], title=one.title, title_justify="left")
+            for row in one.rows:
+                rows.add_row(*row)
+            console.print(rows)

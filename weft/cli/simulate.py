@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -119,7 +120,7 @@ def _rows(
 
     return [
         {
-            **point.plain(),
+            **asdict(point),
             "step_seconds": step(model, grid, point.seconds, clusters[point.gpus]).seconds if known else None,
             "speedup": speedup(point),
             "efficiency": speedup(point) * least / point.gpus,

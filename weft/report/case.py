@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -57,6 +57,10 @@ class Case:
     @property
     def source(self) -> str:
         return "measured" if self.timeline.measured else "simulated"
+
+    @property
+    def label(self) -> str:
+        return self.name if self.source in self.name else f"{self.name}, {self.source}"
 
     @property
     def calls(self) -> str:
@@ -180,22 +184,18 @@ def numbers(case: Case) -> dict[str, Any]:
             "memory": list(case.memory),
         },
         "loads": {
-            "unit": loads.unit,
-            "after": list(loads.after),
-            "before": list(loads.before),
+            **asdict(loads),
             "imbalance": ratio(loads.after),
             "imbalance_before": ratio(loads.before) if loads.before else None,
             "mean": sum(loads.after) / max(1, len(loads.after)),
-            "bound": loads.bound,
-            "note": loads.note,
         },
         "traffic": case.traffic.tolist(),
         "critical_path": [
             {"rank": s.rank, "kind": s.kind, "name": s.name, "start": s.start, "end": s.end}
             for s in case.path
         ],
-        "scaling": [point.plain() for point in case.scaling],
-        "plans": [point.plain() for point in case.plans],
+        "scaling": [asdict(point) for point in case.scaling],
+        "plans": [asdict(point) for point in case.plans],
     }
     if case.schedule:
         figures["schedule"] = {"name": case.schedule.name, "digest": case.schedule.digest}

@@ -53,7 +53,7 @@ def one_call(timeline: Timeline) -> Timeline:
     return replace(timeline, spans=spans)
 
 
-def told_apart(cases: Sequence[Case]) -> list[Case]:
+def distinct_names(cases: Sequence[Case]) -> list[Case]:
     """Make the names of two cases differ: by their source, or else by position."""
     if len({case.name for case in cases}) == len(cases):
         return list(cases)

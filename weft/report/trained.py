@@ -42,8 +42,8 @@ def summary(run: Run) -> dict[str, Any]:
     return {name: None if value != value else value for name, value in figures.items()}
 
 
-def rows(run: Run) -> list[tuple[str, str, str]]:
-    """Return rows (name, value, meaning) of the summary table."""
+def rows(run: Run) -> dict[str, tuple[str, str]]:
+    """Return the rows of the summary table: a value and a note by label."""
     known = summary(run)
     left = known["step_seconds"] and known["step_seconds"] * max(0, run.total - run.last)
     state = "finished" if run.finished else "the log ends here: under way, or broken off"
@@ -65,11 +65,9 @@ def rows(run: Run) -> list[tuple[str, str, str]]:
         ("computed", "{density:.1%}", known["density"], "of all attention; a dense layer counts in full"),
         ("coverage", "{coverage:.1%}", known["coverage"], _coverage(known)),
     ]
-    return [
-        (what, text.format(**known), meaning)
-        for what, text, figure, meaning in candidates
-        if figure is not None
-    ]
+    return {
+        label: (text.format(**known), note) for label, text, figure, note in candidates if figure is not None
+    }
 
 
 def about(run: Run) -> str:
