@@ -41,7 +41,7 @@ class SweepPoint:
             gpus=cluster.ranks,
             plan=plan,
             seconds=timeline.seconds,
-            exposed=float(timeline.waiting.mean()) / (timeline.seconds or 1.0),
+            exposed=timeline.exposed,
             imbalance=timeline.imbalance,
             intra_bytes=inside,
             inter_bytes=int(timeline.traffic.sum()) - inside,
