@@ -171,6 +171,23 @@ def test_figures_show_the_numbers_at_their_places(tmp_path):
     assert speed.points[-1][1] > TOP
 
 
+def test_a_log_of_any_name_that_has_not_all_steps_says_so(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(write, "has_png", lambda: False)
+    begun = {"kind": "run", "step": 0, "time": 1000.0, "total": 600}
+    first = [begun, *(step(n, time=1000.0 + n) for n in range(60, 301, 60))]
+    # Stopped for an hour, and resumed.
+    again = [{**begun, "step": 300, "time": 4900.0}, *(step(n, time=4600.0 + n) for n in range(360, 601, 60))]
+    path = tmp_path / "shapes.log.jsonl"
+    path.write_text("\n".join(map(json.dumps, first + again)))
+    assert call(path, "-o", tmp_path / "out") == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("shapes ·") and "10:00  of the run" in shown
+    run = read(path)
+    assert (run.wall, run.every, run.resumed) == (600.0, 60, (300,))
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert "every 60th step" in page and "every step" not in page
+
+
 @pytest.mark.parametrize("records", [[], [{"kind": "run", "step": 0}]])
 def test_a_log_without_a_step_is_refused(tmp_path, records):
     with pytest.raises(InputError, match="no step yet"):

@@ -73,7 +73,7 @@ def loss_figure(runs: Sequence[Run]) -> Figure:
             tip = f"{run.name}, validation at step {step:,.0f}: {value:.4f}"
             place = frame.x(step), frame.y(value)
             shapes.append(Dot(*place, "c5" if alone else color, 3.5 if alone else 2.5, "validation", tip))
-    texts = [f"loss (faint: every step, full: mean of {runs[0].window})"]
+    texts = [f"loss ({_faint(runs[0])}, full: mean of {runs[0].window})"]
     names = texts if alone else [run.name for run in runs]
     entries: list[tuple[Symbol, str]] = list(zip(COLORS, names, strict=False))
     if any(len(run.validation) for run in runs):
@@ -131,10 +131,14 @@ def _timing(name: str, title: str, runs: Sequence[Run], what: str, show: Show) -
     smooth = {run.name: running(run, run.values[what], np.nanmedian) for run in runs}
     high = 1.25 * float(max([finite(values).max(initial=0.0) for _, values in smooth.values()])) or 1.0
     if len(runs) == 1:
-        smooth = {f"faint: every step, full: median of {runs[0].window}": smooth[runs[0].name]}
+        smooth = {f"{_faint(runs[0])}, full: median of {runs[0].window}": smooth[runs[0].name]}
     chart = _chart(runs, (0.0, high))
     over = np.concatenate([run.values[what][run.values[what] > high] for run in runs])
-    beyond = f"{over.size:,} of the steps lie above, at most {show(float(over.max()))}." if over.size else ""
+    beyond = (
+        f"{over.size:,} of the {runs[0].steps} lie above, at most {show(float(over.max()))}."
+        if over.size
+        else ""
+    )
     return _drawn(name, title, chart, _axes(runs, chart, show, what), smooth, beyond)
 
 
@@ -227,6 +231,10 @@ def _until_now(run: Run, name: str, of: Callable[..., Any]) -> tuple[FloatArray,
     steps, table = run.over_time(name)
     values = _columns(table, of)
     return np.append(steps, max(run.last, steps[-1])), np.append(values, values[-1])
+
+
+def _faint(run: Run) -> str:
+    return "faint: every step" if run.every == 1 else f"faint: every {run.every}th step"
 
 
 def _marks(run: Run, frame: Chart) -> list[Shape]:
