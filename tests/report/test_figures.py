@@ -194,8 +194,27 @@ def test_the_matrix_has_a_cell_for_each_pair_that_talks():
     case = simulated(schedule("ring"), topology())
     assert len(rects(traffic_matrix(case), "traffic")) == np.count_nonzero(case.traffic)
     large = Case("large", Timeline("large", 64, (Span(0, "comm", "send", "s", 0, 1, peer=63, num_bytes=7),)))
-    [picture] = [s for s in traffic_matrix(large).shapes if isinstance(s, Pixels)]
+    [picture] = [s for s in traffic_matrix(large).shapes if isinstance(s, Pixels) and s.kind == "traffic"]
     assert picture.pixels[0, 63, 3] == 255 and np.count_nonzero(picture.pixels[:, :, 3]) == 1
+
+
+def test_colors_of_traffic_start_at_zero():
+    sends = [
+        Span(0, "comm", "send", "s", 0, 1, peer=peer, num_bytes=n)
+        for peer, n in ((1, 1000), (2, 998), (3, 250))
+    ]
+    figure = traffic_matrix(Case("even", Timeline("even", 4, tuple(sends))))
+    assert [rect.strength for rect in rects(figure, "traffic")] == [1.0, 0.998, 0.25]
+    words = [s.text for s in figure.shapes if isinstance(s, Label)]
+    assert words[-2:] == ["0", "1.00 kB"] and figure.caption.endswith("250 B to 1.00 kB.")
+
+
+def test_a_plan_that_is_not_the_fastest_has_its_own_point():
+    points = [SweepPoint(n, "ring", 1.0 / n, 0, 1, 0, 0, 0) for n in (1, 2, 4)]
+    figure = scaling_curve([*points, SweepPoint(4, "ulysses", 0.9, 0, 1, 0, 0, 0)], "ulysses")
+    [own] = [s for s in figure.shapes if isinstance(s, Dot) and s.kind == "own"]
+    assert own.tip == "ulysses: 900 ms" and "4: ring" in figure.caption
+    assert any(isinstance(s, Label) and s.text == "ulysses, of this report" for s in figure.shapes)
 
 
 def test_a_perfect_curve_is_a_hundred_percent():
@@ -208,7 +227,7 @@ def test_a_perfect_curve_is_a_hundred_percent():
 def test_a_traced_run_with_its_schedule_is_one_point_below_the_roof():
     machine = topology()
     case = measured(simulate(schedule("ring"), machine), schedule("ring"), machine)
-    figure = roofline(case, machine)
+    figure = roofline([case], machine)
     assert sum(isinstance(s, Dot) and s.kind == "plan" for s in figure.shapes) == 1
     share = case.flops / case.ranks / case.timeline.seconds / machine.flops
     assert f"reaches {share:.0%}" in figure.title

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,20 +28,27 @@ if TYPE_CHECKING:
     from weft.report.page import Report
 
 
+MOST = 8
+"""Things that can be compared."""
+
+
 def run(
+    context: typer.Context,
     what: Annotated[
         list[str],
         typer.Argument(
             metavar="WHAT",
             help="A training run's or a trace's folder, a schedule of weft plan --save, or a model; "
-            "two are compared.",
+            "several are compared.",
         ),
     ],
     *,
     topology: Annotated[
         str, typer.Option(help="What a schedule or model is simulated on; 8xh100 if left out.")
     ] = "",
-    plan: Annotated[str, typer.Option(help="auto, or a strategy such as usp:4x2.")] = "auto",
+    plan: Annotated[
+        str, typer.Option(help="auto, or strategies such as usp:4x2; several, as ulysses,auto, are compared.")
+    ] = "auto",
     mask: Mask = "dense",
     size: Size = "",
     frames: Frames = 0,
@@ -58,21 +66,23 @@ def run(
     """
     from rich.console import Console
 
+    from weft.report.training import is_log
     from weft.report.write import has_png, write
 
     ask = partial(Workload.read, size=size, frames=frames, mask=mask, block=block, dtype=dtype)
-    trained = [_is_training(Path(one)) for one in what]
-    if len(what) > (most := 8 if all(trained) else 2):
-        raise InputError(f"At most {most} can be compared, got {len(what)}.")
+    trained = [is_log(Path(one)) for one in what]
+    plans = [name.strip() for name in plan.split(",")]
+    if max(len(what), len(plans)) > MOST:
+        raise InputError(f"At most {MOST} can be compared, got {max(len(what), len(plans))}.")
     if any(trained) and not all(trained):
         odd = what[trained.index(False)]
         raise InputError(
             f"{odd} is not a training run and cannot be compared with one.", hint="Report it alone."
         )
     with Console(stderr=True).status("reading and simulating …") as status:
-        report = _run_report(what) if all(trained) else _case_report(what, ask, topology, plan)
+        report = _run_report(what) if all(trained) else _case_report(what, ask, topology, plans)
         status.update("drawing …")
-        page = write(report, out)
+        page = write(replace(report, command=_command(context)), out)
     if as_json:
         typer.echo(json.dumps(json.loads((out / "report.json").read_text()), indent=2))
         return
@@ -81,9 +91,16 @@ def run(
     typer.echo(f"\n{page}{hint}")
 
 
-def _is_training(path: Path) -> bool:
-    """Whether a path is the log of a training run, or its folder."""
-    return (path / "log.jsonl").is_file() if path.is_dir() else path.name == "log.jsonl"
+def _command(context: typer.Context) -> str:
+    """Return the command line of this call: arguments, and options that are not their defaults."""
+    words = ["weft", "report"]
+    for parameter in context.command.params:
+        value = context.params[str(parameter.name)]
+        if parameter.param_type_name == "argument":
+            words += value
+        elif value != parameter.default:
+            words += [max(parameter.opts, key=len), *[str(value)] * (value is not True)]
+    return shlex.join(words)
 
 
 def _run_report(what: list[str]) -> Report:
@@ -97,17 +114,22 @@ def _run_report(what: list[str]) -> Report:
     return report_runs(runs)
 
 
-def _case_report(what: list[str], ask: Callable[[str], Workload], topology: str, plan: str) -> Report:
+def _case_report(what: list[str], ask: Callable[[str], Workload], topology: str, plans: list[str]) -> Report:
     from weft.report.cases import report_cases
     from weft.report.sources import distinct_names
 
     alone = len(what) == 1
-    cases = [
-        _read_case(one, topology, alone=alone)
-        if Path(one).exists() or one.endswith((".json", ".jsonl"))
-        else _plan_case(_asked(one, ask), read_topology(topology or "8xh100"), plan, alone=alone)
-        for one in what
-    ]
+    cases: list[Case] = []
+    for one in what:
+        if Path(one).exists() or one.endswith((".json", ".jsonl")):
+            cases.append(_read_case(one, topology, alone=alone))
+        else:
+            work, cluster = _asked(one, ask), read_topology(topology or "8xh100")
+            cases += [_plan_case(work, cluster, plan, alone=len(what) == len(plans) == 1) for plan in plans]
+    if len(cases) > MOST:
+        raise InputError(f"At most {MOST} can be compared, got {len(cases)}.")
+    if len({case.model for case in cases}) > 1:
+        cases = [replace(case, name=f"{case.model}, {case.name}") if case.model else case for case in cases]
     return report_cases(distinct_names(cases))
 
 
@@ -168,11 +190,10 @@ def _plan_case(work: Workload, cluster: Topology, plan: str, *, alone: bool) -> 
     from weft.report.sources import simulated
 
     problem = work.problem(cluster.ranks)
-    chosen = choose(problem, work.mask, cluster)
-    schedule = chosen.schedule if plan == "auto" else build(plan, problem, work.mask, cluster)
-    case = simulated(schedule, cluster, [option.name for option in chosen.ranked])
-    # The page of one case is titled by its model; of two, each name includes it.
-    return case if alone else replace(case, name=f"{work.model.name}, {case.name}")
+    chosen = choose(problem, work.mask, cluster) if alone or plan == "auto" else None
+    schedule = chosen.schedule if chosen and plan == "auto" else build(plan, problem, work.mask, cluster)
+    others = [option.name for option in chosen.ranked] if chosen and alone else []
+    return simulated(schedule, cluster, others, model=work.model.name, asked=work.spec)
 
 
 def _show(report: Report) -> None:
@@ -187,7 +208,9 @@ def _show(report: Report) -> None:
     for row in report.rows:
         facts.add_row(row.label, *row.values, *[row.note] * notes)
     console.print(facts)
-    for line in filter(None, (report.verdict, *report.lines)):
+    if report.verdict:
+        console.print(report.verdict, soft_wrap=False)
+    for line in report.lines:
         console.print(line)
     for one in report.tables:
         if one.printed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from weft.core import units
 from weft.core.schedule import Schedule
@@ -16,6 +17,7 @@ from weft.report.mask_figure import mask_figure, shown_heads
 from weft.report.page import Report, SummaryRow, Table
 from weft.report.terminal import text_gantt
 from weft.report.traffic import traffic_matrix
+from weft.report.verdict import sentence
 
 MEANINGS = {
     "seconds": ("time", "until the last rank is done"),
@@ -24,7 +26,7 @@ MEANINGS = {
     "idle": ("idle", "of the time, it has nothing left or nothing yet to do"),
     "overlap": ("overlap", "of the sending, the sender computes meanwhile"),
     "imbalance": ("imbalance in time", "the busiest rank computes so many times as long as the mean"),
-    "slowest": ("slowest rank", "is done last"),
+    "slowest": ("last rank", "is done last; the verdict names the cause"),
 }
 MASK_BYTES = 400_000
 """Maximum bytes of mask images, which do not compress, so that the page stays below 2 MB."""
@@ -38,8 +40,10 @@ def report_cases(cases: Sequence[Case]) -> Report:
     names = ["trace.json"] if len(cases) == 1 else [f"trace-{letter}.json" for letter in LETTERS]
     timelines = [case.traced or case.timeline for case in cases]
     columns = [case.name for case in cases] if len(cases) > 1 else []
+    models = {case.model for case in cases}
+    title = " against ".join(case.name for case in cases)
     return Report(
-        title=" against ".join(case.name for case in cases),
+        title=f"{models.pop()}: {title}" if len(models) == 1 and "" not in models else title,
         about=" — ".join(dict.fromkeys(map(_about, cases))),
         rows=rows(cases),
         figures=figures,
@@ -54,15 +58,18 @@ def report_cases(cases: Sequence[Case]) -> Report:
 
 
 def _about(case: Case) -> str:
-    words = [case.source]
+    words = [*filter(None, [case.model]), case.source]
     if where := case.topology.name if case.topology else case.timeline.topology:
-        words.append(f"on {where}")
+        words[-1] += f" on {where}"
     machines = f" on {case.machines} machines" if case.machines > 1 else ""
     words.append(f"{case.ranks} rank{'s' * (case.ranks != 1)}{machines}")
     if case.schedule:
         problem, mask = case.schedule.attention
         sizes = f"{problem.q.size:,} tokens, {problem.heads} heads × {problem.head_dim}, {problem.dtype}"
-        words += [sizes, f"{mask.density:.0%} active"]
+        words += [
+            sizes,
+            f"mask {case.mask}, {mask.density:.0%} active" if case.mask else f"{mask.density:.0%} active",
+        ]
     return " · ".join(words)
 
 
@@ -79,16 +86,18 @@ def rows(cases: Sequence[Case]) -> list[SummaryRow]:
     return table
 
 
-def show(name: str, value: float) -> str:
+def show(name: str, value: Any) -> str:
     """Format a number of the summary table."""
+    if name == "slowest":
+        return str(value[0]) if len(value) == 1 else f"{len(value)} ranks tie"
     if name == "seconds":
         return units.time(value)
     if name == "imbalance":
         return f"{value:.3f}×"
-    return str(int(value)) if name == "slowest" else f"{value:.1%}"
+    return f"{value:.1%}"
 
 
-def _difference(name: str, first: float, second: float) -> str:
+def _difference(name: str, first: Any, second: Any) -> str:
     """Format the difference between two numbers of the summary table."""
     if name == "seconds":
         return f"{second / first - 1:+.1%}" if first else "–"
@@ -98,23 +107,14 @@ def _difference(name: str, first: float, second: float) -> str:
 
 
 def verdict(cases: Sequence[Case]) -> str:
-    """Return the verdict: the dominant cost and what reduces it."""
-    if len(cases) == 2:
-        first, second = (case.timeline.seconds for case in cases)
-        faster, slower = (0, 1) if first <= second else (1, 0)
-        gain = max(first, second) / (min(first, second) or 1.0)
-        return f"{cases[faster].name} is {gain:.2f}× as fast as {cases[slower].name}."
-    figures = summary(cases[0])
-    costs = {
-        f"Waiting for data costs most: {figures['exposed']:.1%} of the time.": figures["exposed"],
-        f"Uneven work costs most: the busiest rank computes {figures['imbalance']:.2f}× the mean.": (
-            figures["compute"] * (figures["imbalance"] - 1)
-        ),
-    }
-    worst = max(costs, key=lambda cost: costs[cost])
-    if costs[worst] < 0.02:
-        return f"Little is lost: the mean rank computes {figures['compute']:.1%} of the time."
-    return worst
+    """Return why a case takes its time; of several also which is fastest, and why the slowest is not."""
+    slowest = max(cases, key=lambda case: case.timeline.seconds)
+    why = sentence(slowest.cause, slowest.timeline)
+    if len(cases) == 1:
+        return why
+    fastest = min(cases, key=lambda case: case.timeline.seconds)
+    gain = slowest.timeline.seconds / (fastest.timeline.seconds or 1.0)
+    return f"{fastest.name} is {gain:.2f}× as fast as {slowest.name}. Of {slowest.name}: {why}"
 
 
 def _tables(case: Case, *, alone: bool) -> list[Table]:
@@ -158,24 +158,29 @@ def _tables(case: Case, *, alone: bool) -> list[Table]:
 def draw(cases: Sequence[Case]) -> tuple[list[Figure], list[str]]:
     """Return the figures that can be drawn, and for each other one what it lacks."""
     own = [_own(case) for case in cases]
+    lacks = [missing for _, missing in own]
     if len(cases) == 1:
-        return [gantt(cases), *own[0][0]], own[0][1]
+        return [gantt(cases), *own[0][0], *_of_the_cluster(cases, lacks[0])], lacks[0]
     kinds = [{_kind(figure) for figure in figures} for figures, _ in own]
     shared = set.intersection(*kinds)
-    figures: list[Figure] = []
+    figures = [gantt(cases)]
     # Figures that all cases have come first, kind by kind beside each other; then those of one case.
     for kind in sorted(set.union(*kinds), key=lambda kind: (kind not in shared, KINDS.index(kind))):
         for case, letter, (some, _) in zip(cases, LETTERS, own, strict=False):
             side = letter if kind in shared and len(cases) == 2 else ""
             figures += [_of(figure, case, letter, side) for figure in some if _kind(figure) == kind]
-    lacks = [missing for _, missing in own]
+    if len({(case.topology, case.schedule and case.schedule.attention) for case in cases}) == 1:
+        return figures + _of_the_cluster(cases, lacks[0]), lacks[0]
+    for case, letter, missing in zip(cases, LETTERS, lacks, strict=False):
+        figures += [_of(figure, case, letter, "") for figure in _of_the_cluster([case], missing)]
     if all(missing == lacks[0] for missing in lacks):
-        return [gantt(cases), *figures], lacks[0]
-    named = [f"{case.name}: {', '.join(some)}" for case, some in zip(cases, lacks, strict=True) if some]
-    return [gantt(cases), *figures], named
+        return figures, lacks[0]
+    return figures, [
+        f"{case.name}: {', '.join(some)}" for case, some in zip(cases, lacks, strict=True) if some
+    ]
 
 
-KINDS = ("mask", "loads", "traffic", "memory", "scaling", "roofline")
+KINDS = ("mask", "loads", "traffic", "memory")
 
 
 def _kind(figure: Figure) -> str:
@@ -189,26 +194,29 @@ def _of(figure: Figure, case: Case, letter: str, side: str) -> Figure:
 
 
 def _own(case: Case) -> tuple[list[Figure], list[str]]:
-    figures: list[Figure] = []
-    missing: list[str] = []
-    if case.schedule:
-        figures += _masks(case, case.schedule)
-    else:
-        missing.append("masks and the roofline (they need schedule.json beside the trace)")
+    """Return the figures of one plan, and for each that cannot be drawn what it lacks."""
+    figures = [*_masks(case, case.schedule)] if case.schedule else []
+    missing = [] if case.schedule else ["masks and the roofline (they need schedule.json beside the trace)"]
     figures += [load_bars(case), traffic_matrix(case)]
     if case.memory:
         figures.append(memory_bars(case))
     else:
         missing.append("memory (it is not in the trace)")
+    return figures, missing
+
+
+def _of_the_cluster(cases: Sequence[Case], missing: list[str]) -> list[Figure]:
+    """Return the figures that all plans of one attention on one cluster share; note what is missing."""
+    case, figures = cases[0], list[Figure]()
     if len({point.gpus for point in case.scaling if point.seconds}) > 1:
-        figures.append(scaling_curve(case.scaling))
+        figures.append(scaling_curve(case.scaling, case.name if len(cases) == 1 else ""))
     else:
         missing.append("the scaling curve (it needs a simulated cluster of several GPUs)")
     if case.schedule and case.topology and case.traffic.any():
-        figures.append(roofline(case, case.topology))
+        figures.append(roofline(cases, case.topology))
     elif case.schedule:
         missing.append("the roofline (it needs --topology, and something that is sent)")
-    return figures, missing
+    return figures
 
 
 def _masks(case: Case, schedule: Schedule) -> list[Figure]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weft.report.draw import Dot, Figure, Label, Polyline, Rect, Shape
+from weft.report.draw import Dot, Figure, Label, Pixels, Polyline, Rect, Shape
 
 LEFT, MARGIN, TOP, HALF, WIDE = 62.0, 22.0, 24.0, 480.0, 960.0
 LINE = 18.0
@@ -116,7 +116,7 @@ class Chart:
     ) -> Figure:
         """Return the shapes with a legend below the axis; `more` are fields of the figure."""
         width = self.x.stop + MARGIN
-        shown, end = legend(entries, self.y.start + 36, width)
+        shown, end = legend(entries, self.y.start + 50, width)
         return Figure(name, title, width, end + 10, (*shapes, *shown), **more)
 
 
@@ -138,6 +138,12 @@ def legend(
         shapes.append(Label(x + swatch.width + 6 * bool(symbol), y, text, size))
         x += room
     return shapes, y
+
+
+def color_bar(x: float, y: float, ramp: npt.NDArray[np.uint8], ends: tuple[str, str]) -> list[Shape]:
+    """Return the scale of a color, with the numbers at its ends."""
+    left = x + 8 + 7 * len(ends[0])
+    return [Label(x, y, ends[0]), Pixels(left, y - 10, 80, 10, ramp), Label(left + 86, y, ends[1])]
 
 
 def ticks(most: float, wanted: int = 5) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from html import escape
 from importlib.resources import files
 from itertools import groupby
@@ -62,11 +63,17 @@ class Report:
     """Timelines by the names of their files."""
     lines: Sequence[str] = ()
     """Text for the terminal."""
+    command: str = ""
+    """The command line that made it."""
+    made: str = field(default_factory=lambda: f"{datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC")
 
 
 def page(report: Report, traces: Sequence[str] = ()) -> str:
     """Return the HTML of a report; `traces` are the files that were written beside it."""
     codes = " and ".join(f"<code>{escape(name)}</code>" for name in traces)
+    every = f"every span: open {codes} in ui.perfetto.dev" if traces else ""
+    command = f"<code>{escape(report.command)}</code>" if report.command else ""
+    made = f"{report.made}, weft {__version__}"
     return document(
         report.title,
         report.about,
@@ -75,13 +82,11 @@ def page(report: Report, traces: Sequence[str] = ()) -> str:
         summary=_summary(report),
         verdict=f"<p>{escape(report.verdict)}</p>" if report.verdict else "",
         tables="".join(map(_details, report.tables)),
-        footer=FOOTER + (f" · every span: open {codes} in ui.perfetto.dev" if traces else ""),
+        footer=" · ".join(filter(None, (command, made, FILES, every))),
     )
 
 
-FOOTER = (
-    f"weft {__version__} · every number is in <code>report.json</code>, every figure in <code>figures/</code>"
-)
+FILES = "every number is in <code>report.json</code>, every figure in <code>figures/</code>"
 
 
 def document(title: str, about: str, figures: Sequence[Figure], missing: Sequence[str], **html: str) -> str:

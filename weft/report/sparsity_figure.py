@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from weft.report.draw import Dot, Figure, Label, Pixels, Polyline, Shape
-from weft.report.frame import HALF, LEFT, TOP, WIDE, Chart, Scale, ticks
+from weft.report.frame import HALF, LEFT, TOP, WIDE, Chart, Scale, color_bar, ticks
 from weft.report.palette import rgb
 from weft.report.training import FloatArray, Run, mean
 
@@ -111,11 +111,8 @@ def _numbers(heads: FloatArray, y: float) -> list[Shape]:
 
 
 def _legend(y: float) -> list[Shape]:
-    scale = np.linspace(0, 1, 40)[None]
     return [
-        Label(LEFT, y, "0"),
-        Pixels(LEFT + 14, y - 10, 80, 10, _pixels(scale)),
-        Label(LEFT + 100, y, "1"),
+        *color_bar(LEFT, y, _pixels(np.linspace(0, 1, 40)[None]), ("0", "1")),
         Polyline(((LEFT + 140, y - 4), (LEFT + 164, y - 4)), "c0", 3.0),
         Label(LEFT + 172, y, "computed sparsely"),
     ]

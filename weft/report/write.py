@@ -32,7 +32,8 @@ def write(report: Report, folder: Path) -> Path:
             if has_png():
                 render(figure, str(path.with_suffix(".png")))
         titles = {figure.name: figure.title for figure in report.figures}
-        numbers = {"weft": __version__, **report.numbers, "missing": report.missing, "figures": titles}
+        made = {"weft": __version__, "made": report.made, "command": report.command}
+        numbers = {**made, **report.numbers, "missing": report.missing, "figures": titles}
         (folder / "report.json").write_text(json.dumps(numbers, indent=1), encoding="utf-8")
         written = folder / "index.html"
         written.write_text(page(report, traces), encoding="utf-8")
