@@ -88,6 +88,33 @@ def test_two_are_compared(tmp_path, capsys):
     assert "toy" in page and "960x6x16, " in page  # of two models, the plan's name alone would not tell
 
 
+def test_plans_of_a_model_share_an_axis_and_their_figures(tmp_path, capsys):
+    assert call(*MODEL, "--plan", "ring,ulysses,gather", "-o", tmp_path) == 0
+    found = numbers(tmp_path)
+    assert [case["name"] for case in found["cases"]] == ["ring", "ulysses", "gather"]
+    assert found["figures"]["timeline"].startswith("Timelines on one axis")
+    assert {"loads-a", "loads-b", "loads-c", "scaling", "roofline"} <= set(found["figures"])
+    times = {case["name"]: case["summary"]["seconds"] for case in found["cases"]}
+    fast, slow = min(times, key=times.__getitem__), max(times, key=times.__getitem__)
+    assert f"{fast} is {times[slow] / times[fast]:.2f}× as fast as {slow}." in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
+def test_a_page_says_what_it_is_of_and_how_it_was_made(tmp_path):
+    assert call(*MODEL, "--plan", "ring", "-o", tmp_path) == 0
+    page, found = (tmp_path / "index.html").read_text(), numbers(tmp_path)
+    command = (
+        f"weft report 960x6x16 --topology 4xh100 --plan ring --mask {MODEL[2]} --block 16 --out {tmp_path}"
+    )
+    assert found["command"] == command and command in page
+    assert found["made"].endswith("UTC") and found["made"] in page and f"weft {found['weft']}" in page
+    [case] = found["cases"]
+    assert (case["model"], case["mask"]) == ("960x6x16", MODEL[2])
+    assert "<h1>960x6x16: ring</h1>" in page and f"mask {MODEL[2]}" in page
+    assert case["cause"]["verdict"] in page
+
+
 def test_two_of_one_name_are_told_apart(tmp_path):
     plan, machine = schedule("ring", cluster=cluster("4xh100")), cluster("4xh100")
     traced(tmp_path / "run", simulate(plan, machine))
@@ -132,7 +159,7 @@ def test_mistakes_get_a_sentence_and_exit_2(tmp_path, capsys):
         ),
         (("wan2.1-14b", "--size", "big"), "weft: 'big' is not width x height"),
         ((saved, "--topology", "8xh100"), "for 4 ranks, 8xh100 has 8"),
-        (("a", "b", "c"), "At most 2 can be compared, got 3"),
+        (tuple("abcdefghi"), "At most 8 can be compared, got 9"),
         ((saved, "-o", tmp_path / "text.json"), "cannot be written"),
     ):
         assert call(*words) == 2

@@ -28,7 +28,7 @@ def test_the_first_table_of_a_toy():
     assert found["exposed"] == (0 + 2) / 2 / 4
     assert found["idle"] == (2 + 0) / 2 / 4
     assert found["overlap"] == 0.5
-    assert found["slowest"] == 1
+    assert found["slowest"] == [1]
 
 
 def test_shares_of_every_simulated_case_add_up():
@@ -41,15 +41,15 @@ def test_numbers_agree_with_the_schedule():
     plan = schedule("usp:2x2+balanced")
     case = simulated(plan, topology(), ["ring", "ulysses"])
     known, found = measure(plan), numbers(case)
-    assert found["loads"]["after"] == list(known.work)
-    assert found["loads"]["before"] == list(measure(schedule("usp:2x2")).work)
+    assert found["loads"]["after"] == known.work
+    assert found["loads"]["before"] == measure(schedule("usp:2x2")).work
     assert found["loads"]["imbalance"] == pytest.approx(known.imbalance)
     assert found["loads"]["imbalance"] <= found["loads"]["imbalance_before"]
     assert found["per_rank"]["memory"] == list(peak_memory(plan))
     assert np.array_equal(found["traffic"], known.matrix())
     assert found["flops"] == 4 * 16 * sum(known.work)
     assert {p["plan"] for p in found["plans"]} == {"usp:2x2+balanced", "ring", "ulysses"}
-    assert [p["gpus"] for p in found["scaling"]] == [1, 2, 4]
+    assert sorted({p["gpus"] for p in found["scaling"]}) == [1, 2, 4]
 
 
 def test_one_state_only_says_why():

@@ -10,6 +10,7 @@ import pytest
 from tests.report.toys import two_ranks
 from weft.core.errors import InputError
 from weft.plan.explanation import Explanation, LayerPlan
+from weft.report.cases import report_cases
 from weft.report.page import page
 from weft.report.sources import measured
 
@@ -24,11 +25,11 @@ def test_a_page_has_the_plans_of_the_layers(tmp_path: Path) -> None:
     saved.write_text(Explanation(LAYERS, ("ulysses",)).json())
     explained = Explanation.load(saved)
     assert explained == Explanation(LAYERS, ("ulysses",)) and explained.gain == 1.1
-    text = page([measured(two_ranks(measured=True), explained=explained)], [], [], [])
+    text = page(report_cases([measured(two_ranks(measured=True), explained=explained)]))
     row = ["3/1", "usp:2x2+balanced", "1.012", "1.250", "1.100", "4"]
     assert "".join(f"<td>{cell}</td>" for cell in row) in text
     assert "<td>4</td><td>ring</td><td>–</td>" in text
-    assert "Plans by layer" not in page([measured(two_ranks(measured=True))], [], [], [])
+    assert "Plans by layer" not in page(report_cases([measured(two_ranks(measured=True))]))
 
 
 @pytest.mark.parametrize("change", [{"layer": "x"}, {"gain": [1]}, {"more": 1}, {"plan": None}])

@@ -11,6 +11,7 @@ from tests.report.toys import schedule, topology, two_ranks
 from weft.core.timeline import Span, Timeline
 from weft.report.bars import grouped, load_bars
 from weft.report.case import Case
+from weft.report.cases import draw, report_cases
 from weft.report.curves import roofline, scaling_curve
 from weft.report.draw import Dot, Figure, Label, Pixels, Polyline, Rect
 from weft.report.gantt import LEFT, MOST_BARS, MOST_RANKS, RIGHT, gantt, shown_ranks
@@ -21,7 +22,6 @@ from weft.report.png import encode, render
 from weft.report.sources import measured, simulated
 from weft.report.sweep import SweepPoint
 from weft.report.traffic import traffic_matrix
-from weft.report.write import draw
 from weft.schedule.measure import measure
 from weft.simulate.clusters import cluster
 from weft.simulate.events import simulate
@@ -126,9 +126,9 @@ def test_a_page_full_of_noise_stays_below_two_megabytes(tmp_path):
         for i in range(900)
     )
     case = Case("noise", Timeline("noise", 8, spans), noise, cluster("2x4xh100"))
-    figures, missing = draw([case, case])
-    assert len([f for f in figures if f.name.startswith("mask")]) >= 2
-    assert 500_000 < len(page([case, case], figures, missing, []).encode()) < 2_000_000
+    report = report_cases([case, case])
+    assert len([f for f in report.figures if f.name.startswith("mask")]) >= 2
+    assert 500_000 < len(page(report).encode()) < 2_000_000
 
 
 def test_both_panels_of_a_mask_have_the_same_tiles():
@@ -194,8 +194,27 @@ def test_the_matrix_has_a_cell_for_each_pair_that_talks():
     case = simulated(schedule("ring"), topology())
     assert len(rects(traffic_matrix(case), "traffic")) == np.count_nonzero(case.traffic)
     large = Case("large", Timeline("large", 64, (Span(0, "comm", "send", "s", 0, 1, peer=63, num_bytes=7),)))
-    [picture] = [s for s in traffic_matrix(large).shapes if isinstance(s, Pixels)]
+    [picture] = [s for s in traffic_matrix(large).shapes if isinstance(s, Pixels) and s.kind == "traffic"]
     assert picture.pixels[0, 63, 3] == 255 and np.count_nonzero(picture.pixels[:, :, 3]) == 1
+
+
+def test_colors_of_traffic_start_at_zero():
+    sends = [
+        Span(0, "comm", "send", "s", 0, 1, peer=peer, num_bytes=n)
+        for peer, n in ((1, 1000), (2, 998), (3, 250))
+    ]
+    figure = traffic_matrix(Case("even", Timeline("even", 4, tuple(sends))))
+    assert [rect.strength for rect in rects(figure, "traffic")] == [1.0, 0.998, 0.25]
+    words = [s.text for s in figure.shapes if isinstance(s, Label)]
+    assert words[-2:] == ["0", "1.00 kB"] and figure.caption.endswith("250 B to 1.00 kB.")
+
+
+def test_a_plan_that_is_not_the_fastest_has_its_own_point():
+    points = [SweepPoint(n, "ring", 1.0 / n, 0, 1, 0, 0, 0) for n in (1, 2, 4)]
+    figure = scaling_curve([*points, SweepPoint(4, "ulysses", 0.9, 0, 1, 0, 0, 0)], "ulysses")
+    [own] = [s for s in figure.shapes if isinstance(s, Dot) and s.kind == "own"]
+    assert own.tip == "ulysses: 900 ms" and "4: ring" in figure.caption
+    assert any(isinstance(s, Label) and s.text == "ulysses, of this report" for s in figure.shapes)
 
 
 def test_a_perfect_curve_is_a_hundred_percent():
@@ -208,7 +227,7 @@ def test_a_perfect_curve_is_a_hundred_percent():
 def test_a_traced_run_with_its_schedule_is_one_point_below_the_roof():
     machine = topology()
     case = measured(simulate(schedule("ring"), machine), schedule("ring"), machine)
-    figure = roofline(case, machine)
+    figure = roofline([case], machine)
     assert sum(isinstance(s, Dot) and s.kind == "plan" for s in figure.shapes) == 1
     share = case.flops / case.ranks / case.timeline.seconds / machine.flops
     assert f"reaches {share:.0%}" in figure.title

@@ -18,8 +18,9 @@ from weft.core.timeline import Span, Timeline
 from weft.masks.grid import TokenGrid
 from weft.masks.trace import trace_mask
 from weft.report import trained, training
+from weft.report.runs import report_runs
 from weft.report.sources import measured
-from weft.report.write import write_report, write_runs
+from weft.report.write import write, write_report
 
 HOSTILE: list[Any] = [
     None, True, -1, 2**40, 10**30, 1e308, float("nan"), float("inf"), "", "a", "NaN", [], {}, [[]], [None],
@@ -111,7 +112,7 @@ def test_a_log_of_extreme_numbers_is_drawn(changes: dict[str, float], tmp_path: 
     ]
     lines = [json.dumps(record) for record in (steps[0], steps[1] | changes)]
     (tmp_path / "log.jsonl").write_text("\n".join(lines))
-    assert write_runs([training.read(tmp_path)], tmp_path / "out").is_file()
+    assert write(report_runs([training.read(tmp_path)]), tmp_path / "out").is_file()
 
 
 def npz(**arrays: Any) -> bytes:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.report.browser import CHROMIUM, Browser
 from tests.report.toys import schedule, topology, two_ranks
-from weft.report.page import MEANINGS, show
+from weft.report.cases import MEANINGS, show
 from weft.report.sources import measured, simulated
 from weft.report.write import write_report
 
@@ -96,7 +96,8 @@ def test_the_first_table_says_what_report_json_says(browser, one, two):
             cells = browser.ask(
                 f"[...document.querySelectorAll('#summary [data-name={name}]')].map(e => e.textContent)"
             )
-            assert cells == [show(name, case["summary"][name]) for case in cases]
+            shown = [show(name, case["summary"][name]) for case in cases]
+            assert cells[: len(cases)] == shown and len(cells) == (3 if len(cases) == 2 else 1)
 
 
 def test_bars_have_the_lengths_of_the_numbers(browser, one):
@@ -131,7 +132,8 @@ def test_matrix_curve_and_roofline_have_their_points(browser, one):
     [case] = report(one)["cases"]
     assert len(boxes(browser, "#traffic .traffic")) == np.count_nonzero(case["traffic"])
     assert len(boxes(browser, "#traffic .machine")) == 2 * (case["machines"] + 1)
-    best = [p["seconds"] for p in case["scaling"]]
+    times = [(p["gpus"], p["seconds"]) for p in case["scaling"]]
+    best = [min(time for n, time in times if n == gpus) for gpus in sorted({gpus for gpus, _ in times})]
     heights = boxes(browser, "#scaling .scaling")
     centres = heights[:, 1] + heights[:, 3] / 2
     steps = np.diff(centres) / np.diff(np.log(best))  # a logarithmic axis: the same for all

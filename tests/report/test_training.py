@@ -120,7 +120,7 @@ def test_a_young_dense_run_with_a_cut_line_is_drawn_and_says_what_is_missing(tmp
     figures, missing = draw_runs([run])
     assert [figure.name for figure in figures] == ["loss", "speed", "seconds"]
     assert [re.split(r" \(", text)[0] for text in missing] == ["validation", "sparsity"]
-    assert ("steps", f"{done} of 120", "the log ends here: under way, or broken off") in rows(run)
+    assert rows(run)["steps"] == (f"{done} of 120", "the log ends here: under way, or broken off")
 
 
 def test_a_loss_that_is_no_number_is_seen_and_draws_no_line(tmp_path):
@@ -169,6 +169,23 @@ def test_figures_show_the_numbers_at_their_places(tmp_path):
     speed = next(s for s in by_name["speed"] if isinstance(s, Polyline) and s.kind == "speed")
     assert 200 - speed.points[-1][1] == pytest.approx(2 * (200 - speed.points[0][1]))
     assert speed.points[-1][1] > TOP
+
+
+def test_a_log_of_any_name_that_has_not_all_steps_says_so(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(write, "has_png", lambda: False)
+    begun = {"kind": "run", "step": 0, "time": 1000.0, "total": 600}
+    first = [begun, *(step(n, time=1000.0 + n) for n in range(60, 301, 60))]
+    # Stopped for an hour, and resumed.
+    again = [{**begun, "step": 300, "time": 4900.0}, *(step(n, time=4600.0 + n) for n in range(360, 601, 60))]
+    path = tmp_path / "shapes.log.jsonl"
+    path.write_text("\n".join(map(json.dumps, first + again)))
+    assert call(path, "-o", tmp_path / "out") == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("shapes ·") and "10:00  of the run" in shown
+    run = read(path)
+    assert (run.wall, run.every, run.resumed) == (600.0, 60, (300,))
+    page = (tmp_path / "out" / "index.html").read_text()
+    assert "every 60th step" in page and "every step" not in page
 
 
 @pytest.mark.parametrize("records", [[], [{"kind": "run", "step": 0}]])

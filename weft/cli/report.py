@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from weft.cli import output
 from weft.cli.options import Block, Dtype, Frames, Mask, Size
-from weft.cli.tables import table
 from weft.cli.workload import Workload, read_topology
 from weft.core.errors import InputError
 from weft.core.files import read_bytes
@@ -24,23 +25,30 @@ if TYPE_CHECKING:
     from weft.core.timeline import Timeline
     from weft.core.topology import Topology
     from weft.report.case import Case
-    from weft.report.training import Run
+    from weft.report.page import Report
+
+
+MOST = 8
+"""Things that can be compared."""
 
 
 def run(
+    context: typer.Context,
     what: Annotated[
         list[str],
         typer.Argument(
             metavar="WHAT",
             help="A training run's or a trace's folder, a schedule of weft plan --save, or a model; "
-            "two are compared.",
+            "several are compared.",
         ),
     ],
     *,
     topology: Annotated[
         str, typer.Option(help="What a schedule or model is simulated on; 8xh100 if left out.")
     ] = "",
-    plan: Annotated[str, typer.Option(help="auto, or a strategy such as usp:4x2.")] = "auto",
+    plan: Annotated[
+        str, typer.Option(help="auto, or strategies such as usp:4x2; several, as ulysses,auto, are compared.")
+    ] = "auto",
     mask: Mask = "dense",
     size: Size = "",
     frames: Frames = 0,
@@ -58,62 +66,72 @@ def run(
     """
     from rich.console import Console
 
-    from weft.report.write import has_png, write_report, write_runs
+    from weft.report.training import is_log
+    from weft.report.write import has_png, write
 
     ask = partial(Workload.read, size=size, frames=frames, mask=mask, block=block, dtype=dtype)
-    trained = [_is_training(Path(one)) for one in what]
-    if len(what) > (most := 8 if all(trained) else 2):
-        raise InputError(f"At most {most} can be compared, got {len(what)}.")
+    trained = [is_log(Path(one)) for one in what]
+    plans = [name.strip() for name in plan.split(",")]
+    if max(len(what), len(plans)) > MOST:
+        raise InputError(f"At most {MOST} can be compared, got {max(len(what), len(plans))}.")
     if any(trained) and not all(trained):
         odd = what[trained.index(False)]
         raise InputError(
             f"{odd} is not a training run and cannot be compared with one.", hint="Report it alone."
         )
     with Console(stderr=True).status("reading and simulating …") as status:
-        if all(trained):
-            cases, runs = [], _runs(what)
-        else:
-            runs, cases = [], _cases(what, ask, topology, plan)
+        report = _run_report(what) if all(trained) else _case_report(what, ask, topology, plans)
         status.update("drawing …")
-        page = write_runs(runs, out) if runs else write_report(cases, out)
+        page = write(replace(report, command=_command(context)), out)
     if as_json:
         typer.echo(json.dumps(json.loads((out / "report.json").read_text()), indent=2))
         return
-    for run in runs:
-        _show_run(run)
-    if cases:
-        _show(cases)
+    _show(report)
     hint = "" if has_png() else f"  (SVG only; PNG too with: {install_command('report')})"
     typer.echo(f"\n{page}{hint}")
 
 
-def _is_training(path: Path) -> bool:
-    """Whether a path is the log of a training run, or its folder."""
-    return (path / "log.jsonl").is_file() if path.is_dir() else path.name == "log.jsonl"
+def _command(context: typer.Context) -> str:
+    """Return the command line of this call: arguments, and options that are not their defaults."""
+    words = ["weft", "report"]
+    own = [parameter for parameter in context.command.params if parameter.name in context.params]
+    for parameter in own:  # options of all verbs are not among them
+        value = context.params[str(parameter.name)]
+        if parameter.param_type_name == "argument":
+            words += value
+        elif value != parameter.default:
+            words += [max(parameter.opts, key=len), *[str(value)] * (value is not True)]
+    return shlex.join(words)
 
 
-def _runs(what: list[str]) -> list[Run]:
-    """Return the runs, named by their folders, or by their full paths if two names are equal."""
+def _run_report(what: list[str]) -> Report:
+    """Report on runs, named by their folders, or by their full paths if two names are equal."""
+    from weft.report.runs import report_runs
     from weft.report.training import read
 
     runs = [read(Path(one)) for one in what]
-    if len({run.name for run in runs}) == len(runs):
-        return runs
-    return [replace(run, name=one) for run, one in zip(runs, what, strict=True)]
+    if len({run.name for run in runs}) < len(runs):
+        runs = [replace(run, name=one) for run, one in zip(runs, what, strict=True)]
+    return report_runs(runs)
 
 
-def _cases(what: list[str], ask: Callable[[str], Workload], topology: str, plan: str) -> list[Case]:
-    from weft.report.sources import told_apart
+def _case_report(what: list[str], ask: Callable[[str], Workload], topology: str, plans: list[str]) -> Report:
+    from weft.report.cases import report_cases
+    from weft.report.sources import distinct_names
 
     alone = len(what) == 1
-    return told_apart(
-        [
-            _read_case(one, topology, alone=alone)
-            if Path(one).exists() or one.endswith((".json", ".jsonl"))
-            else _plan_case(_asked(one, ask), read_topology(topology or "8xh100"), plan, alone=alone)
-            for one in what
-        ]
-    )
+    cases: list[Case] = []
+    for one in what:
+        if Path(one).exists() or one.endswith((".json", ".jsonl")):
+            cases.append(_read_case(one, topology, alone=alone))
+        else:
+            work, cluster = _asked(one, ask), read_topology(topology or "8xh100")
+            cases += [_plan_case(work, cluster, plan, alone=len(what) == len(plans) == 1) for plan in plans]
+    if len(cases) > MOST:
+        raise InputError(f"At most {MOST} can be compared, got {len(cases)}.")
+    if len({case.model for case in cases}) > 1:
+        cases = [replace(case, name=f"{case.model}, {case.name}") if case.model else case for case in cases]
+    return report_cases(distinct_names(cases))
 
 
 def _asked(name: str, ask: Callable[[str], Workload]) -> Workload:
@@ -173,58 +191,33 @@ def _plan_case(work: Workload, cluster: Topology, plan: str, *, alone: bool) -> 
     from weft.report.sources import simulated
 
     problem = work.problem(cluster.ranks)
-    chosen = choose(problem, work.mask, cluster)
-    schedule = chosen.schedule if plan == "auto" else build(plan, problem, work.mask, cluster)
-    case = simulated(schedule, cluster, [option.name for option in chosen.ranked])
-    # The page of one case is titled by its model; of two, each name includes it.
-    return case if alone else replace(case, name=f"{work.model.name}, {case.name}")
+    chosen = choose(problem, work.mask, cluster) if alone or plan == "auto" else None
+    schedule = chosen.schedule if chosen and plan == "auto" else build(plan, problem, work.mask, cluster)
+    others = [option.name for option in chosen.ranked] if chosen and alone else []
+    return simulated(schedule, cluster, others, model=work.model.name, asked=work.spec)
 
 
-def _show(cases: list[Case]) -> None:
-    """Print the summary table and the timelines."""
-    from rich.console import Console
-
-    from weft.report.case import summary
-    from weft.report.page import MEANINGS, difference, show, verdict
-    from weft.report.terminal import text_gantt
-
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    summaries = [summary(case) for case in cases]
-    several = len(cases) > 1
-    heads = ("", *(case.name.replace(", ", ",\n") for case in cases), *(["difference"] if several else []))
-    numbers = table(heads, left=("",), show_header=several)
-    for name, (label, _) in MEANINGS.items():
-        cells = [show(name, one[name]) for one in summaries]
-        if several:
-            cells.append(difference(name, summaries[0][name], summaries[1][name]))
-        numbers.add_row(label, *cells)
-    console.print(numbers)
-    console.print(verdict(cases))
-    for case in cases:
-        console.print(f"\n{case.name}" + (f", {case.source}" if case.source not in case.name else ""))
-        for line in text_gantt(case.timeline):
-            console.print(line)
-
-
-def _show_run(run: Run) -> None:
-    """Print the summary of a training run, its loss as a sparkline, and its layers."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from weft.report.terminal import sparkline
-    from weft.report.trained import about, layer_rows, rows, verdict
-
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    console.print(f"{run.name} · {about(run)}")
-    facts = Table(box=None, pad_edge=False, padding=(0, 1), show_header=False)
-    for row in rows(run):
-        facts.add_row(*row)
-    console.print(facts)
-    console.print(f"{sparkline(run.values['loss'])}  loss")
-    head, rows = layer_rows(run)
-    if rows:
-        layers = Table(*head, box=None, pad_edge=False, padding=(0, 1))
-        for row in rows:
-            layers.add_row(*row)
-        console.print(layers)
-    console.print(verdict(run))
+def _show(report: Report) -> None:
+    """Print the summary table, the verdict, and the timelines or the losses."""
+    typer.echo(output.fill(f"{report.title} · {report.about}"))
+    notes = any(row.note for row in report.rows)
+    names = report.columns or [" "]
+    output.table(
+        [
+            {
+                "": row.label,
+                **dict(zip(names, row.values, strict=True)),
+                **({"note": row.note} if notes else {}),
+            }
+            for row in report.rows
+        ],
+        header=bool(report.columns),
+    )
+    if report.verdict:
+        typer.echo(output.fill(report.verdict))
+    for line in report.lines:
+        typer.echo(line)
+    for one in report.tables:
+        if one.printed:
+            typer.echo(one.title)
+            output.table([dict(zip(one.head, row, strict=True)) for row in one.rows])

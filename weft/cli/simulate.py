@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -103,7 +104,7 @@ def _rows(
 
     return [
         {
-            **point.plain(),
+            **asdict(point),
             "step_seconds": step(model, grid, point.seconds, clusters[point.gpus]).seconds if known else None,
             "speedup": speedup(point),
             "efficiency": speedup(point) * least / point.gpus,

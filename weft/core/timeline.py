@@ -18,7 +18,7 @@ from weft.core.errors import InputError
 from weft.core.indices import IntArray, joined
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     Intervals = list[tuple[float, float]]
 
@@ -81,8 +81,12 @@ class Timeline:
 
     @cached_property
     def waiting(self) -> npt.NDArray[np.float64]:
-        """Seconds that each rank's compute lane waits for data or at a barrier: exposed communication."""
+        """Seconds that each rank's compute lane waits for data or at a barrier."""
         return self._sums(("wait", "barrier"))
+
+    @property
+    def exposed(self) -> float:
+        return exposed(self.waiting.tolist(), self.seconds)
 
     @property
     def idle(self) -> npt.NDArray[np.float64]:
@@ -170,6 +174,15 @@ class Timeline:
             raise InputError(
                 f"This is not a timeline: {error}", hint="Pass a .jsonl that weft wrote."
             ) from None
+
+
+def exposed(waiting: Sequence[float], seconds: float) -> float:
+    """Return the share of the time in which the mean rank waits for data or at a barrier.
+
+    Plans, simulations, traces, reports, `generate` and `serve` mean this by exposed communication. What a
+    rank waits for may be a link or a slower rank.
+    """
+    return min(1.0, sum(waiting) / len(waiting) / seconds) if waiting and seconds > 0 else 0.0
 
 
 @cache

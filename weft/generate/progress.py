@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, TextIO
 
+from weft.core.timeline import exposed
 from weft.core.units import clock
 from weft.run.comm import Comm
 from weft.run.measure.meter import Meter
@@ -80,7 +81,7 @@ def _stats(spent: list[list[int]], seconds: float) -> StepStats:
     return StepStats(
         seconds=seconds,
         imbalance=max(attention) / fmean(attention) if any(attention) else None,
-        exposed=min(1.0, fmean(row[1] for row in spent) / (seconds * 1e9)),
+        exposed=exposed([row[1] / 1e9 for row in spent], seconds),
     )
 
 

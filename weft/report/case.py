@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,8 +18,10 @@ from weft.plan.choose import build
 from weft.plan.explanation import Explanation
 from weft.plan.strategies import parse
 from weft.program.workspace import peak_memory
-from weft.report.path import critical_path
+from weft.report.evidence import Cause
+from weft.report.replay import Replay
 from weft.report.sweep import SweepPoint
+from weft.report.verdict import cause_of, sentence
 from weft.schedule.measure import measure
 from weft.simulate.events import MAX_RANKS_OF_MEMORY
 
@@ -51,12 +53,20 @@ class Case:
     scaling: tuple[SweepPoint, ...] = ()
     traced: Timeline | None = None
     """All calls of a traced run, of which `timeline` is one."""
+    model: str = ""
+    """The model or shape whose attention it is, if it was named."""
+    mask: str = ""
+    """The mask as it was asked for, such as sta:dense=0.1."""
     explained: Explanation | None = None
     """For a pipeline with changing masks: the plan of each layer and its gain."""
 
     @property
     def source(self) -> str:
         return "measured" if self.timeline.measured else "simulated"
+
+    @property
+    def label(self) -> str:
+        return self.name if self.source in self.name else f"{self.name}, {self.source}"
 
     @property
     def calls(self) -> str:
@@ -81,7 +91,11 @@ class Case:
 
     @cached_property
     def path(self) -> tuple[Span, ...]:
-        return critical_path(self.timeline)
+        return Replay(self.timeline).path()
+
+    @cached_property
+    def cause(self) -> Cause:
+        return cause_of(self.timeline, self.schedule, self.topology)
 
     @cached_property
     def memory(self) -> tuple[int, ...]:
@@ -146,18 +160,27 @@ def is_backward(spans: Iterable[Span]) -> bool:
     return any(span.kind == "attend" and span.name.startswith("gradient") for span in spans)
 
 
-def summary(case: Case) -> dict[str, float]:
+def slowest(timeline: Timeline) -> list[int]:
+    """Return the ranks that are done last, or equally late to a thousandth of the time."""
+    ends = [max((span.end for span in timeline.of(rank)), default=0.0) for rank in range(timeline.ranks)]
+    return [rank for rank, end in enumerate(ends) if end >= (1 - TIE) * timeline.seconds]
+
+
+TIE = 1e-3
+
+
+def summary(case: Case) -> dict[str, Any]:
     """Return the first table: time shares of the mean rank, which sum to one, and imbalances."""
     timeline = case.timeline
     whole = timeline.seconds or 1.0
     return {
         "seconds": timeline.seconds,
         "compute": float(timeline.computing.mean()) / whole,
-        "exposed": float(timeline.waiting.mean()) / whole,
+        "exposed": timeline.exposed,
         "idle": float(timeline.idle.mean()) / whole,
         "overlap": timeline.overlap,
         "imbalance": timeline.imbalance,
-        "slowest": timeline.slowest,
+        "slowest": slowest(timeline),
     }
 
 
@@ -166,12 +189,15 @@ def numbers(case: Case) -> dict[str, Any]:
     timeline, loads = case.timeline, case.loads
     figures: dict[str, Any] = {
         "name": case.name,
+        "model": case.model,
+        "mask": case.mask,
         "measured": timeline.measured,
         "shown": case.calls,
         "topology": case.topology.name if case.topology else timeline.topology,
         "ranks": case.ranks,
         "machines": case.machines,
         "summary": summary(case),
+        "cause": {**asdict(case.cause), "verdict": sentence(case.cause, case.timeline)},
         "per_rank": {
             "compute": timeline.computing.tolist(),
             "exposed": timeline.waiting.tolist(),
@@ -180,22 +206,18 @@ def numbers(case: Case) -> dict[str, Any]:
             "memory": list(case.memory),
         },
         "loads": {
-            "unit": loads.unit,
-            "after": list(loads.after),
-            "before": list(loads.before),
+            **asdict(loads),
             "imbalance": ratio(loads.after),
             "imbalance_before": ratio(loads.before) if loads.before else None,
             "mean": sum(loads.after) / max(1, len(loads.after)),
-            "bound": loads.bound,
-            "note": loads.note,
         },
         "traffic": case.traffic.tolist(),
         "critical_path": [
             {"rank": s.rank, "kind": s.kind, "name": s.name, "start": s.start, "end": s.end}
             for s in case.path
         ],
-        "scaling": [point.plain() for point in case.scaling],
-        "plans": [point.plain() for point in case.plans],
+        "scaling": [asdict(point) for point in case.scaling],
+        "plans": [asdict(point) for point in case.plans],
     }
     if case.schedule:
         figures["schedule"] = {"name": case.schedule.name, "digest": case.schedule.digest}

@@ -7,7 +7,6 @@ of matplotlib is ten times as long and has one theme.
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
@@ -71,7 +70,7 @@ class Label:
     x: float
     y: float
     text: str
-    size: float = 12.0
+    size: float = 12.5
     color: str = "muted"
     anchor: str = "start"
     bold: bool = False
@@ -137,52 +136,46 @@ HATCHES = (
 
 
 def _element(shape: Shape) -> str:
-    if isinstance(shape, Rect):
-        return _rect(shape)
+    kind = "" if isinstance(shape, Label) else shape.kind
     if isinstance(shape, Polyline):
-        return _line(shape)
+        points = " ".join(f"{_n(x)},{_n(y)}" for x, y in shape.points)
+        stroke = {"stroke": _color(shape.color), "stroke_width": shape.width, "class": kind}
+        faint = {"stroke_dasharray": "5 4" * shape.dashed, "stroke_opacity": _faint(shape.strength)}
+        return _tag("polyline", points=points, fill="none", **stroke, **faint)
     if isinstance(shape, Dot):
-        return (
-            f'<circle cx="{_n(shape.x)}" cy="{_n(shape.y)}" r="{_n(shape.radius)}" '
-            f'fill="var(--{shape.color})"{_kind(shape.kind)}>{_tip(shape.tip)}</circle>'
-        )
+        place = {"cx": shape.x, "cy": shape.y, "r": shape.radius}
+        return _tag("circle", _tip(shape.tip), **place, fill=_color(shape.color), **{"class": kind})
+    place = {"x": shape.x, "y": shape.y}
     if isinstance(shape, Label):
-        bold = ' font-weight="600"' if shape.bold else ""
-        anchor = f' text-anchor="{shape.anchor}"' if shape.anchor != "start" else ""
-        return (
-            f'<text x="{_n(shape.x)}" y="{_n(shape.y)}" font-size="{_n(shape.size)}" '
-            f'fill="var(--{shape.color})"{anchor}{bold}>{escape(shape.text)}</text>'
-        )
-    return (
-        f'<image x="{_n(shape.x)}" y="{_n(shape.y)}" width="{_n(shape.width)}" height="{_n(shape.height)}" '
-        f'preserveAspectRatio="none" style="image-rendering:pixelated"{_kind(shape.kind)} '
-        f'href="{shape.address}"/>'
+        anchor = shape.anchor if shape.anchor != "start" else ""
+        words = {"fill": _color(shape.color), "text_anchor": anchor, "font_weight": "600" * shape.bold}
+        return _tag("text", escape(shape.text), **place, font_size=shape.size, **words)
+    place |= {"width": shape.width, "height": shape.height}
+    if isinstance(shape, Pixels):
+        style = {"preserveAspectRatio": "none", "style": "image-rendering:pixelated"}
+        return _tag("image", **place, **style, **{"class": kind}, href=shape.address)
+    outline = {"stroke": _color(shape.outline), "stroke_width": 1.5} if shape.outline else {}
+    fill = "url(#hatch)" if shape.hatched else _color(shape.fill) if shape.fill else "none"
+    filling = {"fill": fill, "fill_opacity": _faint(shape.strength), **outline, "class": kind}
+    return _tag("rect", _tip(shape.tip), **place, **filling)
+
+
+def _tag(name: str, content: str = "", **attributes: str | float) -> str:
+    """Return an SVG element without its empty attributes; `_` stands for `-` in their names."""
+    words = "".join(
+        f' {key.replace("_", "-")}="{value if isinstance(value, str) else _n(value)}"'
+        for key, value in attributes.items()
+        if value != ""
     )
+    return f"<{name}{words}>{content}</{name}>" if content else f"<{name}{words}/>"
 
 
-def _rect(shape: Rect) -> str:
-    fill = "url(#hatch)" if shape.hatched else "none" if not shape.fill else f"var(--{shape.fill})"
-    words = [f'x="{_n(shape.x)}" y="{_n(shape.y)}" width="{_n(shape.width)}" height="{_n(shape.height)}"']
-    words.append(f'fill="{fill}"')
-    if shape.strength < 1:
-        words.append(f'fill-opacity="{_n(shape.strength)}"')
-    if shape.outline:
-        words.append(f'stroke="var(--{shape.outline})" stroke-width="1.5"')
-    return f"<rect {' '.join(words)}{_kind(shape.kind)}>{_tip(shape.tip)}</rect>"
+def _color(name: str) -> str:
+    return f"var(--{name})"
 
 
-def _line(shape: Polyline) -> str:
-    points = " ".join(f"{_n(x)},{_n(y)}" for x, y in shape.points)
-    dashed = ' stroke-dasharray="5 4"' if shape.dashed else ""
-    faint = f' stroke-opacity="{_n(shape.strength)}"' if shape.strength < 1 else ""
-    return (
-        f'<polyline points="{points}" fill="none" stroke="var(--{shape.color})" '
-        f'stroke-width="{_n(shape.width)}"{dashed}{faint}{_kind(shape.kind)}/>'
-    )
-
-
-def _kind(kind: str) -> str:
-    return f' class="{kind}"' if kind else ""
+def _faint(strength: float) -> str:
+    return _n(strength) if strength < 1 else ""
 
 
 def _tip(tip: str) -> str:
@@ -191,12 +184,3 @@ def _tip(tip: str) -> str:
 
 def _n(number: float) -> str:
     return f"{number:.2f}".rstrip("0").rstrip(".")
-
-
-def rules(x: tuple[float, float], ticks: Iterable[tuple[float, str]]) -> list[Shape]:
-    """Return horizontal grid lines with their numbers on the left."""
-    shapes: list[Shape] = []
-    for y, text in ticks:
-        shapes.append(Polyline(((x[0], y), (x[1], y)), "rule"))
-        shapes.append(Label(x[0] - 6, y + 4, text, 12.5, anchor="end"))
-    return shapes

@@ -1,113 +1,149 @@
-"""Axes, curves and a legend for quantities over the steps of a run."""
+"""Scales, axes, curves and legends of charts."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from weft.report.curves import decades, log_scale
-from weft.report.draw import Dot, Figure, Label, Polyline, Shape, rules
-from weft.report.training import FloatArray
+from weft.report.draw import Dot, Figure, Label, Pixels, Polyline, Rect, Shape
 
 LEFT, MARGIN, TOP, HALF, WIDE = 62.0, 22.0, 24.0, 480.0, 960.0
+LINE = 18.0
+"""Height of a line of a legend."""
+
+FloatArray = npt.NDArray[np.float64]
+Show = Callable[[float], str]
+Symbol = Rect | str
+"""Of a legend: a rectangle of some size, the color of a dot, or "" for none."""
 
 
 @dataclass(frozen=True)
-class CurveFrame:
-    """Map steps (x) and values (y) to pixels of a canvas."""
+class Scale:
+    """Map numbers from `low` to `high` to pixels, linearly or by their logarithms; others are clipped."""
 
-    width: float
-    bottom: float
-    steps: tuple[float, float]
     low: float
     high: float
+    start: float
+    stop: float
     logs: bool = False
 
-    @property
-    def right(self) -> float:
-        return self.width - MARGIN
-
-    def x(self, step: float) -> float:
-        first, last = self.steps
-        return LEFT + (self.right - LEFT) * (step - first) / ((last - first) or 1.0)
-
-    def y(self, value: float) -> float:
-        held = min(max(value, self.low), self.high)
+    def __call__(self, value: float) -> float:
+        low, high, held = self.low, self.high, min(max(value, self.low), self.high)
         if self.logs:
-            return log_scale((self.low, self.high), (self.bottom, TOP))(held)
-        return self.bottom - (self.bottom - TOP) * (held - self.low) / ((self.high - self.low) or 1.0)
+            low, high, held = map(math.log, (low, high, held))
+        return self.start + (self.stop - self.start) * (held - low) / ((high - low) or 1.0)
 
-    def axes(self, show: Callable[[float], str]) -> list[Shape]:
-        if self.logs:
-            heights = decades(self.low, self.high, self.y, wanted=5)
-        else:
-            up = ticks(self.high - min(0.0, self.low))
-            heights = [t for t in sorted({*up, *(-t for t in up)}) if self.low <= t <= self.high]
-        return [*rules((LEFT, self.right), ((self.y(t), show(t)) for t in heights)), *self.across()]
+    def ticks(self, wanted: int = 5, apart: float = 20.0) -> list[float]:
+        """Return round numbers of the scale, about as many as wanted."""
+        if not self.logs:
+            up = ticks(self.high - min(0.0, self.low), wanted)
+            return [t for t in sorted({*up, *(-t for t in up)}) if self.low <= t <= self.high]
+        powers = range(math.floor(math.log10(self.low)), math.floor(math.log10(self.high)) + 1)
+        inside: list[float] = []
+        # One number per decade, more of them if there are few decades.
+        for steps in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 8)):
+            inside = [s * 10.0**p for p in powers for s in steps if self.low <= s * 10.0**p <= self.high]
+            if len(inside) >= wanted:
+                break
+        shown: list[float] = []
+        for tick in inside:
+            if not shown or abs(self(tick) - self(shown[-1])) >= apart:
+                shown.append(tick)
+        return shown
 
-    def across(self) -> list[Shape]:
-        """Return the step axis."""
-        first, last = self.steps
-        return [
-            *(
-                Label(self.x(tick), self.bottom + 15, f"{tick:,.0f}", 12.5, anchor="middle")
-                for tick in ticks(last, 8)
-                if tick >= first
-            ),
-            Label(self.right, self.bottom + 31, "step", 12.5, anchor="end"),
-        ]
 
-    def curve(
-        self, steps: FloatArray, values: FloatArray, color: str, *, dashed: bool = False, kind: str
-    ) -> list[Shape]:
+@dataclass(frozen=True)
+class Chart:
+    """A scale across and a scale up, which starts at the bottom."""
+
+    x: Scale
+    y: Scale
+
+    def rows(self, show: Show, at: Iterable[float] | None = None, title: str = "") -> list[Shape]:
+        """Return horizontal rules with their numbers on the left, and the title of the axis above them."""
+        shapes: list[Shape] = [Label(4, self.y.stop - 10, title)] * bool(title)
+        for tick in self.y.ticks() if at is None else at:
+            y = self.y(tick)
+            shapes.append(Polyline(((LEFT, y), (self.x.stop, y)), "rule"))
+            shapes.append(Label(LEFT - 6, y + 4, show(tick), anchor="end"))
+        return shapes
+
+    def columns(self, show: Show, at: Iterable[float], title: str, *, ruled: bool = False) -> list[Shape]:
+        """Return the numbers of the axis below, with its title; with `ruled`, also vertical rules."""
+        bottom, shapes = self.y.start, list[Shape]()
+        for tick in at:
+            x = self.x(tick)
+            shapes += [Polyline(((x, self.y.stop), (x, bottom)), "rule")] * ruled
+            shapes.append(Label(x, bottom + 15, show(tick), anchor="middle"))
+        return [*shapes, Label(self.x.stop, bottom + 31, title, anchor="end")]
+
+    def line(self, points: Iterable[tuple[float, float]], color: str, width: float, **style: Any) -> Polyline:
+        return Polyline(tuple((self.x(x), self.y(y)) for x, y in points), color, width, **style)
+
+    def curve(self, xs: FloatArray, ys: FloatArray, color: str, kind: str, **style: bool) -> list[Shape]:
         """Return a line through the finite values, broken where values are not finite."""
-        points = [
-            (self.x(float(step)), self.y(float(value))) for step, value in zip(steps, values, strict=True)
-        ]
-        known = np.isfinite(values)
-        parts = np.split(np.arange(len(values)), np.flatnonzero(np.diff(known)) + 1)
+        known = np.isfinite(ys)
+        segments = np.split(np.arange(len(ys)), np.flatnonzero(np.diff(known)) + 1)
         return [
-            Polyline(tuple(points[i] for i in segment), color, 2.0, dashed, kind)
-            for segment in parts
-            if segment.size and known[segment[0]]
+            self.line(zip(xs[some].tolist(), ys[some].tolist(), strict=True), color, 2.0, kind=kind, **style)
+            for some in segments
+            if some.size and known[some[0]]
         ]
 
-    def cloud(self, steps: FloatArray, values: FloatArray, color: str) -> list[Shape]:
+    def cloud(self, xs: FloatArray, ys: FloatArray, color: str) -> list[Shape]:
         """Return a faint band: minimum to maximum of the values in each two pixels."""
-        column = np.interp(steps, self.steps, (LEFT, self.right)) // 2
+        column = np.interp(xs, (self.x.low, self.x.high), (self.x.start, self.x.stop)) // 2
         points: list[tuple[float, float]] = []
-        for some in np.split(np.arange(len(steps)), np.flatnonzero(np.diff(column)) + 1):
-            known = values[some][np.isfinite(values[some])]
+        for some in np.split(np.arange(len(xs)), np.flatnonzero(np.diff(column)) + 1):
+            known = ys[some][np.isfinite(ys[some])]
             if known.size:
                 x = 2 * float(column[some[0]]) + 1
                 points += [(x, self.y(float(known.min()))), (x, self.y(float(known.max())))]
         return [Polyline(tuple(points), color, 1.0, kind="raw", strength=0.35)] * bool(points)
 
+    def figure(
+        self,
+        name: str,
+        title: str,
+        shapes: Sequence[Shape],
+        entries: Sequence[tuple[Symbol, str]],
+        **more: Any,
+    ) -> Figure:
+        """Return the shapes with a legend below the axis; `more` are fields of the figure."""
+        width = self.x.stop + MARGIN
+        shown, end = legend(entries, self.y.start + 50, width)
+        return Figure(name, title, width, end + 10, (*shapes, *shown), **more)
 
-def framed(
-    name: str,
-    title: str,
-    frame: CurveFrame,
-    shapes: Sequence[Shape],
-    entries: Sequence[tuple[str, str]],
-    *,
-    caption: str = "",
-    wide: bool = False,
-) -> Figure:
-    """Return the shapes with a legend below the axis, wrapped to the width."""
-    legend: list[Shape] = []
-    x, y = LEFT, frame.bottom + 36
-    for color, text in entries:
-        room = 30 + 6.8 * len(text)
-        if x > LEFT and x + room > frame.right - 40:
-            x, y = LEFT, y + 18
-        legend += [Dot(x, y - 4, color, 4)] * bool(color)
-        legend.append(Label(x + 10 * bool(color), y, text, 12.5))
+
+def legend(
+    entries: Sequence[tuple[Symbol, str]], y: float, width: float, left: float = LEFT, size: float = 12.5
+) -> tuple[list[Shape], float]:
+    """Return a legend that is wrapped to the width of a figure, and the height of its last line."""
+    shapes: list[Shape] = []
+    x = left
+    for symbol, text in entries:
+        swatch = symbol if isinstance(symbol, Rect) else Rect(0, 0, 4.0 * bool(symbol), 8)
+        room = swatch.width + 26 + 0.55 * size * len(text)
+        if x > left and x + room > width - MARGIN - 40:
+            x, y = left, y + LINE
+        if isinstance(symbol, Rect):
+            shapes.append(replace(symbol, x=x, y=y - symbol.height + 1))
+        elif symbol:
+            shapes.append(Dot(x, y - 4, symbol, 4))
+        shapes.append(Label(x + swatch.width + 6 * bool(symbol), y, text, size))
         x += room
-    return Figure(name, title, frame.width, y + 10, (*shapes, *legend), caption=caption, wide=wide)
+    return shapes, y
+
+
+def color_bar(x: float, y: float, ramp: npt.NDArray[np.uint8], ends: tuple[str, str]) -> list[Shape]:
+    """Return the scale of a color, with the numbers at its ends."""
+    left = x + 8 + 7 * len(ends[0])
+    return [Label(x, y, ends[0]), Pixels(left, y - 10, 80, 10, ramp), Label(left + 86, y, ends[1])]
 
 
 def ticks(most: float, wanted: int = 5) -> list[float]:

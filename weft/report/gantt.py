@@ -10,7 +10,7 @@ from weft.core import units
 from weft.core.timeline import Span
 from weft.report.case import Case, summary
 from weft.report.draw import Figure, Label, Polyline, Rect, Shape
-from weft.report.frame import ticks
+from weft.report.frame import Symbol, legend, ticks
 from weft.report.palette import on_color, rank_color
 
 WIDTH, LEFT, RIGHT = 960.0, 64.0, 948.0
@@ -30,7 +30,7 @@ def gantt(cases: Sequence[Case]) -> Figure:
     for group in [cases] if _one_axis(cases) else [[case] for case in cases]:
         y, some = _chart(group, y, named=len(cases) > 1, most=MOST_BARS // len(cases))
         shapes += some
-    shapes += _legend(y + 6)
+    shapes += legend(LEGEND, y + 6, WIDTH, LEFT, 11)[0]
     return Figure("timeline", _title(cases), WIDTH, y + 16, tuple(shapes), caption=_caption(cases), wide=True)
 
 
@@ -66,13 +66,18 @@ def shown_ranks(case: Case) -> list[int]:
     """Return all ranks, or a selection: the slowest, those at the end of the critical path, and others."""
     if case.ranks <= MOST_RANKS:
         return list(range(case.ranks))
-    asked = [case.timeline.slowest, *(span.rank for span in reversed(case.path))]
+    asked = [*blamed(case), case.timeline.slowest, *(span.rank for span in reversed(case.path))]
     chosen = set(list(dict.fromkeys(asked))[: MOST_RANKS // 2])
     step = case.ranks // MOST_RANKS
     for rank in (*range(0, case.ranks, step), *range(case.ranks)):
         if len(chosen) < MOST_RANKS:
             chosen.add(rank)
     return sorted(chosen)
+
+
+def blamed(case: Case) -> set[int]:
+    """Return the ranks that the verdict names, whose labels are bold."""
+    return {rank for rank in (case.cause.rank, *(case.cause.link or ())) if rank is not None}
 
 
 @dataclass(frozen=True)
@@ -125,9 +130,9 @@ def _rows(case: Case, lanes: dict[int, float], scale: float, most: int) -> list[
         rows = joined(gap)
     shapes: list[Shape] = []
     for rank, y in lanes.items():
-        slowest = rank == case.timeline.slowest
-        color = "ink" if slowest else "muted"
-        shapes.append(Label(LEFT - 8, y + 12, f"rank {rank}", 11, color, "end", bold=slowest))
+        bold = rank in blamed(case)
+        color = "ink" if bold else "muted"
+        shapes.append(Label(LEFT - 8, y + 12, f"rank {rank}", 11, color, "end", bold=bold))
         hops = 0
         for bar in rows[rank]:
             hops += bar.attends
@@ -174,28 +179,21 @@ def _outline(case: Case, lanes: dict[int, float], scale: float, gap: float) -> l
     return shapes
 
 
-def _legend(y: float) -> list[Shape]:
-    return [
-        Rect(LEFT, y - 9, 22, 10, "c1"),
-        Label(LEFT + 28, y, "attends", 11),
-        Rect(LEFT + 90, y - 9, 22, 10, "c1", 0.65),
-        Label(LEFT + 118, y, "copies", 11),
-        Rect(LEFT + 174, y - 8, 22, 8, "c1", 0.5),
-        Label(LEFT + 202, y, "sends, below", 11),
-        Rect(LEFT + 292, y - 9, 22, 10, hatched=True),
-        Label(LEFT + 320, y, "waits for data: exposed", 11),
-        Rect(LEFT + 460, y - 9, 22, 10, "", outline="ink"),
-        Label(LEFT + 488, y, "critical path", 11),
-    ]
+LEGEND: tuple[tuple[Symbol, str], ...] = (
+    (Rect(0, 0, 22, 10, "c1"), "attends"),
+    (Rect(0, 0, 22, 10, "c1", 0.65), "copies"),
+    (Rect(0, 0, 22, 8, "c1", 0.5), "sends, below"),
+    (Rect(0, 0, 22, 10, hatched=True), "waits for data: exposed"),
+    (Rect(0, 0, 22, 10, "", outline="ink"), "critical path"),
+)
 
 
 def _title(cases: Sequence[Case]) -> str:
     if len(cases) > 1:
-        first, second = (case.timeline.seconds for case in cases[:2])
-        faster = cases[0].name if first <= second else cases[1].name
-        more = max(first, second) / (min(first, second) or 1.0)
+        fast, *_, slow = sorted(cases, key=lambda case: case.timeline.seconds)
+        more = slow.timeline.seconds / (fast.timeline.seconds or 1.0)
         axes = "on one axis" if _one_axis(cases) else "each on its own axis"
-        return f"Timelines {axes}: {faster} is {more:.2f}× as fast"
+        return f"Timelines {axes}: {fast.name} is {more:.2f}× as fast as {slow.name}"
     return f"Timeline: {units.time(cases[0].timeline.seconds)}, {summary(cases[0])['exposed']:.1%} waiting"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
@@ -9,6 +11,7 @@ from weft.core.indices import Indices, IntArray
 from weft.core.schedule import Schedule
 from weft.report.case import Case
 from weft.report.draw import Figure, Label, Pixels, Polyline, Rect, Shape
+from weft.report.frame import Symbol, legend
 from weft.report.palette import EIGHT, rank_color, rgb
 
 PANEL, LEFT, TOP, BETWEEN = 216.0, 12.0, 24.0, 24.0
@@ -141,12 +144,8 @@ def rank_legend(case: Case, ranks: list[int], y: float) -> list[Shape]:
     by_machine = case.ranks > EIGHT
     devices = max(1, case.ranks // case.machines)
     chosen = sorted({rank // devices * devices for rank in ranks}) if by_machine else ranks
-    word = "machine" if by_machine else "rank"
-    shapes: list[Shape] = [Label(LEFT, y, word, 12.5)]
-    x = LEFT + 8 + 7 * len(word)
+    entries: list[tuple[Symbol, str]] = [("", "machine" if by_machine else "rank")]
     for rank in chosen[:EIGHT]:
-        color, strength = rank_color(rank, case.ranks, case.machines)
-        shapes.append(Rect(x, y - 9, 10, 10, color, strength))
-        shapes.append(Label(x + 14, y, str(rank // devices if by_machine else rank), 12.5))
-        x += 34
-    return shapes
+        square = Rect(0, 0, 10, 10, *rank_color(rank, case.ranks, case.machines))
+        entries.append((square, str(rank // devices if by_machine else rank)))
+    return legend(entries, y, math.inf, LEFT)[0]

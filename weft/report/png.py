@@ -12,11 +12,13 @@ import numpy.typing as npt
 from weft.report.palette import LIGHT
 
 if TYPE_CHECKING:
-    from weft.report.draw import Figure, Label, Polyline, Rect
+    from weft.report.draw import Figure, Shape
 
 SCALE = 2
 """PNG pixels per figure pixel."""
 INCH = 100
+POINT = 72 / INCH
+"""Points per figure pixel."""
 
 
 def encode(pixels: npt.NDArray[np.uint8]) -> bytes:
@@ -39,72 +41,46 @@ def render(figure: Figure, path: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Sheet
 
-    from weft.report.draw import Dot, Label, Pixels, Polyline, Rect
-
     with mpl.rc_context({"hatch.color": LIGHT["alarm"], "hatch.linewidth": 1.2}):
         sheet = Sheet(figsize=(figure.width / INCH, figure.height / INCH), facecolor=LIGHT["paper"])
         FigureCanvasAgg(sheet)
         axes = sheet.add_axes((0, 0, 1, 1), xlim=(0, figure.width), ylim=(figure.height, 0))
         axes.axis("off")
         for order, shape in enumerate(figure.shapes):
-            if isinstance(shape, Rect):
-                _rect(axes, shape, order)
-            elif isinstance(shape, Polyline):
-                _line(axes, shape, order)
-            elif isinstance(shape, Dot):
-                axes.plot(
-                    shape.x, shape.y, "o", ms=1.44 * shape.radius, color=LIGHT[shape.color], zorder=order
-                )
-            elif isinstance(shape, Label):
-                _words(axes, shape, order)
-            elif isinstance(shape, Pixels):
-                box = (shape.x, shape.x + shape.width, shape.y + shape.height, shape.y)
-                axes.imshow(shape.pixels, extent=box, interpolation="nearest", zorder=order, aspect="auto")
-                axes.set(xlim=(0, figure.width), ylim=(figure.height, 0))
+            _draw(axes, shape, order)
+        axes.set(xlim=(0, figure.width), ylim=(figure.height, 0))  # an image changes them
         sheet.savefig(path, dpi=SCALE * INCH, metadata={"Software": None})
 
 
-def _rect(axes: Any, shape: Rect, order: int) -> None:
+def _draw(axes: Any, shape: Shape, order: int) -> None:
     from matplotlib.patches import Rectangle
 
-    axes.add_patch(
-        Rectangle(
-            (shape.x, shape.y),
-            shape.width,
-            shape.height,
-            facecolor=LIGHT["paper"] if shape.hatched else LIGHT[shape.fill] if shape.fill else "none",
-            edgecolor=LIGHT[shape.outline] if shape.outline else "none",
-            alpha=None if shape.strength == 1 else shape.strength,
-            hatch="//////" if shape.hatched else None,
-            linewidth=1.08 if shape.outline else 0,
-            zorder=order,
-        )
-    )
+    from weft.report.draw import Dot, Label, Polyline, Rect
 
-
-def _line(axes: Any, shape: Polyline, order: int) -> None:
-    across, down = zip(*shape.points, strict=True)
-    style = (0, (5, 4)) if shape.dashed else "-"
-    axes.plot(
-        across,
-        down,
-        color=LIGHT[shape.color],
-        lw=0.72 * shape.width,
-        ls=style,
-        alpha=None if shape.strength == 1 else shape.strength,
-        zorder=order,
-    )
-
-
-def _words(axes: Any, shape: Label, order: int) -> None:
-    axes.text(
-        shape.x,
-        shape.y,
-        shape.text.replace("$", r"\$"),
-        fontsize=0.72 * shape.size,
-        color=LIGHT[shape.color],
-        ha={"start": "left", "middle": "center", "end": "right"}[shape.anchor],
-        va="baseline",
-        weight="bold" if shape.bold else "normal",
-        zorder=order,
-    )
+    if isinstance(shape, Rect):
+        filling = {
+            "facecolor": LIGHT["paper"] if shape.hatched else LIGHT.get(shape.fill, "none"),
+            "edgecolor": LIGHT.get(shape.outline, "none"),
+            "linewidth": POINT * 1.5 * bool(shape.outline),
+            "hatch": "//////" if shape.hatched else None,
+        }
+        box = (shape.x, shape.y), shape.width, shape.height
+        axes.add_patch(Rectangle(*box, alpha=shape.strength, zorder=order, **filling))
+    elif isinstance(shape, Polyline):
+        style = (0, (5, 4)) if shape.dashed else "-"
+        line = {"color": LIGHT[shape.color], "lw": POINT * shape.width, "ls": style, "alpha": shape.strength}
+        axes.plot(*zip(*shape.points, strict=True), zorder=order, **line)
+    elif isinstance(shape, Dot):
+        size, color = 2 * POINT * shape.radius, LIGHT[shape.color]
+        axes.plot(shape.x, shape.y, "o", ms=size, color=color, zorder=order)
+    elif isinstance(shape, Label):
+        words = {
+            "fontsize": POINT * shape.size,
+            "color": LIGHT[shape.color],
+            "ha": {"start": "left", "middle": "center", "end": "right"}[shape.anchor],
+            "weight": "bold" if shape.bold else "normal",
+        }
+        axes.text(shape.x, shape.y, shape.text.replace("$", r"\$"), va="baseline", zorder=order, **words)
+    else:
+        box = (shape.x, shape.x + shape.width, shape.y + shape.height, shape.y)
+        axes.imshow(shape.pixels, extent=box, interpolation="nearest", zorder=order, aspect="auto")

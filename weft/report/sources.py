@@ -53,17 +53,25 @@ def one_call(timeline: Timeline) -> Timeline:
     return replace(timeline, spans=spans)
 
 
-def told_apart(cases: Sequence[Case]) -> list[Case]:
-    """Make the names of two cases differ: by their source, or else by position."""
+def distinct_names(cases: Sequence[Case]) -> list[Case]:
+    """Make the names of cases differ: by their source, or else by position."""
     if len({case.name for case in cases}) == len(cases):
         return list(cases)
     words = [case.source for case in cases]
-    words = words if len(set(words)) == len(cases) else ["first", "second"]
+    words = words if len(set(words)) == len(cases) else ORDINALS[: len(cases)]
     return [replace(case, name=f"{case.name}, {word}") for case, word in zip(cases, words, strict=True)]
 
 
-def simulated(schedule: Schedule, topology: Topology, others: Sequence[str] = ()) -> Case:
-    """Return the case of a simulated schedule, with a scaling sweep and the named other plans."""
+ORDINALS = ["first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth"]
+
+
+def simulated(
+    schedule: Schedule, topology: Topology, others: Sequence[str] = (), *, model: str = "", asked: str = ""
+) -> Case:
+    """Return the case of a simulated schedule, with a scaling sweep and the named other plans.
+
+    `model` and `asked`, its mask, are the words that it was asked for with.
+    """
     from weft.simulate.events import simulate
 
     if topology.ranks != schedule.problem.ranks:
@@ -72,24 +80,24 @@ def simulated(schedule: Schedule, topology: Topology, others: Sequence[str] = ()
             hint="Give a --topology of as many devices.",
         )
     timeline = simulate(schedule, topology)
-    scaling = _scaling(schedule, topology, timeline)
+    own = SweepPoint.of(schedule.name, topology, timeline)
     named = tuple(name for name in others if name != schedule.name)
     problem, mask = schedule.attention
     points = sweep(lambda _: problem, mask, [topology] if named else [], named)
-    plans = sorted(
-        (SweepPoint.of(schedule.name, topology, timeline), *(one.point for one in points)),
-        key=lambda p: p.seconds,
-    )
-    return Case(schedule.name, timeline, schedule, topology, tuple(plans), scaling)
+    plans = sorted((own, *(result.point for result in points)), key=lambda p: p.seconds)
+    scaling = _scaling(schedule, topology, own, plans)
+    return Case(schedule.name, timeline, schedule, topology, tuple(plans), scaling, model=model, mask=asked)
 
 
-def _scaling(schedule: Schedule, topology: Topology, timeline: Timeline) -> tuple[SweepPoint, ...]:
+def _scaling(
+    schedule: Schedule, topology: Topology, own: SweepPoint, plans: Sequence[SweepPoint]
+) -> tuple[SweepPoint, ...]:
+    """Return the fastest plan at each size, and the plan itself where it is not the fastest."""
     if topology.links or topology.cores or not any(schedule.attends()):
         return ()  # measured links hold for one size, shared cores do not grow, an empty mask has no work
-    smaller = [resized(topology, gpus) for gpus in sizes_up_to(topology)[:-1]]
+    sizes = sizes_up_to(topology)
+    clusters = [resized(topology, gpus) for gpus in (sizes if len(plans) == 1 else sizes[:-1])]
     problem, mask = schedule.attention
-    points = sweep(partial(on_ranks, problem), mask, smaller)
-    return (
-        *(result.point for result in points),
-        SweepPoint.of(schedule.name, topology, timeline),
-    )
+    points = [result.point for result in sweep(partial(on_ranks, problem), mask, clusters)]
+    # The planner has been asked for the whole cluster already, if there are other plans.
+    return (*points, *dict.fromkeys((plans[0], own)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from weft.report.draw import Dot, Figure, Label, Pixels, Polyline, Shape
-from weft.report.frame import HALF, LEFT, MARGIN, TOP, WIDE, CurveFrame, ticks
+from weft.report.frame import HALF, LEFT, TOP, WIDE, Chart, Scale, color_bar, ticks
 from weft.report.palette import rgb
 from weft.report.training import FloatArray, Run, mean
 
@@ -19,6 +19,7 @@ def sparsity_map(run: Run) -> Figure:
     """Draw sparsity by layer (rows) and step (columns); underlined while the layer is sparse."""
     row, bottom = _row(run), TOP + _row(run) * len(run.layers)
     first, last = float(run.step[0]), float(run.last)
+    chart = Chart(Scale(first, last, LEFT, RIGHT), Scale(0, len(run.layers), bottom, TOP))
     columns = first + (last - first) * (np.arange(COLUMNS) + 1) / COLUMNS
     steps, table = run.over_time("sparsity")
     _, sparse = run.over_time("sparse")
@@ -30,13 +31,13 @@ def sparsity_map(run: Run) -> Figure:
         shapes.append(Polyline(((LEFT, y), (RIGHT, y)), "paper", 2.0))
         shapes += _uses(used[i] == 1.0, y + row - 3, min(3.0, row / 4))
         if i % -(-len(run.layers) // MOST_LABELS) == 0:
-            shapes.append(Label(LEFT - 6, y + row / 2 + 4, layer, 12.5, anchor="end"))
+            shapes.append(Label(LEFT - 6, y + row / 2 + 4, layer, anchor="end"))
             shapes += _numbers(reading.sparsity, y + row / 2 + 4)
     shapes += [
-        *CurveFrame(RIGHT + MARGIN, bottom, (first, last), 0.0, 1.0).across(),
-        Label(RIGHT + 10, TOP - 8, "now", 12.5),
-        Label(RIGHT + 62, TOP - 8, "its heads", 12.5),
-        Label(LEFT - 6, TOP - 8, "layer", 12.5, anchor="end"),
+        *chart.columns("{:,.0f}".format, chart.x.ticks(8), "step"),
+        Label(RIGHT + 10, TOP - 8, "now"),
+        Label(RIGHT + 62, TOP - 8, "its heads"),
+        Label(LEFT - 6, TOP - 8, "layer", anchor="end"),
         *_legend(bottom + 37),
     ]
     known = mean(shown[:, -1])
@@ -52,21 +53,15 @@ NOTE = (
 def heads_figure(run: Run) -> Figure:
     """Draw a dot for each head of each layer, at its latest reading."""
     row, bottom = _row(run), TOP + _row(run) * len(run.layers)
-    right = HALF - 16
-
-    def x(value: float) -> float:
-        return LEFT + (right - LEFT) * value
-
-    shapes: list[Shape] = []
-    for tick in ticks(1.0):
-        shapes.append(Polyline(((x(tick), TOP), (x(tick), bottom)), "rule"))
-        shapes.append(Label(x(tick), bottom + 15, f"{tick:.1f}", 12.5, anchor="middle"))
+    chart = Chart(Scale(0, 1, LEFT, HALF - 16), Scale(0, len(run.layers), bottom, TOP))
+    x = chart.x
+    shapes = chart.columns("{:.1f}".format, ticks(1.0), "sparsity of a head", ruled=True)
     spread: dict[str, float] = {}
     for i, (layer, reading) in enumerate(run.now.items()):
         y = TOP + row * (i + 0.5)
         known = reading.sparsity[np.isfinite(reading.sparsity)]
         if i % -(-len(run.layers) // MOST_LABELS) == 0:
-            shapes.append(Label(LEFT - 6, y + 4, layer, 12.5, anchor="end"))
+            shapes.append(Label(LEFT - 6, y + 4, layer, anchor="end"))
         if known.size:
             spread[layer] = float(np.ptp(known))
             shapes.append(Polyline(((x(known.min()), y), (x(known.max()), y)), "c4", 1.2, strength=0.5))
@@ -74,10 +69,7 @@ def heads_figure(run: Run) -> Figure:
             value = float(reading.sparsity[head])
             tip = f"layer {layer}, head {head}: {value:.3f}"
             shapes.append(Dot(x(value), y, "c4", min(3.5, row / 3), "head", tip))
-    shapes += [
-        Label(LEFT - 6, TOP - 8, "layer", 12.5, anchor="end"),
-        Label(right, bottom + 31, "sparsity of a head", 12.5, anchor="end"),
-    ]
+    shapes.append(Label(LEFT - 6, TOP - 8, "layer", anchor="end"))
     title = "Sparsity by head"
     if spread:
         widest = max(spread, key=lambda layer: spread[layer])
@@ -112,18 +104,15 @@ def _numbers(heads: FloatArray, y: float) -> list[Shape]:
     known = heads[np.isfinite(heads)]
     if not known.size:
         return []
-    words = [Label(RIGHT + 10, y, f"{known.mean():.2f}", 12.5, "ink")]
+    words = [Label(RIGHT + 10, y, f"{known.mean():.2f}", color="ink")]
     if known.size > 1:
-        words.append(Label(RIGHT + 62, y, f"{known.min():.2f} to {known.max():.2f}", 12.5))
+        words.append(Label(RIGHT + 62, y, f"{known.min():.2f} to {known.max():.2f}"))
     return list(words)
 
 
 def _legend(y: float) -> list[Shape]:
-    scale = np.linspace(0, 1, 40)[None]
     return [
-        Label(LEFT, y, "0", 12.5),
-        Pixels(LEFT + 14, y - 10, 80, 10, _pixels(scale)),
-        Label(LEFT + 100, y, "1", 12.5),
+        *color_bar(LEFT, y, _pixels(np.linspace(0, 1, 40)[None]), ("0", "1")),
         Polyline(((LEFT + 140, y - 4), (LEFT + 164, y - 4)), "c0", 3.0),
-        Label(LEFT + 172, y, "computed sparsely", 12.5),
+        Label(LEFT + 172, y, "computed sparsely"),
     ]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -41,15 +41,12 @@ class SweepPoint:
             gpus=cluster.ranks,
             plan=plan,
             seconds=timeline.seconds,
-            exposed=float(timeline.waiting.mean()) / (timeline.seconds or 1.0),
+            exposed=timeline.exposed,
             imbalance=timeline.imbalance,
             intra_bytes=inside,
             inter_bytes=int(timeline.traffic.sum()) - inside,
             memory=max(timeline.memory, default=0),
         )
-
-    def plain(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class SweepResult(NamedTuple):

@@ -31,7 +31,7 @@ def summary(run: Run) -> dict[str, Any]:
         "samples_per_second": median(run.values["samples"][end]),
         "tokens_per_second": median(run.values["tokens"][end]),
         "step_seconds": median(seconds[end]),
-        "seconds": finite(seconds).sum() if finite(seconds).size else math.nan,
+        "seconds": run.wall if run.wall == run.wall else run.every * float(finite(seconds).sum()) or math.nan,
         "layers": len(now) or None,
         "sparse_layers": sum(one.sparse for one in now) if now else None,
         "density": mean([share(one) for one in now]),
@@ -42,13 +42,13 @@ def summary(run: Run) -> dict[str, Any]:
     return {name: None if value != value else value for name, value in figures.items()}
 
 
-def rows(run: Run) -> list[tuple[str, str, str]]:
-    """Return rows (name, value, meaning) of the summary table."""
+def rows(run: Run) -> dict[str, tuple[str, str]]:
+    """Return the rows of the summary table: a value and a note by label."""
     known = summary(run)
     left = known["step_seconds"] and known["step_seconds"] * max(0, run.total - run.last)
     state = "finished" if run.finished else "the log ends here: under way, or broken off"
     best = known["best"] is not None and f"; best {known['best']:.4f} at step {known['best_step']:,.0f}"
-    late = f"of the last {run.window} steps" if run.window > 1 else "of the last one"
+    late = f"of the last {run.window} {run.steps}" if run.window > 1 else "of the last one"
     candidates = [
         ("steps", f"{run.last:,} of {run.total:,}", True, state),
         ("loss", "{loss:.4f}", known["loss"], f"mean {late}"),
@@ -59,17 +59,15 @@ def rows(run: Run) -> list[tuple[str, str, str]]:
             "time",
             units.clock(known["seconds"] or 0),
             known["seconds"],
-            f"in steps; {units.clock(left or 0)} to go",
+            f"of the run; {units.clock(left or 0)} to go",
         ),
         ("sparse layers", "{sparse_layers} of {layers}", known["layers"], "the others compute everything"),
         ("computed", "{density:.1%}", known["density"], "of all attention; a dense layer counts in full"),
         ("coverage", "{coverage:.1%}", known["coverage"], _coverage(known)),
     ]
-    return [
-        (what, text.format(**known), meaning)
-        for what, text, figure, meaning in candidates
-        if figure is not None
-    ]
+    return {
+        label: (text.format(**known), note) for label, text, figure, note in candidates if figure is not None
+    }
 
 
 def about(run: Run) -> str:

@@ -17,6 +17,7 @@ from weft.core.files import parse_json, read_bytes
 
 LOG = "log.jsonl"
 MAX_BYTES = 1 << 30
+MAX_LINE = 1 << 20
 RATES = ("samples", "tokens")
 FloatArray = npt.NDArray[np.float64]
 
@@ -51,6 +52,8 @@ class Run:
     layers: Mapping[str, tuple[Reading, ...]]
     resumed: tuple[int, ...]
     finished: bool
+    wall: float
+    """Seconds from the start to the last record, without the time between a stop and its resumption."""
     unreadable: int
     """Number of unreadable lines; in an intact log at most the last line, truncated."""
 
@@ -62,6 +65,15 @@ class Run:
     def total(self) -> int:
         total = self.facts.get("total")
         return total if total and _is_count(total) else self.last
+
+    @property
+    def every(self) -> int:
+        """Steps from one logged step to the next; more than 1 in a log that has not all of them."""
+        return int(np.median(np.diff(self.step))) if len(self.step) > 1 else 1
+
+    @property
+    def steps(self) -> str:
+        return "steps" if self.every == 1 else "logged steps"
 
     @property
     def window(self) -> int:
@@ -121,7 +133,9 @@ def read(path: Path) -> Run:
         rates = {name: values[name] / seconds for name in RATES}
     held_out = {r["step"]: _number(r.get("loss")) for r in records if r["kind"] == "validation"}
     return Run(
-        name=log.resolve().parent.name,
+        name=log.resolve().parent.name
+        if log.name == LOG
+        else log.name.removesuffix(".jsonl").removesuffix(".log"),
         facts=_facts(runs[-1]) if runs else {},
         step=np.array(sorted(by_step), float),
         values=values | rates,
@@ -129,8 +143,32 @@ def read(path: Path) -> Run:
         layers=_layers(records),
         resumed=tuple(run["step"] for run in runs[1:] if run["step"]),  # step 0: restarted, not resumed
         finished=records[-1]["kind"] == "end",
+        wall=_wall(records),
         unreadable=len(lines) - len(records),
     )
+
+
+def is_log(path: Path) -> bool:
+    """Whether a path is the log of a training run, by any name, or a folder with one."""
+    if path.is_dir():
+        return (path / LOG).is_file()
+    if not path.is_file() or path.suffix != ".jsonl":
+        return path.name == LOG
+    with path.open("rb") as file:
+        return next(_records([file.readline(MAX_LINE)]), None) is not None
+
+
+def _wall(records: Sequence[dict[str, Any]]) -> float:
+    """Add up the time of each start of a run; NaN for a log without times."""
+    seconds, begin, last = 0.0, math.nan, math.nan
+    for record in records:
+        time = _number(record.get("time"))
+        if record["kind"] == "run" or math.isnan(begin):
+            seconds += 0.0 if math.isnan(last) else last - begin
+            begin = time
+        last = time
+    seconds += last - begin
+    return seconds if 0 < seconds < math.inf else math.nan
 
 
 def finite(values: FloatArray) -> FloatArray:

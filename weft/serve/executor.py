@@ -13,6 +13,7 @@ from statistics import fmean
 
 import torch
 
+from weft.core.timeline import exposed
 from weft.diffusers.explain import explain
 from weft.generate.resume import PipelineState, StepInfo, StoppedCall, run
 from weft.run.comm import Comm
@@ -107,11 +108,10 @@ class BatchExecutor:
         spent = [MeterTotals(*map(sum, zip(*rows, strict=True))) for rows in of_ranks]
         self._steps, self._reported = [], time.monotonic()
         attend = tuple(rank.attending / 1e9 for rank in spent)
-        waited = fmean(rank.waiting for rank in spent) / 1e9
         self.emit(StepDone(
             batch=batch.batch, step=now.step, steps=steps, seconds=total / steps, attend=attend,
             imbalance=max(attend) / fmean(attend) if any(attend) else None,
-            exposed=min(1.0, waited / max(total, 1e-9)),
+            exposed=exposed([rank.waiting / 1e9 for rank in spent], total),
             plan=", ".join(self.spans.names(self.comm.size)) or "alone",
             sent=tuple(rank.sent for rank in spent), density=self.spans.density, gain=self._gain(),
             runs=spent[0].runs, first=spent[0].first, state=state,

@@ -13,6 +13,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from weft.core.schedule import Attend, Piece
+from weft.core.timeline import exposed
 from weft.schedule.measure import attend_works
 from weft.simulate.costs import attend_price, is_capped, send_seconds, shared_seconds
 from weft.simulate.events import simulate
@@ -35,6 +36,8 @@ class Timing:
     sending: tuple[float, ...] = ()
     launching: float = 0.0
     """Seconds of them in which all devices are done and a host still launches."""
+    exposed: float = 0.0
+    """Share of the time in which the mean rank waits for data."""
 
     def __repr__(self) -> str:
         return f"Timing({self.seconds * 1e3:.3g} ms, {len(self.compute)} ranks, {self.exposed:.1%} exposed)"
@@ -43,11 +46,6 @@ class Timing:
     def waiting(self) -> float:
         """Seconds in which the busiest rank waits for data."""
         return self.seconds - self.launching - max(self.compute)
-
-    @property
-    def exposed(self) -> float:
-        """Share of the time in which the busiest rank does not compute."""
-        return max(0.0, 1 - max(self.compute) / self.seconds) if self.seconds else 0.0
 
 
 def predict(schedule: Schedule, topology: Topology, works: dict[int, int] | None = None) -> Timing:
@@ -64,7 +62,8 @@ def predict(schedule: Schedule, topology: Topology, works: dict[int, int] | None
             sending[span.rank] += span.end - span.start
         elif span.kind == "launch":
             launching = max(launching, span.end - span.start)
-    return Timing(timeline.seconds, tuple(timeline.computing.tolist()), tuple(sending), launching)
+    compute = tuple(timeline.computing.tolist())
+    return Timing(timeline.seconds, compute, tuple(sending), launching, timeline.exposed)
 
 
 def critical_path(schedule: Schedule, topology: Topology, works: dict[int, int] | None = None) -> Timing:
@@ -74,7 +73,7 @@ def critical_path(schedule: Schedule, topology: Topology, works: dict[int, int] 
     ranks = range(schedule.problem.ranks)
     clock = [0.0 for _ in ranks]
     wire = [0.0 for _ in ranks]
-    compute, sending = [0.0 for _ in ranks], [0.0 for _ in ranks]
+    compute, sending, waiting = ([0.0 for _ in ranks] for _ in range(3))
     arrivals: dict[int, list[tuple[Piece, float]]] = defaultdict(list)
     attends, collectives, posts, messages = ([0 for _ in ranks] for _ in range(4))
     for index, op in enumerate(schedule.ops):
@@ -82,7 +81,9 @@ def critical_path(schedule: Schedule, topology: Topology, works: dict[int, int] 
             ready = [_ready(arrivals[op.rank], piece) for piece in (op.q, op.kv)]
             assert price is not None
             seconds = price(works[index], op)
-            clock[op.rank] = max(clock[op.rank], *ready) + seconds
+            start = max(clock[op.rank], *ready)
+            waiting[op.rank] += start - clock[op.rank]
+            clock[op.rank] = start + seconds
             compute[op.rank] += seconds
             attends[op.rank] += 1
             continue
@@ -101,7 +102,9 @@ def critical_path(schedule: Schedule, topology: Topology, works: dict[int, int] 
             paired = start + size / topology.pair_bandwidth if is_capped(topology, src, dst) else 0.0
             arrivals[dst] += [(piece, max(wire[src], paired)) for piece in pieces]
     for rank in ranks:
-        clock[rank] = max([clock[rank], *(time for _, time in arrivals[rank])])
+        end = max([clock[rank], *(time for _, time in arrivals[rank])])
+        waiting[rank] += end - clock[rank]
+        clock[rank] = end
     device = max(max(clock), shared_seconds(topology, compute, sending))
     host = max(
         topology.host.seconds(
@@ -113,7 +116,8 @@ def critical_path(schedule: Schedule, topology: Topology, works: dict[int, int] 
         )
         for rank in ranks
     )
-    return Timing(max(device, host), tuple(compute), tuple(sending), max(0.0, host - device))
+    seconds, launching = max(device, host), max(0.0, host - device)
+    return Timing(seconds, tuple(compute), tuple(sending), launching, exposed(waiting, seconds))
 
 
 def _ready(arrivals: list[tuple[Piece, float]], wanted: Piece) -> float:
