@@ -238,7 +238,8 @@ def resized_topology(topology: Topology, ranks: int) -> Topology:
 def mask_density(sparse: str, grid: Grid, model: ModelSizes) -> float:
     """Return the share of attention that is computed, over all layers and steps, as far as the spec says.
 
-    >>> density("topk:0.2,dense_steps=0.25", (4, 8, 8), Model(name="", layers=2, heads=2, head_dim=8))
+    >>> model = ModelSizes(name="", layers=2, heads=2, head_dim=8)
+    >>> mask_density("topk:0.2,dense_steps=0.25", (4, 8, 8), model)
     0.4
     """
     name, _, rest = sparse.partition(":")
