@@ -26,7 +26,7 @@ from weft.serve.api.server import server_config
 from weft.serve.api_error import APIError
 from weft.serve.disk import Disk
 from weft.serve.job_store import JobStore, KeyReused
-from weft.serve.jobs import MEDIA_TYPES, GenerationParams, Job, JobFailure, Kind
+from weft.serve.jobs import MEDIA_TYPES, GenerationParams, Job, JobFailure
 from weft.serve.messages import BatchProgress, EngineEvent, JobEnded, StepDone
 from weft.serve.reserve import DiskFull
 from weft.serve.spool import SpoolFile
@@ -100,12 +100,6 @@ class Fake:
 
     def about(self) -> dict[str, Any]:
         return self.facts or {}
-
-    def job(self, id: str) -> Job | None:
-        return self.store.get(id)
-
-    def page(self, kind: Kind, limit: int, order: Any, after: str | None) -> tuple[Sequence[Job], bool]:
-        return self.store.page(kind, limit=limit, order=order, after=after)
 
     def cancel(self, id: str) -> None:
         failed = self.store.fail(id, JobFailure(code="cancelled", message="It was cancelled."))

@@ -15,7 +15,6 @@ from weft.serve.jobs import GenerationParams
 from weft.serve.messages import (
     BatchDone,
     BatchStopped,
-    Exit,
     FromRank,
     Hello,
     Join,
@@ -106,7 +105,8 @@ class _Rank(threading.Thread):
 
     def _read(self) -> None:
         try:
-            while not isinstance(message := decode(*self.channel.receive()), Exit):
+            while True:
+                message = decode(*self.channel.receive())
                 if isinstance(message, StopBatch):
                     self.stops.add(message.batch)
                 else:
@@ -138,7 +138,7 @@ class _Rank(threading.Thread):
                 self._emit(PreviewMade(batch=batch, job=id, step=step, png=b"png%d" % step))
             if batch in self.stops and step < steps:
                 self.stops.discard(batch)
-                self._emit(BatchStopped(batch=batch, step=step, state=state))
+                self._emit(BatchStopped(batch=batch))
                 return
         for id, job in zip(ids, jobs, strict=True):
             timings = {"encode": 0.0, "denoise": 0.1, "decode": 0.0}

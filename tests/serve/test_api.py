@@ -111,13 +111,13 @@ def test_bodies_that_say_nothing(
 
 
 def test_a_fault_of_ours_says_only_where_to_look(engine: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> None:
+    def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("secret /etc/path")
 
     out = io.StringIO()
     handler = logging.StreamHandler(out)
     handler.setFormatter(logs.JSONFormatter())
-    monkeypatch.setattr(engine, "page", broken)
+    monkeypatch.setattr(engine.store, "page", broken)
     logger = logging.getLogger("weft.serve")
     logger.addHandler(handler)
     try:

@@ -108,7 +108,7 @@ def test_who_was_to_stop_and_no_longer_is_goes_on(desk: Desk) -> None:
     assert desk.want((0,)) == [(0, "stop")]
     assert desk.want((0,)) == [], "once is enough"
     assert desk.want((0, 1)) == [(0, "go")]
-    desk.hear(BatchStopped(batch=job.id, step=1, state=b"state"))  # that word came too late
+    desk.hear(BatchStopped(batch=job.id))  # that word came too late
     assert desk.want((0, 1)) == [(0, "run"), (1, "run")]
 
 
@@ -199,7 +199,7 @@ def test_ranks_of_a_cancelled_batch_are_replaced_if_its_step_ends_too_late(desk:
     assert batch.dropped is not None
     batch.dropped -= 6
     assert overdue(desk.dispatch) is not None, "it should have ended by now"
-    desk.hear(BatchStopped(batch=job.id, step=1, state=b""))
+    desk.hear(BatchStopped(batch=job.id))
     assert overdue(desk.dispatch) is None
 
 
@@ -271,7 +271,7 @@ def test_client_that_cancels_again_and_again_does_not_restart_ranks_of_others_fo
         assert batch.dropped is not None
         batch.dropped -= 6
         late = overdue(desk.dispatch)
-        desk.hear(BatchStopped(batch=job.id, step=1, state=b""))
+        desk.hear(BatchStopped(batch=job.id))
         return late is not None
 
     beside = desk.add()

@@ -78,7 +78,7 @@ class Site:
         return id
 
     def job(self, id: str) -> Any:
-        return self.engine.job(id)
+        return self.engine.store.get(id)
 
 
 def until(done: Callable[[], Any], seconds: float = 30.0) -> Any:

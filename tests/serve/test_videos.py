@@ -29,7 +29,7 @@ def slow(engine: Fake) -> Iterator[None]:
 
 def ended(engine: Fake, id: str) -> Job:
     until = time.monotonic() + 60
-    while (job := engine.job(id)) is not None and job.active:
+    while (job := engine.store.get(id)) is not None and job.active:
         assert time.monotonic() < until
         time.sleep(0.01)
     assert job is not None
@@ -330,7 +330,7 @@ def test_sync_is_the_video_itself(http: httpx.Client) -> None:
 def test_who_goes_away_from_sync_cancels_it(http: httpx.Client, engine: Fake, slow: None) -> None:
     with pytest.raises(httpx.ReadTimeout):
         http.post("/v1/videos/sync", json=QUICK | {"num_inference_steps": 900}, timeout=0.5)
-    newest = engine.page("video", 1, "desc", None)[0][0]
+    newest = engine.store.page("video", limit=1)[0][0]
     failure = ended(engine, newest.id).failure
     assert failure is not None and failure.code == "cancelled"
 

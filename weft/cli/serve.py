@@ -103,7 +103,7 @@ def run(
     pretrained.check(directory)
     _check_packages(own=is_own(directory))
     _check_options(policy, ranks=ranks, port=port, max_queue=max_queue)
-    from weft.serve.settings import ServerSettings
+    from weft.serve.settings import RankOptions, ServerSettings
 
     name = _name(served_name, directory, own=model is None)
     settings = ServerSettings(
@@ -111,7 +111,7 @@ def run(
         queue=max_queue, keep=duration(ttl, "ttl"), quota=amount(quota, "quota"),
         max_time=duration(max_time, "max-time") if max_time else None,
         max_step=duration(max_step, "max-step") if max_step else None,
-        options={"name": name, "dtype": dtype, "plan": plan, "sparse": sparse, "backend": backend},
+        options=RankOptions(name=name, dtype=dtype, plan=plan, sparse=sparse, backend=backend),
         nodes=node_options.nodes_of(nodes, node, master, token_file, interface, (tls_cert, tls_key)),
     )  # fmt: skip
     if node:

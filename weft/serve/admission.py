@@ -63,7 +63,7 @@ class Admission:
     def of(cls, settings: ServerSettings, facts: ModelFacts, memory: float) -> Admission:
         """Return the admission of a model, by its facts and the memory of a rank."""
         topology = replace(Topology.local(settings.ranks), machines=settings.nodes.count)
-        latency = Latency(facts, topology, sparse=settings.options.get("sparse"), limit=memory)
+        latency = Latency(facts, topology, sparse=settings.options.sparse, limit=memory)
         for pace in facts.get("paces", ()):  # measured while warming up
             latency.observe(JobShape(**pace["shape"]), pace["ranks"], 1, pace["seconds"], warmup=True)
         return cls(latency, policy=settings.policy, max_time=settings.max_time, max_step=settings.max_step)

@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
 
 from weft.core.errors import InputError
 from weft.serve import messages
@@ -28,10 +27,7 @@ from weft.serve.reserve import DiskFull
 log = logging.getLogger("weft.serve")
 SHARED_TIMINGS = ("encode", "decode")
 """Timings that all jobs of a batch share; each writes a file of its own."""
-
-
-class Send(Protocol):
-    def __call__(self, ranks: Sequence[int], message: messages.ToRank) -> None: ...
+Send = Callable[[Sequence[int], messages.ToRank], None]
 
 
 class Dispatch:
@@ -126,7 +122,7 @@ class Dispatch:
                 batch.writer, batch.step = batch.leader, batch.shape.steps
                 batch.ranks, batch.stopping = (), False
             case messages.BatchStopped():
-                self._on_stopped(batch, message)
+                self._on_stopped(batch)
             case messages.ResultMade():
                 self._on_result(batch, message)
             case messages.BatchDone():
@@ -235,12 +231,10 @@ class Dispatch:
                 self.store.step(id, batch.step, {})
         self.emit(messages.BatchProgress(message, tuple(batch.jobs), batch.ranks))
 
-    def _on_stopped(self, batch: Batch, message: messages.BatchStopped) -> None:
-        batch.step, batch.ranks, batch.stopping = message.step, (), False
+    def _on_stopped(self, batch: Batch) -> None:
+        batch.ranks, batch.stopping = (), False
         if not batch.jobs:
             self._remove(batch)
-        elif message.state:
-            self._save(batch, message.state)
 
     def _on_result(self, batch: Batch, message: messages.ResultMade) -> None:
         id, timings = message.job, message.timings

@@ -13,21 +13,20 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from weft.serve import messages
 from weft.serve.admission import Admission
-from weft.serve.api_error import APIError, disk_full, without_paths
+from weft.serve.api_error import APIError, disk_full, not_ready, without_paths
 from weft.serve.disk import Disk
 from weft.serve.dispatch import Dispatch
 from weft.serve.job_store import JobStore, KeyReused
-from weft.serve.jobs import MEDIA_TYPES, GenerationParams, Job, JobFailure, JsonObject, Kind
-from weft.serve.messages import EngineEvent, JobEnded, RanksLost, RanksReady
+from weft.serve.jobs import MEDIA_TYPES, GenerationParams, Job, JobFailure, JsonObject
+from weft.serve.messages import EngineEvent, JobEnded, RanksLost
 from weft.serve.model_facts import ModelFacts
 from weft.serve.outcomes import JobOutcome
 from weft.serve.reserve import DiskFull
@@ -118,7 +117,7 @@ class Engine:
     ) -> Job:  # fmt: skip
         """Store and return a queued job of a request for so many `jobs`, or the earlier one of its key."""
         if (admission := self.admission) is None:
-            raise self._not_now()
+            raise not_ready(self.status())
         seconds = admission.allowed(params.shape, deadline)
         params = replace(params, image=REFERENCE_IMAGE if image else None)
         # Predicted now: the database is locked in `before`.
@@ -143,14 +142,6 @@ class Engine:
             raise disk_full() from error
         self.events.put(partial(self.dispatch.add, job))
         return job
-
-    def job(self, id: str) -> Job | None:
-        return self.store.get(id)
-
-    def page(
-        self, kind: Kind, limit: int, order: Literal["asc", "desc"], after: str | None
-    ) -> tuple[Sequence[Job], bool]:
-        return self.store.page(kind, limit=limit, order=order, after=after)
 
     def cancel(self, id: str) -> None:
         """Fail a job at once. Its ranks are free at the end of their step, or replaced if that is far."""
@@ -208,7 +199,7 @@ class Engine:
     def _admit(self, refusals: Mapping[bool, APIError | None]) -> None:
         """Refuse a job for which the queue, the disk, the memory or the time limits have no room."""
         if self._draining:
-            raise self._not_now()
+            raise not_ready(self.status())
         waiting = (counts := self.store.counts())["queued"]
         if waiting >= self.settings.queue:
             retry = self.watch.work_seconds() / max(1, self.settings.ranks)
@@ -226,10 +217,6 @@ class Engine:
             if refused := admission.refusal_of_batch(batch, changed=changed):
                 for id in batch.jobs:
                     self._fail(id, JobFailure(code=refused.code, message=refused.message))
-
-    def _not_now(self) -> APIError:
-        state = self.status()
-        return APIError(503, state, f"The server is {state} and takes no jobs now. Try again later.")
 
     def _loop(self) -> None:
         checked = scheduled = 0.0
@@ -262,7 +249,7 @@ class Engine:
         return is_urgent
 
     def _handle(self, event: RanksEvent | Callable[[], None]) -> None:
-        if isinstance(event, RanksReady):
+        if isinstance(event, messages.Ready):
             if self.dispatch.latency is None:
                 admission = Admission.of(self.settings, event.facts, self.ranks.memory)
                 self._refuse_unfit(admission)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft.core.errors import InputError
 from weft.serve.api.schemas import ImageRequest, VideoRequest
-from weft.serve.api_error import APIError, quote_input
+from weft.serve.api_error import APIError, not_ready, quote_input
 from weft.serve.jobs import Format, GenerationParams, Kind
 from weft.video.captions import parse
 
@@ -26,15 +26,8 @@ REQUIRED_ARGUMENTS = {
 
 def model_facts(engine: Engine) -> Facts:
     """Return the facts of the loaded model."""
-    if (state := engine.status()) == "draining":
-        raise APIError(
-            503, "draining", "The server is stopping and takes no new work. Try again later.", retry=30
-        )
-    if state == "failed":
-        message = "The ranks failed to start; the log of the server has the reason."
-        raise APIError(503, "failed", message, retry=30)
-    if engine.facts is None:
-        raise APIError(503, "starting", "The model is still loading. Poll GET /health until it is ready.")
+    if (state := engine.status()) in ("draining", "failed") or engine.facts is None:
+        raise not_ready(state)
     return engine.facts
 
 
