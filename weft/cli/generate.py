@@ -65,7 +65,7 @@ def run(
 
     media.check_target(out)
     model_dir, prompt = _model_and_prompt(first, second)
-    pretrained.check(model_dir)
+    model_dir = pretrained.locate(model_dir)
     if ranks < 1 or (image is not None and not image.is_file()):
         raise InputError(f"--ranks must be >= 1 and --image a file, got {ranks} and {image}.")
     check_packages(out, own=is_own(model_dir))

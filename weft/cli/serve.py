@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from weft.serve.settings import ServerSettings
 
 POLICIES = ("elastic", "all", "one")
+LOG_LEVELS, LOG_FORMATS = ("debug", "info", "warning", "error"), ("auto", "text", "json")
 PACKAGES = (
     "fastapi",
     "uvicorn",
@@ -51,6 +53,12 @@ MaxStep = Annotated[
 Data = Annotated[
     Path | None, typer.Option(help="Folder of jobs and results. [default: below ~/.local/state/weft]")
 ]
+Model = Annotated[
+    Path | None,
+    typer.Argument(metavar="[MODEL]", help="A checkpoint of Diffusers, or the Hub id of a cached one."),
+]
+LogFormat = Annotated[str, typer.Option(help="text or json. [default: text in a terminal, else json]")]
+LogLevel = Annotated[str, typer.Option(help="debug, info, warning or error.")]
 Policy = Annotated[
     str, typer.Option(help="elastic; or first come, first served: `all` ranks, or `one` rank, for each job.")
 ]
@@ -59,9 +67,7 @@ RETRY_SECONDS = 2.0
 
 
 def run(
-    model: Annotated[
-        Path | None, typer.Argument(metavar="[MODEL_DIR]", help="A checkpoint of Diffusers; or weft's own.")
-    ] = None,
+    model: Model = None,
     *,
     host: Annotated[str, typer.Option(help="The address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 finds a free one.")] = 8000,
@@ -87,6 +93,8 @@ def run(
     tls_cert: node_options.TLSCert = None,
     tls_key: node_options.TLSKey = None,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts into the log.")] = False,
+    log_format: LogFormat = "auto",
+    log_level: LogLevel = "info",
 ) -> None:
     """Serve a model: /v1/videos and /v1/images, compatible with OpenAI's clients, and a page at /.
 
@@ -94,18 +102,18 @@ def run(
     weft serve ./Wan2.1-T2V-1.3B-Diffusers --ranks 8
 
     Jobs survive lost ranks and a restart with the same --data. The first Ctrl-C or SIGTERM gives running jobs
-    20 s to finish and keeps the others; a second exits at once. Logs are JSON on stderr.
+    20 s to finish and keeps the others; a second exits at once. Logs are on stderr.
     """
     from weft.generate import pretrained
     from weft.video.saved_model import is_own, shipped
 
-    directory = (model or shipped()).resolve()
-    pretrained.check(directory)
+    directory = pretrained.locate(model or shipped()).resolve()
     _check_packages(own=is_own(directory))
     _check_options(policy, ranks=ranks, port=port, max_queue=max_queue)
+    logs = _check_logs(log_level, log_format)
     from weft.serve.settings import RankOptions, ServerSettings
 
-    name = _name(served_name, directory, own=model is None)
+    name = _name(served_name, model)
     settings = ServerSettings(
         model=directory, folder=(data or _state() / name).resolve(), name=name, ranks=ranks, policy=policy,
         queue=max_queue, keep=duration(ttl, "ttl"), quota=amount(quota, "quota"),
@@ -117,12 +125,13 @@ def run(
     if node:
         _join(settings)
     else:
-        _serve(settings, (host, port), api_key_file, log_prompts=log_prompts)
+        _serve(settings, (host, port), api_key_file, logs, log_prompts=log_prompts)
 
 
 def _serve(
-    settings: ServerSettings, at: tuple[str, int], key_file: Path | None, *, log_prompts: bool
-) -> None:
+    settings: ServerSettings, at: tuple[str, int], key_file: Path | None, log_options: tuple[str, str], *,
+    log_prompts: bool,
+) -> None:  # fmt: skip
     from weft.serve.api import auth, logs
     from weft.serve.api.app import create_app
     from weft.serve.api.limits import RequestLimits
@@ -138,8 +147,10 @@ def _serve(
         print(f"weft: {settings.name} on {ranks} at {address(listener)} (page; API below /v1)", flush=True)
 
     with listener:
+        logs.configure(*log_options)
+        about = {"model": settings.name, "ranks": settings.world, "url": address(listener)}
+        logging.getLogger("weft.serve").info("loading the model", extra=about)
         engine = Engine(settings)
-        logs.configure()
         log_events(engine, prompts=log_prompts)
         serve(engine, create_app(engine, key=key, limits=RequestLimits()), listener, ready=ready)
 
@@ -185,8 +196,15 @@ def _check_options(policy: str, *, ranks: int, port: int, max_queue: int) -> Non
         )
 
 
-def _name(served_name: str, directory: Path, *, own: bool) -> str:
-    name = served_name or ("weft-shapes" if own else directory.name)
+def _check_logs(level: str, style: str) -> tuple[str, str]:
+    for name, value, choices in (("level", level, LOG_LEVELS), ("format", style, LOG_FORMATS)):
+        if value not in choices:
+            raise InputError(f"Unknown --log-{name} {value}.", hint=f"Use one of {', '.join(choices)}.")
+    return level, style
+
+
+def _name(served_name: str, model: Path | None) -> str:
+    name = served_name or (model.resolve().name if model else "weft-shapes")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
         raise InputError(
             f"Invalid model name {name!r}.", hint="Pass --served-name, of letters, digits, '.', '_' and '-'."

@@ -141,7 +141,7 @@ def _verify_model(
     from weft.generate import pretrained, rank_parity
     from weft.run.world import is_launched
 
-    pretrained.check(model)
+    model = pretrained.locate(model)
     rows: list[dict[str, Any]] = []
     where = rank_parity.RunPlace(*place)
     with Console(stderr=True, quiet=as_json).status("loading …") as status:

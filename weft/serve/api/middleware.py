@@ -39,9 +39,11 @@ HEADERS = {
 }
 REASONS = {
     400: "The Range header is malformed. Send it as 'bytes=0-99'.",
-    404: "Not found. GET /openapi.json lists all addresses.",
+    404: "Not found. GET /openapi.json lists all addresses, /docs explains them.",
     416: "The range is outside of the file. The Content-Range header has its size.",
 }
+POLLED = (*auth.PROBES, "/metrics", "/v1/status")
+"""Routes that are requested every second; they are logged as debug."""
 _log = logging.getLogger("weft.serve")
 
 
@@ -67,7 +69,8 @@ class APIMiddleware:
             self.slots.release(scope)
             seconds, route = time.perf_counter() - began, route_path(scope)
             self.metrics.request(route, scope["method"], response.status, seconds)
-            logs.access.info("request", extra={
+            level = logging.DEBUG if route in POLLED else logging.INFO
+            logs.access.log(level, "request", extra={
                 "method": scope["method"], "route": route, "status": response.status,
                 "seconds": round(seconds, 4), "client": (scope.get("client") or ("",))[0],
             })  # fmt: skip
