@@ -351,6 +351,13 @@ def test_two_ranks_show_their_attention(pair: Server) -> None:
     assert all(len(each.attend) == 2 and each.imbalance and each.imbalance >= 1 for each in steps)
 
 
+def test_attention_of_one_rank_is_shown_without_that_of_the_other_half(pair: Server) -> None:
+    pair.run([0, 1], [job(7, guidance=2.0)])  # each rank has one branch of guidance, and no messages
+    timeline = next(each for each in pair.messages(0) if isinstance(each, AttentionTimeline))
+    assert timeline.label == "alone"
+    assert {span.rank for span in timeline.spans} == {0}
+
+
 def test_two_ranks_refuse_together(pair: Server) -> None:
     pair.run([0, 1], [job(8, width=25)])
     assert pair.failure(0).code == "refused"

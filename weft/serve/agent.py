@@ -1,6 +1,6 @@
 """Agent: start the ranks of one machine, and start all of them again when one is lost.
 
-    python -m weft.serve.agent < its `AgentConfig` as a line of JSON
+    python -c "from weft.serve.agent import main; main()" < its `AgentConfig` as a line of JSON
 
 It ends, with its ranks, when its standard input ends: that is, with the server, however the server ends. It
 opens no port; ranks are forked from a process that has torch loaded, by a unix socket in a 0700 folder.
@@ -68,7 +68,8 @@ class AgentConfig:
 
 def start(config: AgentConfig) -> subprocess.Popen[bytes]:
     """Start an agent for `end`; if it ends before that, start another."""
-    command = [sys.executable, "-m", "weft.serve.agent"]
+    # Not -m: each rank would run the main module again.
+    command = [sys.executable, "-c", "from weft.serve.agent import main; main()"]
     agent = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     assert agent.stdin is not None
     with suppress(BrokenPipeError):
@@ -163,10 +164,3 @@ def _report(config: AgentConfig, rank: int | None, error: BaseException) -> None
         channel = connect(config.address, config.token, "rank")
         channel.send(*encode(RankFailed(rank=rank, message=one_line(error))))
         channel.close()
-
-
-if __name__ == "__main__":
-    # Imported by its name, because ranks look up `_rank` in a module that is not __main__.
-    from weft.serve.agent import main as begin
-
-    begin()
