@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import logging
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -60,7 +61,7 @@ def test_every_answer_has_an_id_and_is_for_nobody_elses_page(http: httpx.Client)
     [
         ("GET", "/nothing", 404, "not_found"),
         ("GET", "/v1/videos/", 404, "not_found"),
-        ("GET", "/docs", 404, "not_found"),
+        ("GET", "/redoc", 404, "not_found"),
         ("GET", "/page/../app.py", 404, "not_found"),
         ("GET", "/page/%2e%2e/app.py", 404, "not_found"),
         ("GET", "/page/none.js", 404, "not_found"),
@@ -154,6 +155,51 @@ def test_requests_are_logged_without_prompts(http: httpx.Client) -> None:
         ("POST", "/v1/videos", 200), ("GET", "/v1/videos/{id}", 404),
     ]  # fmt: skip
     assert "secret" not in out.getvalue()
+
+
+def test_logs_in_a_terminal_are_text_and_polling_is_not_among_them(
+    http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    kept = {name: vars(logging.getLogger(name)).copy() for name in ("weft", "uvicorn")}
+    out, file = Terminal(), io.StringIO()
+    try:
+        logs.configure(stream=file)
+        logging.getLogger("weft.serve").info("to a file", extra={"seconds": 0.5})
+        assert json.loads(file.getvalue())["seconds"] == 0.5
+        logs.configure(stream=out)
+        for path in ("/health", "/v1/status", "/metrics", "/v1/models"):
+            http.get(path)
+        until(lambda: "/v1/models" in out.getvalue())
+        extra = {"why": 'a "word"\x1b[2J', "timings": {"queue": 0.01234, "media": 2.0}}
+        logging.getLogger("weft.serve").warning("careful", extra=extra)
+    finally:
+        for name, attributes in kept.items():
+            vars(logging.getLogger(name)).update(attributes)
+    first, *_, last = out.getvalue().splitlines()
+    assert re.match(r"\d\d:\d\d:\d\d info    request  request_id=req_\w+ method=GET route=/v1/models", first)
+    assert last[9:] == r'warning careful  why="a \"word\"\u001b[2J" timings=queue:0.0123,media:2'
+    assert "/health" not in out.getvalue()
+
+
+@pytest.mark.parametrize(("scale", "guided"), [(None, True), ("1", False), ("3.5", True)])
+def test_plan_is_for_the_guidance_of_the_request(
+    http: httpx.Client,
+    engine: Fake,
+    monkeypatch: pytest.MonkeyPatch,
+    scale: str | None,
+    guided: bool,  # noqa: FBT001
+) -> None:
+    planned: list[bool] = []
+    monkeypatch.setattr(engine, "explain", lambda params: planned.append(params.shape.guided) or {})
+    for frames in ("1", "16"):
+        query = {"frames": frames} | ({"guidance_scale": scale} if scale else {})
+        assert http.get("/v1/plan", params=query).status_code == 200
+    assert planned == [guided, guided]
+    assert http.get("/v1/plan", params={"guidance_scale": "101"}).status_code == 400
 
 
 def test_health_is_readiness_and_live_is_not(http: httpx.Client, engine: Fake) -> None:

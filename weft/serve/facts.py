@@ -30,6 +30,13 @@ TEMPORAL_FACTORS = (
     "vae_temporal_scale_factor",
 )
 """Names that pipelines have for the pixels of a latent, in space and in time."""
+EXAMPLES = (
+    "a red circle moving left over a blue square",
+    "a green triangle moving up and a white star",
+    "a purple star shaking",
+    "a yellow square moving right over a cyan circle moving down",
+)
+"""Prompts for the model that comes with weft."""
 DEFAULT_TEXT_TOKENS = 77
 """Of a prompt, if the pipeline has no `max_sequence_length`."""
 
@@ -59,7 +66,7 @@ def _own(pipe: VideoPipeline) -> JsonObject:
     own = pipe.vocabulary
     return {
         "vocabulary": list(WORDS[1:] if own is None else own.words[UNKNOWN + 1 :]),
-        "closed_vocabulary": own is None,
+        "closed_vocabulary": own is None, "examples": list(EXAMPLES) if own is None else [],
         "kinds": ["video", "image"] if config.pixels else [],
         "frames": frames, "height": height, "width": width,
         "multiple": list(config.patch), "first": 0, "patch": list(config.patch), "guidance": 2.0,

@@ -49,6 +49,7 @@ class ModelFacts(RequiredFacts, RankFacts, total=False):
     takes: list[str]  # arguments of the pipeline
     needs_image: bool
     memory: int  # bytes that the rank may use; 0: unknown
+    examples: list[str]  # prompts
     vocabulary: list[str]  # words that the model was trained on, if they are few
     closed_vocabulary: bool  # whether the model refuses prompts with other words
     alike: list[str]  # parameters that jobs of one batch share, beside their shape

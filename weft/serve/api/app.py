@@ -55,6 +55,10 @@ def create_app(engine: Engine, *, key: str | None = None, limits: RequestLimits)
     def page() -> FileResponse:
         return FileResponse(PAGE / "index.html")
 
+    @app.api_route("/docs", methods=["GET", "HEAD"], include_in_schema=False)
+    def reference() -> FileResponse:
+        return FileResponse(PAGE / "docs.html")
+
     app.add_middleware(APIMiddleware, key=key, limits=limits, metrics=metrics)
     return app
 

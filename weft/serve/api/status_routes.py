@@ -47,13 +47,19 @@ def routes(engine: Engine, metrics: Metrics) -> APIRouter:
         size: Annotated[schemas.Size | None, Query()] = None,
         frames: Annotated[int | None, Query(ge=1, le=100_000), schemas.PLAIN_NUMBER] = None,
         steps: Annotated[int | None, Query(ge=1, le=1000), schemas.PLAIN_NUMBER] = None,
+        guidance_scale: Annotated[float | None, Query(ge=0, le=100), schemas.PLAIN_NUMBER] = None,
     ) -> JsonObject:
         """Explain how a request would be split over the ranks, how long it would take, and why."""
         facts, prompt = model_facts(engine), "a"  # in every vocabulary; the duration does not depend on it
         if (frames or facts["frames"]) == 1 and "image" in facts["kinds"]:
-            image = schemas.ImageRequest(prompt=prompt, size=size, num_inference_steps=steps)
+            image = schemas.ImageRequest(
+                prompt=prompt, size=size, num_inference_steps=steps, guidance_scale=guidance_scale
+            )
             return engine.explain(resolve_image(image, engine))
-        video = schemas.VideoRequest(prompt=prompt, size=size, num_inference_steps=steps, num_frames=frames)
+        video = schemas.VideoRequest(
+            prompt=prompt, size=size, num_inference_steps=steps, num_frames=frames,
+            guidance_scale=guidance_scale,
+        )  # fmt: skip
         return engine.explain(resolve_video(video, engine, needs_image=False))
 
     @router.get("/v1/status", response_model=JsonObject)

@@ -155,7 +155,7 @@ function title() {
 
 export const ids = () => [...works.keys()];
 
-/** Shows a job while it is queued or running; returns whether it has just ended. */
+/** Shows a job while it is queued or running. */
 export function show(job, ended) {
   let work = works.get(job.id);
   if (active(job) && !work) {
@@ -165,7 +165,7 @@ export function show(job, ended) {
   } else if (active(job)) {
     work.show(job);
   } else if (work) {
-    speak(job.status === "completed" ? `Made: ${job.prompt}` : `Failed: ${job.error?.message}`);
+    speak(job.status === "completed" ? `Completed: ${job.prompt}` : `Failed: ${job.error?.message}`);
     remove(job.id);
   }
   if (active(job)) {
@@ -175,7 +175,6 @@ export function show(job, ended) {
   }
   sort();
   title();
-  return !active(job) && Boolean(work);
 }
 
 /** Sorts running jobs first, then by queue position, but not under the pointer or the focus. */
