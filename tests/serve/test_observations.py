@@ -94,6 +94,19 @@ def test_what_a_loaded_start_measured_does_not_stick() -> None:
         assert 1 / 2 < ratio < 2
 
 
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 2.0, 4.0])
+def test_steps_on_two_ranks_correct_the_estimate_for_one(ratio: float) -> None:
+    """If steps are slower than while warming up, half of that may be waiting, which one rank does not."""
+    observations, costs = Observations(0.05), {ranks: PredictedCost(1.2 / ranks, ranks) for ranks in (1, 2)}
+    for ranks, cost in costs.items():
+        observations.add(ranks, cost, 2 * cost.seconds, warmup=True)
+    before = {ranks: observations.estimate(ranks, cost) for ranks, cost in costs.items()}
+    observations.add(2, costs[2], ratio * before[2], steps=WINDOW_STEPS)
+    after = {ranks: observations.estimate(ranks, cost) for ranks, cost in costs.items()}
+    assert after[2] == pytest.approx(ratio * before[2], rel=0.01)
+    assert after[1] == pytest.approx(min(ratio, ratio**0.5) * before[1], rel=0.1)
+
+
 def test_a_loaded_moment_is_forgotten_after_twenty_steps() -> None:
     latency = Latency(RECORDED["facts"], Topology.local(2))
     for seconds in [1.0] * 50 + [0.05] * WINDOW_STEPS:

@@ -286,15 +286,10 @@ def _reason(by_ranks: Mapping[int, float], best: int, cheapest: int) -> str:
     if not math.isfinite(by_ranks[best]):
         return "It does not fit in memory on any number of ranks here."
     if best == cheapest:
-        end = (
-            f": on {more[0]} it waits for messages longer than it saves"
-            if more
-            else ", and no other is faster"
-        )
+        end = f": on {more[0]} the communication takes longer than what it saves" if more else ""
         return f"It is fastest on {ranks}{end}."
     gain, cost = by_ranks[cheapest] / by_ranks[best], best / cheapest
     return (
-        f"Alone it is fastest on {ranks}, {gain:.1f} times as fast as on {cheapest}, which is "
-        f"{gain / cost:.0%} of what {cost:.0f} times the ranks could give; when others wait, it gets as few "
-        "as meet its deadline."
+        f"It is fastest on {ranks}: {gain:.1f} times as fast as on {cheapest}, an efficiency of "
+        f"{gain / cost:.0%}. While other jobs wait, it gets the fewest ranks that meet its deadline."
     )

@@ -43,7 +43,7 @@ class TextFormatter(logging.Formatter):
 def _fields(record: logging.LogRecord) -> JsonObject:
     id = request_id.get()
     fields = {name: value for name, value in vars(record).items() if name not in _STANDARD_FIELDS}
-    return fields if id is None else {"request_id": id, **fields}
+    return fields if id is None else {**fields, "request_id": id}
 
 
 def _short(value: object) -> str:

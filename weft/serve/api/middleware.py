@@ -43,7 +43,7 @@ REASONS = {
     416: "The range is outside of the file. The Content-Range header has its size.",
 }
 POLLED = (*auth.PROBES, "/metrics", "/v1/status")
-"""Routes that are requested every second; they are logged as debug."""
+"""Routes that are requested every second. With the files of the page, they are logged as debug."""
 _log = logging.getLogger("weft.serve")
 
 
@@ -69,7 +69,8 @@ class APIMiddleware:
             self.slots.release(scope)
             seconds, route = time.perf_counter() - began, route_path(scope)
             self.metrics.request(route, scope["method"], response.status, seconds)
-            level = logging.DEBUG if route in POLLED else logging.INFO
+            is_polled = route in POLLED or auth.is_page(scope["path"])
+            level = logging.DEBUG if is_polled and response.status < 400 else logging.INFO
             logs.access.log(level, "request", extra={
                 "method": scope["method"], "route": route, "status": response.status,
                 "seconds": round(seconds, 4), "client": (scope.get("client") or ("",))[0],

@@ -1,7 +1,7 @@
 /** The panel: ranks and their load, the last attention, and the plan with its reason. */
 
 import { json, nap } from "./api.js";
-import { bytes, color, node, ranks as named, roughly, seconds, shape } from "./words.js";
+import { bytes, color, node, ranks as named, seconds, shape } from "./words.js";
 
 const at = (id) => document.getElementById(id);
 const MAX_LANES = 16; // ranks in the timeline
@@ -29,7 +29,7 @@ export function showPlan(plan, query, reason = "") {
       return row;
     }),
   );
-  at("estimate").textContent = plan?.seconds ? `about ${roughly(plan.seconds)} on ${plan.ranks} rank${plan.ranks > 1 ? "s" : ""}` : "";
+  at("estimate").textContent = plan?.seconds ? `about ${seconds(plan.seconds)} on ${plan.ranks} rank${plan.ranks > 1 ? "s" : ""}` : "";
 }
 
 function showFigures(now) {
