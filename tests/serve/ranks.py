@@ -30,14 +30,15 @@ from weft.serve.messages import (
     decode,
     encode,
 )
+from weft.serve.model_facts import ModelFacts
 from weft.serve.supervisor import RankSupervisor
 
-FACTS: dict[str, Any] = {
-    "model": "toy", "class": "Toy", "kinds": ["video", "image"], "frames": 16, "height": 64, "width": 64,
-    "multiple": [4, 8, 8], "steps": 10, "guidance": 2.0, "fps": 8.0, "heads": 8, "head_dim": 32, "depth": 6,
-    "width_model": 256, "patch": [4, 8, 8], "text_tokens": 8, "params": 5_700_000,
-    "takes": ["prompt", "negative_prompt", "guidance_scale", "image"],
-}  # fmt: skip
+FACTS = ModelFacts(
+    model="toy", pipeline="Toy", kinds=("video", "image"), frames=16, height=64, width=64,
+    multiple=(4, 8, 8), steps=10, guidance=2.0, fps=8.0, heads=8, head_dim=32, depth=6, width_model=256,
+    patch=(4, 8, 8), text_tokens=8, params=5_700_000,
+    takes=("prompt", "negative_prompt", "guidance_scale", "image"),
+)  # fmt: skip
 
 
 class ThreadRanks(RankSupervisor):
@@ -98,7 +99,7 @@ class _Rank(threading.Thread):
                     if self.ranks.broken:
                         self._emit(failed)
                         break
-                    self._emit(Ready(facts=FACTS))  # type: ignore[arg-type]
+                    self._emit(Ready(facts=FACTS))
                 elif isinstance(message, RunBatch):
                     self._run_batch(message)
         self.channel.close()

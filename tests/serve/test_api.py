@@ -239,7 +239,7 @@ def test_the_plan_and_the_status_are_the_engines(http: httpx.Client, engine: Fak
 def test_a_model_of_images_has_a_plan_too(http: httpx.Client, engine: Fake) -> None:
     assert engine.facts is not None
     facts = engine.facts
-    engine.facts = {**facts, "kinds": ["image"], "frames": 1}
+    engine.facts = replace(facts, kinds=("image",), frames=1)
     assert http.get("/v1/plan").status_code == 200
     engine.facts = facts
 
@@ -300,8 +300,8 @@ def shapes(engine: Fake) -> Iterator[Fake]:
     """A model with few words, which begins with no picture."""
     assert engine.facts is not None
     before = engine.facts
-    takes = [name for name in before["takes"] if name != "image"]
-    engine.facts = {**before, "takes": takes, "vocabulary": ["red", "circle"], "closed_vocabulary": True}
+    takes = tuple(name for name in before.takes if name != "image")
+    engine.facts = replace(before, takes=takes, vocabulary=("red", "circle"), closed_vocabulary=True)
     yield engine
     engine.facts = before
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -250,9 +251,8 @@ def test_jobs_whose_common_step_would_be_too_long_are_made_one_by_one(desk: Desk
 
 def test_jobs_share_a_batch_only_where_that_leaves_their_bits(desk: Desk) -> None:
     assert desk.dispatch.latency is not None
-    facts: Any = desk.dispatch.latency.facts
     for batches, members in ((True, 2), (False, 1)):
-        desk.dispatch.latency.facts = {**facts, "batches": batches}
+        desk.dispatch.latency.facts = replace(FACTS, batches=batches)
         one, other = desk.add(), desk.add()
         batch = desk.dispatch._form(RankAssignment((one.id, other.id), (0,)))
         assert len(batch.members) == members

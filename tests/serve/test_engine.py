@@ -182,7 +182,7 @@ def test_a_full_queue_is_refused_with_a_time_to_wait(tmp_path: Path) -> None:
 def memory(monkeypatch: pytest.MonkeyPatch, ranks: int, **how: Any) -> None:
     """Ranks from now on may have no more than a video needs on so many."""
     needs = Latency(FACTS, Topology.local(2)).memory(params(**how).shape, ranks)
-    monkeypatch.setattr("tests.serve.ranks.FACTS", FACTS | {"memory": needs})
+    monkeypatch.setattr("tests.serve.ranks.FACTS", replace(FACTS, memory=needs))
 
 
 def test_what_fits_on_two_ranks_only_gets_two_and_what_fits_on_none_is_refused(

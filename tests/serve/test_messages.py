@@ -35,12 +35,16 @@ from weft.serve.messages import (
     decode,
     encode,
 )
+from weft.serve.model_facts import ModelFacts, WarmupPace
 
 PARAMS = GenerationParams(
     kind="video", model="toy", prompt="a \ud800 loom", frames=4, height=8, width=8, steps=2, seed=2**52,
     format="mp4", more={"a": [1, None]},
 )  # fmt: skip
-FACTS: Any = {"model": "toy", "class": "Toy", "guidance": None, "paces": [{"ranks": 2, "seconds": 0.5}]}
+FACTS = ModelFacts(
+    model="toy", patch=(1, 8, 8), heads=2, head_dim=8, depth=1, text_tokens=0, params=9, kinds=("image",),
+    paces=(WarmupPace(shape=PARAMS.shape, ranks=2, seconds=0.5),),
+)  # fmt: skip
 PREVIEW = {"type": "PreviewMade", "batch": "a", "job": "b", "step": 1}
 EXAMPLES = [
     Hello(rank=1, world=2, pid=3, host="here", store_port=4),

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -316,8 +317,8 @@ def test_examples_and_words_of_the_model_are_offered_and_others_refused_in_the_f
     from weft.video.captions import WORDS
 
     closed = Site(tmp_path, pace=0.01)
-    words = {"vocabulary": list(WORDS[1:]), "closed_vocabulary": True, "examples": list(EXAMPLES)}
-    closed.engine.facts = {**closed.engine.facts, **words}
+    words = {"vocabulary": WORDS[1:], "closed_vocabulary": True, "examples": EXAMPLES}
+    closed.engine.facts = replace(closed.engine.facts, **words)
     try:
         page = visit(closed, quiet=False)
         until(lambda: page.get_attribute("#prompt", "placeholder") == EXAMPLES[0])

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.serve.ranks import FACTS
 from tests.worlds import becomes_true, running
 from weft.run.net import channel as channels
 from weft.run.net.channel import Channel, Closed
@@ -135,7 +136,7 @@ def test_a_rank_that_ends_before_it_is_ready_counts_by_its_number(ranks: _Ranks)
         rank.close()
         assert (ranks.failures, ranks.trouble) == (tries, f"No {number}.")
     rank = joined(ranks)
-    rank.send(*encode(Ready(facts={})))  # type: ignore[typeddict-item]
+    rank.send(*encode(Ready(facts=FACTS)))
     assert isinstance(ranks.events.get(timeout=5), Ready)
     assert not ranks.failures
     rank.close()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -136,20 +137,21 @@ def test_a_prompt_is_required(http: httpx.Client) -> None:
 
 def test_what_a_pipeline_does_not_take_is_refused(http: httpx.Client, engine: Fake) -> None:
     assert engine.facts is not None
-    everything = engine.facts["takes"]
+    facts = engine.facts
     try:
-        engine.facts["takes"] = ["prompt"]
+        engine.facts = replace(facts, takes=("prompt",))
         for field, value in (("negative_prompt", "blur"), ("guidance_scale", 2.0)):
             error = http.post("/v1/videos", json=QUICK | {field: value}).json()["error"]
             assert (error["code"], error["param"]) == ("unsupported_combination", field)
     finally:
-        engine.facts["takes"] = everything
+        engine.facts = facts
 
 
 def test_who_needs_an_image_says_so(
     http: httpx.Client, engine: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(engine.facts, "needs_image", True)  # type: ignore[arg-type]
+    assert engine.facts is not None
+    monkeypatch.setattr(engine, "facts", replace(engine.facts, needs_image=True))
     answer = http.post("/v1/videos", json=QUICK)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "image_required")
     assert answer.json()["error"]["param"] == "input_reference"

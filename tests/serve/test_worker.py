@@ -53,6 +53,7 @@ from weft.serve.messages import (
     decode,
     encode,
 )
+from weft.serve.model_facts import ModelFacts
 from weft.serve.worker import Inbox, RankWorker, main
 from weft.video.captions import LENGTH, WORDS
 from weft.video.pipeline import VideoPipeline
@@ -94,7 +95,7 @@ class Server:
         self.listener = self._stack.enter_context(listen(Path(self.address)))
         self.channels: dict[int, Channel] = {}
         self.listener.settimeout(60)
-        self.facts: dict[str, Any] = {}
+        self.facts: ModelFacts
 
     def welcome(self, ranks: int) -> None:
         for _ in range(ranks):
@@ -312,9 +313,9 @@ def test_anything_else_ends_the_process_and_is_told(folder: Path, monkeypatch: p
 
 
 def test_facts_of_the_model(alone: Server) -> None:
-    assert alone.facts["model"] == "tiny"
-    assert alone.facts["kinds"] == ["video", "image"]
-    assert alone.facts["memory"] == alone.hear(0, Beat).limit > 0
+    assert alone.facts.model == "tiny"
+    assert alone.facts.kinds == ("video", "image")
+    assert alone.facts.memory == alone.hear(0, Beat).limit > 0
 
 
 def test_two_ranks_alone_together_and_in_turn_make_the_same(pair: Server) -> None:
@@ -393,7 +394,7 @@ def test_a_dtype_that_is_not_given_is_that_of_the_device(
 
 
 def test_a_backend_that_is_given_is_used() -> None:
-    own = SimpleNamespace(is_own=True, facts={"heads": 2})
+    own = SimpleNamespace(is_own=True, facts=SimpleNamespace(heads=2))
     for given, (plan, backend) in {"auto": ("ulysses", "exact"), "reference": ("auto", "reference")}.items():
         worker = cast("Any", SimpleNamespace(options=RankOptions(backend=given), model=own))
         assert RankWorker._plan(worker, (0, 1)) == (plan, backend)

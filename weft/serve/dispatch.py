@@ -166,9 +166,9 @@ class Dispatch:
     def _kind(self, job: Job) -> list[object]:
         """Return what jobs of one batch have in common."""
         assert self.latency is not None
-        if not self.latency.facts.get("batches", True):
+        if not self.latency.facts.batches:
             return [job.id]
-        names = ("kind", "image", *self.latency.facts.get("alike", ()))
+        names = ("kind", "image", *self.latency.facts.alike)
         return [getattr(job.params, name) for name in names]
 
     def _start(self, batch: Batch, ranks: Sequence[int]) -> None:

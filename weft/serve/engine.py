@@ -191,7 +191,7 @@ class Engine:
 
     def about(self) -> JsonObject:
         """Return what `GET /v1/models` shows of the model: its facts, and what this server admits."""
-        return {**self.facts, **self.admission.to_json()} if self.facts and self.admission else {}
+        return {**self.facts.to_json(), **self.admission.to_json()} if self.facts and self.admission else {}
 
     def snapshot(self) -> JsonObject:
         return self.watch.snapshot(self)

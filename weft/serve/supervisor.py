@@ -93,7 +93,7 @@ class RankSupervisor:
         """Bytes of memory of the rank that has least; `inf` if unknown."""
         with self._lock:
             facts = [rank.facts for rank in self.all.values() if rank.facts]
-            return min((each.get("memory") or inf for each in facts), default=inf)
+            return min((each.memory or inf for each in facts), default=inf)
 
     @property
     def failures(self) -> int:

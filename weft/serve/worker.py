@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -195,22 +195,22 @@ class RankWorker:
         pipe.set_progress_bar_config(disable=True)
         pipe = pipe.to(device())
         remember_prompts(pipe)
-        facts = facts_of(pipe, name)
-        facts["memory"] = _memory()[1]
+        facts = replace(facts_of(pipe, name), memory=_memory()[1])
         self.model = LoadedModel(folder, pipe, facts)
         if dist.is_initialized():
             dist.barrier()  # its timeout is long; those of other operations are short
         batches = warmup_batches(facts)
         paces = [self._pace(ranks, batch) for batch in batches for ranks in self.meshes]
-        facts["paces"] = [pace for pace in paces if pace]
+        self.model = replace(self.model, facts=replace(facts, paces=tuple(filter(None, paces))))
 
     def _pace(self, ranks: tuple[int, ...], batch: messages.RunBatch) -> WarmupPace | None:
         """Return what a step takes once all is warm; None but for the leader of the ranks."""
         sent: list[messages.FromRank] = []
         self.run(replace(batch, ranks=ranks), sent.append, report_seconds=0.0)
         seconds = [message.seconds for message in sent if isinstance(message, messages.StepDone)]
-        shape = asdict(batch.jobs[0].shape)
-        return {"shape": shape, "ranks": len(ranks), "seconds": seconds[-1]} if seconds else None
+        if not seconds:
+            return None
+        return WarmupPace(shape=batch.jobs[0].shape, ranks=len(ranks), seconds=seconds[-1])
 
     def run(self, batch: messages.RunBatch, emit: Emit, report_seconds: float | None = None) -> None:
         with self.heartbeat:
@@ -242,7 +242,7 @@ class RankWorker:
         """By whole heads and torch's kernel, weft's own model makes the same bits on any number of CPUs."""
         plan, backend = self.options.plan, self.options.backend
         is_free = self.model.is_own and plan == backend == "auto"
-        if is_free and not torch.cuda.is_available() and len(ranks) <= self.model.facts["heads"]:
+        if is_free and not torch.cuda.is_available() and len(ranks) <= self.model.facts.heads:
             return "ulysses", "exact"
         return plan, backend
 

@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, PrivateAttr
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
-from weft.serve.jobs import Job, JobFailure, Status
+from weft.serve.jobs import Job, JobFailure, JsonObject, Status
 
 if TYPE_CHECKING:
     from weft.serve.spool import SpoolFile
@@ -222,7 +222,7 @@ class ModelInfo(ResponseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: Literal["weft"] = "weft"
-    weft: dict[str, JsonValue]
+    weft: JsonObject
     """Kinds, sizes and defaults of the model; empty until a rank is ready."""
 
 

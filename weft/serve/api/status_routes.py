@@ -51,7 +51,7 @@ def routes(engine: Engine, metrics: Metrics) -> APIRouter:
     ) -> JsonObject:
         """Explain how a request would be split over the ranks, how long it would take, and why."""
         facts, prompt = model_facts(engine), "a"  # in every vocabulary; the duration does not depend on it
-        if (frames or facts["frames"]) == 1 and "image" in facts["kinds"]:
+        if (frames or facts.frames) == 1 and "image" in facts.kinds:
             image = schemas.ImageRequest(
                 prompt=prompt, size=size, num_inference_steps=steps, guidance_scale=guidance_scale
             )
