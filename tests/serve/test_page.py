@@ -134,7 +134,7 @@ def visit(browser: Any) -> Iterator[Callable[..., Any]]:
 
 
 def ask(page: Any, prompt: str = PROMPT, steps: int = 12) -> Any:
-    """Fills in the form and sends it; the new card on the loom."""
+    """Fills in the form and sends it; the new card of a job in progress."""
     until(lambda: page.input_value("#steps"))
     page.fill("#prompt", prompt)
     page.fill("#steps", str(steps))
@@ -232,7 +232,7 @@ def test_an_image_is_made_by_the_keyboard_alone(site: Site, visit: Callable[...,
 
 
 @in_browser
-def test_what_is_on_the_loom_can_be_cancelled_and_what_was_made_be_used_again(
+def test_jobs_in_progress_can_be_cancelled_and_results_be_used_again(
     site: Site, visit: Callable[..., Any]
 ) -> None:
     old = site.made(prompt="a green triangle still", seed=77, steps=3)
@@ -272,7 +272,7 @@ def test_markup_in_a_prompt_is_text(site: Site, visit: Callable[..., Any]) -> No
     assert job.locator(".prompt").inner_text() == evil
     assert result(page, done).locator(".prompt").inner_text() == evil
     assert (
-        page.locator(".job img, .job script, .result img, #made script").count()
+        page.locator(".job img, .job script, .result img, #results script").count()
         == page.locator("img[alt]").count()
     )
     assert "owned" not in page.title()

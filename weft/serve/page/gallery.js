@@ -2,14 +2,14 @@
 
 import { home, json, media, request } from "./api.js";
 import * as form from "./form.js";
-import * as loom from "./loom.js";
+import * as jobs from "./jobs.js";
 import { bytes, fromTemplate, node, seconds } from "./words.js";
 
 const PAGE = matchMedia("(max-width: 56rem)").matches ? 6 : 12;
 const KINDS = ["videos", "images"];
 const AUTOPLAY_BYTES = 8 * 2 ** 20; // loading a larger one would hold a connection, of which a browser has six
 const STAGES = ["queue", "encode", "denoise", "decode", "media"];
-const place = document.getElementById("made");
+const place = document.getElementById("results");
 const results = new Map();
 const age = (job) => job.id.slice(6); // ids sort by time after their kind
 
@@ -38,7 +38,7 @@ export async function reload() {
   for (const id of await older()) stale.delete(id);
   if (pages !== current) return; // another reload began meanwhile
   for (const id of stale) remove(id);
-  for (const id of loom.ids()) await refresh(id);
+  for (const id of jobs.ids()) await refresh(id);
 }
 
 async function older() {
@@ -58,8 +58,8 @@ async function older() {
 
 /** Shows a job: as in progress, and here once it has ended. */
 export function take(job) {
-  loom.show(job, () => refresh(job.id));
-  if (loom.active(job) || results.has(job.id)) return;
+  jobs.show(job, () => refresh(job.id));
+  if (jobs.active(job) || results.has(job.id)) return;
   const card = result(job);
   results.set(job.id, { job, card });
   const next = [...place.children].find((other) => other.dataset.id.slice(6) < age(job));
@@ -72,17 +72,17 @@ export async function refresh(id) {
   try {
     take(await json(home({ id, object: id.slice(0, 5) })));
   } catch (error) {
-    if (error.status === 404) loom.gone(id);
+    if (error.status === 404) jobs.gone(id);
   }
 }
 
 /** Refreshes the newest jobs of each kind, and those in progress that are not among them. */
 export async function poll() {
-  const newest = await Promise.all(KINDS.map((kind) => json(`v1/${kind}?limit=${PAGE}&order=desc`)));
-  const jobs = newest.flatMap((page) => page.data).sort((a, b) => (age(a) < age(b) ? -1 : 1));
-  jobs.forEach(take);
-  const listed = new Set(jobs.map((job) => job.id));
-  for (const id of loom.ids()) if (!listed.has(id)) await refresh(id);
+  const lists = await Promise.all(KINDS.map((kind) => json(`v1/${kind}?limit=${PAGE}&order=desc`)));
+  const newest = lists.flatMap((page) => page.data).sort((a, b) => (age(a) < age(b) ? -1 : 1));
+  newest.forEach(take);
+  const listed = new Set(newest.map((job) => job.id));
+  for (const id of jobs.ids()) if (!listed.has(id)) await refresh(id);
 }
 
 function result(job) {
@@ -190,7 +190,7 @@ async function discard(job, card) {
   }
   const next = card.nextElementSibling ?? card.previousElementSibling;
   remove(job.id);
-  (next?.querySelector("button") ?? document.getElementById("made-title")).focus();
+  (next?.querySelector("button") ?? document.getElementById("results-title")).focus();
 }
 
 function remove(id) {
