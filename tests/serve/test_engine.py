@@ -353,7 +353,6 @@ def test_jobs_of_a_server_with_other_limits_are_refused_and_those_of_the_same_ar
     with running(tmp_path, **slow) as engine:
         engine.ranks.pace = 600.0  # type: ignore[attr-defined]
         latency = engine.dispatch.latency
-        assert latency is not None
         assert {job.id for job in engine.store.active()} == {long.id, short.id}
         between = (latency.alone(long.params.shape) + latency.alone(short.params.shape)) / 2
     with running(tmp_path, max_time=between) as engine:

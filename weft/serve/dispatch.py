@@ -39,14 +39,19 @@ class Dispatch:
     ) -> None:  # fmt: skip
         self.world, self.policy, self.store, self.disk = world, policy, store, disk
         self.send, self.emit, self.keep = send, emit, keep
-        self.latency: Latency | None = None
         self.admission: Admission | None = None
+        """Once a model is loaded; nothing runs before."""
         self.waiting: dict[str, Job] = {}
         self.batches: dict[str, Batch] = {}
         self.outcomes = Outcomes(store, disk, emit, keep=keep)
         self.replaced: dict[str, float] = {}
         """Cancelled batches whose ranks were replaced, and when; see `weft.serve.watchdog`."""
         self._is_saving = True
+
+    @property
+    def latency(self) -> Latency:
+        assert self.admission is not None
+        return self.admission.latency
 
     def add(self, job: Job) -> None:
         """Add a job; one that an earlier server began continues from its last state."""
@@ -87,9 +92,9 @@ class Dispatch:
 
     def schedule(self) -> None:
         """Stop batches that are assigned other ranks, and start those whose ranks are free."""
-        if self.latency is None:
+        if self.admission is None:
             return
-        assignments = self.policy(self.schedulable(), time.time(), self.world, self.admission or self.latency)
+        assignments = self.policy(self.schedulable(), time.time(), self.world, self.admission)
         wanted = {each.batches[0]: each.ranks for each in assignments}
         busy: set[int] = set()
         for batch in self.batches.values():
@@ -131,10 +136,7 @@ class Dispatch:
                 self._fail(batch, JobFailure(code=message.code, message=message.message))
 
     def on_ranks_lost(self, *, blamed: bool = True) -> None:
-        """Let what ran wait, at its last saved step; jobs that lost their ranks too often fail.
-
-        Jobs are not `blamed` for ranks that the server itself has replaced.
-        """
+        """Let what ran wait, at its last saved step; jobs that lost their ranks too often fail."""
         for batch in list(self.batches.values()):
             if batch.leader is None:
                 continue
@@ -165,7 +167,6 @@ class Dispatch:
 
     def _kind(self, job: Job) -> list[object]:
         """Return what jobs of one batch have in common."""
-        assert self.latency is not None
         if not self.latency.facts.batches:
             return [job.id]
         names = ("kind", "image", *self.latency.facts.alike)
@@ -223,9 +224,8 @@ class Dispatch:
         batch.step, batch.last_step = message.step, message
         if message.state:
             self._save(batch, message.state)
-        if self.latency is not None:
-            ranks, jobs = len(batch.ranks), len(batch.members)  # also of jobs that were dropped
-            self.latency.observe(batch.shape, ranks, jobs, message.seconds, steps=message.steps)
+        ranks, jobs = len(batch.ranks), len(batch.members)  # also of jobs that were dropped
+        self.latency.observe(batch.shape, ranks, jobs, message.seconds, steps=message.steps)
         with suppress(DiskFull):  # a later step writes as much
             for id in batch.jobs:
                 self.store.step(id, batch.step, {})
@@ -240,9 +240,8 @@ class Dispatch:
         id, timings = message.job, message.timings
         if id not in batch.jobs:
             return  # deleted, or made before a loss
-        if self.latency is not None:
-            shared = sum(timings.get(name, 0.0) for name in SHARED_TIMINGS) / len(batch.members)
-            self.latency.observe_fixed(batch.shape, shared + timings.get("media", 0.0))
+        shared = sum(timings.get(name, 0.0) for name in SHARED_TIMINGS) / len(batch.members)
+        self.latency.observe_fixed(batch.shape, shared + timings.get("media", 0.0))
         self.outcomes.add(JobOutcome(id, name=message.name, data=message.data, timings=timings))
         batch.jobs.remove(id)  # not before: draining ends when no batch has jobs
 

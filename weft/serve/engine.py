@@ -65,7 +65,6 @@ class Engine:
             keep=settings.keep,
         )  # fmt: skip
         self._draining = self._closing = False
-        self._unblamed_loss = ""  # reason of the last loss of ranks that no job is blamed for
         self.began = time.time()
         self._thread = threading.Thread(target=self._loop, name="weft-engine", daemon=True)
 
@@ -250,14 +249,14 @@ class Engine:
 
     def _handle(self, event: RanksEvent | Callable[[], None]) -> None:
         if isinstance(event, messages.Ready):
-            if self.dispatch.latency is None:
+            if self.admission is None:
                 admission = Admission.of(self.settings, event.facts, self.ranks.memory)
                 self._refuse_unfit(admission)
-                self.dispatch.admission, self.dispatch.latency = admission, admission.latency
+                self.dispatch.admission = admission
             self.facts = event.facts  # from now on jobs are taken
         elif isinstance(event, RanksLost):
             self.restarts += 1
-            self.dispatch.on_ranks_lost(blamed=event.reason != self._unblamed_loss)
+            self.dispatch.on_ranks_lost(blamed=event.blamed)
             self._emit(event)
         elif callable(event):
             event()
@@ -274,8 +273,7 @@ class Engine:
             self.dispatch.outcomes.settle()
             self.store.reserve.restore(self.dispatch.outcomes.needed)
         if (late := overdue(self.dispatch)) is not None:
-            self._unblamed_loss = self._unblamed_loss if late.blamed else late.reason
-            self.ranks.kill(late.leader, late.reason)
+            self.ranks.kill(late.leader, late.reason, blamed=late.blamed)
         for job in self.store.expired(time.time()):
             self.cancel_and_delete(job.id)
 

@@ -199,6 +199,8 @@ MESSAGES: dict[str, type[FromRank | ToRank]] = {
 @dataclass(frozen=True)
 class RanksLost:
     reason: str
+    blamed: bool = True
+    """Whether it counts as a loss of the jobs that ran: not if the server has replaced the ranks itself."""
 
 
 @dataclass(frozen=True)

@@ -162,11 +162,11 @@ class RankSupervisor:
         _close(self._links)
         self._start_agent()
 
-    def kill(self, number: int, reason: str) -> None:
+    def kill(self, number: int, reason: str, *, blamed: bool = True) -> None:
         """Lose a rank that does not answer; the agents start all ranks again."""
         if (rank := self.all.get(number)) is not None:
             links = list(self._links)  # not those of agents that start ranks again already
-            self._lose(rank, reason)
+            self._lose(rank, reason, blamed=blamed)
             _close(links)
 
     def close(self, seconds: float = 5.0) -> None:
@@ -269,7 +269,7 @@ class RankSupervisor:
             self._failures[number] += 1
             self.trouble = self.trouble or why
 
-    def _lose(self, rank: RankConnection, reason: str) -> None:
+    def _lose(self, rank: RankConnection, reason: str, *, blamed: bool = True) -> None:
         """Remove a rank and its whole generation."""
         with self._lock:
             if self.all.get(rank.number) is not rank:
@@ -283,7 +283,7 @@ class RankSupervisor:
         for each in lost:
             each.channel.close()  # the others exit at once
         if rank.joined is not None and not self._closing:
-            self._emit(messages.RanksLost(reason))
+            self._emit(messages.RanksLost(reason, blamed))
 
 
 def _close(channels: Iterable[Channel]) -> None:

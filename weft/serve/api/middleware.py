@@ -26,7 +26,7 @@ from weft.serve.api_error import (
     validation_error,
 )  # fmt: skip
 from weft.serve.metrics import Metrics
-from weft.serve.reserve import DiskFull
+from weft.serve.reserve import DiskFull, is_full
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data: blob:; media-src 'self' blob:; "
@@ -135,7 +135,7 @@ class _Response:
 def _api_error(error: Exception, scope: Scope, id: str) -> APIError:
     if isinstance(error, APIError):
         return error
-    if isinstance(error, DiskFull):
+    if isinstance(error, DiskFull) or is_full(error):
         return disk_full()
     if isinstance(error, RequestValidationError):
         return validation_error(error.errors())

@@ -7,6 +7,7 @@ import { node } from "./words.js";
 const form = document.getElementById("ask");
 const NAMES = ["prompt", "width", "height", "frames", "steps", "seed", "negative", "guidance", "fps"];
 const field = Object.fromEntries(NAMES.map((name) => [name, form.elements[name]]));
+const MAX_WORDS = 200; // a page with more is of no use
 const PARAMS = { seconds: "num_frames", frames: "num_frames", steps: "num_inference_steps" };
 let facts = {};
 let unanswered = null; // the last request without a response: a retry is the same job
@@ -33,14 +34,14 @@ export function describe(model) {
   changed();
 }
 
-/** Offers the example prompts of the model, and its words if it refuses others. */
+/** Offers the example prompts of the model, and its words if they are few. */
 function suggest() {
-  const { examples = [], vocabulary = [], closed_vocabulary: closed } = facts;
+  const { examples = [], vocabulary = [] } = facts;
   field.prompt.placeholder = examples[0] ?? "Describe it in a sentence";
   document.getElementById("examples").replaceChildren(...examples.map((text) => choice(text, () => text)));
   const add = (word) => () => `${field.prompt.value.trimEnd()} ${word}`.trimStart();
   document.querySelector("#vocabulary ul").replaceChildren(...vocabulary.map((word) => choice(word, add(word))));
-  document.getElementById("vocabulary").hidden = !closed;
+  document.getElementById("vocabulary").hidden = !vocabulary.length || vocabulary.length > MAX_WORDS;
 }
 
 /** A button that sets the prompt to what `prompt` returns. */
