@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from weft.core.errors import InputError
-from weft.generate.pretrained import INDEX, locate, model_name
+from weft.generate.pretrained import INDEX, locate
+from weft.video.saved_model import name_of
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_downloaded_model_is_found_by_its_id(cache: Path) -> None:
     assert locate(Path("me/tiny-video")) == cache
-    assert model_name(cache) == "me/tiny-video"
+    assert name_of(cache) == "me/tiny-video"
 
 
 def test_model_that_was_not_downloaded_is_refused_with_the_command(cache: Path) -> None:
@@ -43,4 +44,4 @@ def test_folder_goes_before_an_id(cache: Path, tmp_path: Path, monkeypatch: pyte
     own.mkdir(parents=True)
     (own / INDEX).write_text((cache / INDEX).read_text())
     assert locate(own) == own
-    assert model_name(own) == "tiny-video"
+    assert name_of(own) == "tiny-video"

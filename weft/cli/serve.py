@@ -105,7 +105,7 @@ def run(
     20 s to finish and keeps the others; a second exits at once. Logs are on stderr.
     """
     from weft.generate import pretrained
-    from weft.video.saved_model import is_own, shipped
+    from weft.video.saved_model import is_own, name_of, shipped
 
     directory = pretrained.locate(model or shipped()).resolve()
     _check_packages(own=is_own(directory))
@@ -113,7 +113,7 @@ def run(
     logs = _check_logs(log_level, log_format)
     from weft.serve.settings import RankOptions, ServerSettings
 
-    name = _name(served_name, model)
+    name = _name(served_name or name_of(directory).rpartition("/")[2])
     settings = ServerSettings(
         model=directory, folder=(data or _state() / name).resolve(), name=name, ranks=ranks, policy=policy,
         queue=max_queue, keep=duration(ttl, "ttl"), quota=amount(quota, "quota"),
@@ -203,8 +203,7 @@ def _check_logs(level: str, style: str) -> tuple[str, str]:
     return level, style
 
 
-def _name(served_name: str, model: Path | None) -> str:
-    name = served_name or (model.resolve().name if model else "weft-shapes")
+def _name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
         raise InputError(
             f"Invalid model name {name!r}.", hint="Pass --served-name, of letters, digits, '.', '_' and '-'."

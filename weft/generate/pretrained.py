@@ -47,13 +47,6 @@ def locate(model: Path) -> Path:
     return directory
 
 
-def model_name(directory: Path) -> str:
-    """Return the Hub id of a cached snapshot, or the name of another directory."""
-    directory = directory.resolve()
-    cached = directory.parent.parent.name if directory.parent.name == "snapshots" else ""
-    return cached.removeprefix("models--").replace("--", "/") or directory.name
-
-
 def _snapshot(id: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
