@@ -29,10 +29,10 @@ from weft.serve.scheduler import POLICIES
 DEADLINE_FACTOR = 3.0
 """Deadline of a job, in times what it takes alone."""
 
-WAN: Any = {
-    "model": "wan2.1-14b", "heads": 40, "head_dim": 128, "depth": 40, "patch": [4, 16, 16],
-    "text_tokens": 0, "params": 14_000_000_000, "dtype": "bfloat16",
-}  # fmt: skip
+WAN = ModelFacts(
+    model="wan2.1-14b", heads=40, head_dim=128, depth=40, patch=(4, 16, 16), text_tokens=0,
+    params=14_000_000_000, dtype="bfloat16",
+)  # fmt: skip
 """The facts of a model like Wan2.1-14B; its text is crossed, not attended to."""
 
 

@@ -12,13 +12,13 @@ from weft.core.errors import InputError
 from weft.core.topology import Topology
 from weft.serve.jobs import JobShape
 from weft.serve.latency import Latency
+from weft.serve.model_facts import ModelFacts
 from weft.serve.scheduler import POLICIES, STARVATION_FACTOR, elastic
 from weft.simulate.clusters import cluster
 
-FACTS = {
-    "model": "small", "heads": 8, "head_dim": 32, "depth": 6, "patch": [4, 8, 8], "text_tokens": 8,
-    "params": 7_000_000,
-}  # fmt: skip
+FACTS = ModelFacts(
+    model="small", heads=8, head_dim=32, depth=6, patch=(4, 8, 8), text_tokens=8, params=7_000_000
+)
 IMAGE = JobShape(frames=1, height=64, width=64, steps=8, guided=True)
 VIDEO = JobShape(frames=64, height=128, width=128, steps=20, guided=True)
 SMALL = JobShape(frames=1, height=64, width=64, steps=2, guided=True)

@@ -71,7 +71,7 @@ def test_an_empty_prompt_is_refused(capsys) -> None:
         (("-o", "out.webp"), "out.webp must end in one of .mp4, .gif, .png"),
         (("-o", "no/such/out.mp4"), "There is no folder no/such for out.mp4"),
         (("-o", "{tmp}/folder.mp4"), "is a folder"),
-        (("-o", "{tmp}/out.mp4"), "is no Diffusers checkpoint directory: it has no model_index.json"),
+        (("-o", "{tmp}/out.mp4"), "is not a Diffusers checkpoint directory: it has no model_index.json"),
     ],
 )
 def test_a_target_or_a_model_that_is_not_there_is_refused_at_once(words, says, tmp_path, capsys) -> None:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,10 @@ def engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
         (("--host", "192.0.2.1", "--port", "0", "--api-key-file", "KEY"), "192.0.2.1:0"),
         (("--api-key-file", "none"), "none cannot be read"),
         (("--api-key-file", "SHORT"), "at least 16"),
-        (("MODEL",), "is no Diffusers checkpoint directory"),
+        (("--log-level", "loud"), "Unknown --log-level loud"),
+        (("--log-format", "xml"), "Use one of auto, text, json"),
+        (("me/nothing-of-this-name",), "hf download me/nothing-of-this-name"),
+        (("MODEL",), "is not a Diffusers checkpoint directory"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_started(words, says, engines, tmp_path, capfd) -> None:
@@ -103,7 +107,7 @@ def test_words_become_settings(monkeypatch, engines, tmp_path) -> None:
     (made,) = engines
     assert (made.keep, made.quota, made.policy, made.queue, made.ranks) == (900.0, 3 * 2**29, "one", 3, 2)
     assert (made.max_time, made.max_step) == (600.0, 1.5)
-    assert made.options == {
+    assert asdict(made.options) == {
         "name": "weft-shapes",
         "dtype": "",
         "plan": "auto",

@@ -18,7 +18,7 @@ from tests.diffusers.checkpoints import TINY, arguments, diffusers
 from tests.diffusers.toys import seeded
 from tests.worlds import world
 from weft.core.errors import InputError
-from weft.generate.resume import FinishedCall, PipelineState, StepInfo, StoppedCall, remember_prompts, run
+from weft.generate.resume import FinishedCall, PipelineState, StepInfo, remember_prompts, run
 from weft.generate.state import copied
 from weft.video.captions import LENGTH, WORDS
 from weft.video.pipeline import VideoPipeline
@@ -50,10 +50,25 @@ def of_diffusers(name: str) -> dict[str, Any]:
     }
 
 
-def whole(pipe: Any, arguments: dict[str, Any]) -> np.ndarray:
-    ended = run(pipe, arguments, on_step=lambda _: False)
+def whole(pipe: Any, arguments: dict[str, Any], start: PipelineState | None = None) -> np.ndarray:
+    ended = run(pipe, arguments, start=start, on_step=lambda _: False)
     assert isinstance(ended, FinishedCall)
     return ended.frames
+
+
+def stopped(
+    pipe: Any, arguments: dict[str, Any], start: PipelineState | None = None, *, at: int
+) -> PipelineState:
+    """The state of a call that is stopped after a step."""
+    states: list[PipelineState] = []
+
+    def on_step(moment: StepInfo) -> bool:
+        if moment.step == at:
+            states.append(moment.state())
+        return bool(states)
+
+    assert run(pipe, arguments, start=start, on_step=on_step) is None
+    return states[0]
 
 
 def in_pieces(pipe: Any, fresh: Callable[[], dict[str, Any]], steps: int) -> np.ndarray:
@@ -62,10 +77,9 @@ def in_pieces(pipe: Any, fresh: Callable[[], dict[str, Any]], steps: int) -> np.
     for step in range(1, steps + 1):
         start = PipelineState.from_bytes(data) if data else None
         torch.manual_seed(step)  # what another job has left behind
-        ended = run(pipe, fresh(), start=start, on_step=lambda _: True)
-        assert isinstance(ended, StoppedCall)
-        assert ended.state.step == step
-        data = ended.state.to_bytes()
+        state = stopped(pipe, fresh(), start, at=step)
+        assert state.step == step
+        data = state.to_bytes()
     ended = run(
         pipe, fresh(), start=PipelineState.from_bytes(data), on_step=lambda _: pytest.fail("a step too many")
     )
@@ -143,10 +157,11 @@ def piece(kind: str, jobs: int, alone: bool, data: bytes, stop: bool) -> Any:  #
     arguments = of_diffusers("wan") if kind == "wan" else given(jobs)
     try:
         start = PipelineState.from_bytes(data) if data else None
-        ended = run(pipe, arguments, start=start, on_step=lambda _: stop)
+        if stop:
+            return stopped(pipe, arguments, start, at=start.step + 1 if start else 1).to_bytes()
+        return whole(pipe, arguments, start)
     finally:
         weft.restore(pipe)
-    return ended.state.to_bytes() if isinstance(ended, StoppedCall) else ended.frames
 
 
 @cache
@@ -183,12 +198,11 @@ def test_a_moment_shows_what_was_computed() -> None:
 
 def test_steps_that_were_done_cost_no_transformer() -> None:
     pipe, calls = own(), []
-    ended = run(pipe, given(), on_step=lambda moment: moment.step == 3)
-    assert isinstance(ended, StoppedCall)
+    state = stopped(pipe, given(), at=3)
     hook = pipe.transformer.embed.register_forward_hook(lambda *_: calls.append(1))
     try:
-        run(pipe, given(), start=ended.state, on_step=lambda _: False)
-        again = run(pipe, given(), start=ended.state, on_step=lambda _: False)  # a state is not used up
+        run(pipe, given(), start=state, on_step=lambda _: False)
+        again = run(pipe, given(), start=state, on_step=lambda _: False)  # a state is not used up
     finally:
         hook.remove()
     assert len(calls) == 2
@@ -202,8 +216,8 @@ def test_generators_are_where_they_would_be() -> None:
 
     def drawn(start: PipelineState | None, stop: int) -> Any:
         arguments["generator"][0].manual_seed(1)
-        ended = run(pipe, arguments, start=start, on_step=lambda moment: moment.step == stop)
-        return ended, arguments["generator"][0].get_state(), torch.get_rng_state()
+        state = stopped(pipe, arguments, start, at=stop) if stop else whole(pipe, arguments, start)
+        return state, arguments["generator"][0].get_state(), torch.get_rng_state()
 
     def draw(*_: Any) -> None:
         torch.randn(3, generator=arguments["generator"][0])
@@ -214,9 +228,9 @@ def test_generators_are_where_they_would_be() -> None:
         torch.manual_seed(3)
         _, *expected = drawn(None, 0)
         torch.manual_seed(3)
-        stopped, *_ = drawn(None, 2)
+        state, *_ = drawn(None, 2)
         torch.manual_seed(4)
-        _, *found = drawn(PipelineState.from_bytes(stopped.state.to_bytes()), 0)
+        _, *found = drawn(PipelineState.from_bytes(state.to_bytes()), 0)
     finally:
         hook.remove()
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -260,12 +274,11 @@ def test_errors_leave_the_pipeline_as_it_was() -> None:
 
 
 def test_other_arguments_cannot_go_on() -> None:
-    ended = run(own(), given(), on_step=lambda moment: moment.step == 3)
-    assert isinstance(ended, StoppedCall)
+    state = stopped(own(), given(), at=3)
     for more in ({"height": 8}, {"num_inference_steps": 2}, {"generator": torch.Generator()}):
         (name,) = more
         with pytest.raises(InputError, match=f"A call with {name}.* cannot resume"):
-            run(own(), {**given(), **more}, start=ended.state, on_step=lambda _: False)
+            run(own(), {**given(), **more}, start=state, on_step=lambda _: False)
 
 
 class Pair(NamedTuple):
@@ -317,4 +330,4 @@ def test_schedulers_with_secrets_are_refused() -> None:
     pipe = TINY["wan"]()
     pipe.scheduler.noise = object()
     with pytest.raises(InputError, match="object cannot be stored"):
-        run(pipe, of_diffusers("wan"), on_step=lambda _: True)
+        stopped(pipe, of_diffusers("wan"), at=1)

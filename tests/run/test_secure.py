@@ -26,7 +26,6 @@ from weft.run.net.listener import Listener, Tunnel, forward, listen
 from weft.run.net.scratch import scratch
 from weft.run.net.secure import Credentials, ProofError, accept, connect
 from weft.run.net.tls import Certificate, self_signed, server_context
-from weft.serve.process import Process
 
 TOKEN, OTHER = "a-secret-of-all-machines", "a-secret-of-somebody-else"
 
@@ -341,28 +340,6 @@ def test_folder_of_a_killed_process_is_removed_by_the_next(tmp_path: Path, monke
     assert not held.exists()
     assert (strangers / ".lock").exists()
     assert (tmp_path / "weft-run-abcdefgh").is_dir()
-
-
-def test_only_the_process_at_the_other_end_is_killed(tmp_path: Path) -> None:
-    """By the kernel's word: neither the peer's own, nor another process's, nor one of another session."""
-    code = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); s.recv(1)"
-    with listen(tmp_path / "s") as listening:
-        command = [sys.executable, "-S", "-c", code, str(tmp_path / "s")]
-        with subprocess.Popen(command, start_new_session=True) as peer:
-            connection, _ = listening.accept()
-            with connection:
-                assert Process.of(connection, session=os.getsid(0)) is None
-                assert Process.of(connection, session=None) is None
-                process = Process.of(connection, session=peer.pid)
-                assert process is not None
-                process.kill()
-                assert peer.wait(20) == -signal.SIGKILL
-                process.kill()  # gone: nobody else is hit
-    with (
-        socket.create_server(("127.0.0.1", 0)) as other,
-        socket.create_connection(other.getsockname()) as remote,
-    ):
-        assert Process.of(remote, session=os.getsid(0)) is None
 
 
 def test_handshake_that_fails_is_an_error_of_weft(stack: ExitStack) -> None:

@@ -26,19 +26,20 @@ from weft.serve.api.server import server_config
 from weft.serve.api_error import APIError
 from weft.serve.disk import Disk
 from weft.serve.job_store import JobStore, KeyReused
-from weft.serve.jobs import MEDIA_TYPES, GenerationParams, Job, JobFailure, Kind
+from weft.serve.jobs import MEDIA_TYPES, GenerationParams, Job, JobFailure
 from weft.serve.messages import BatchProgress, EngineEvent, JobEnded, StepDone
+from weft.serve.model_facts import ModelFacts
 from weft.serve.reserve import DiskFull
 from weft.serve.spool import SpoolFile
 from weft.serve.watch import LiveJob
 
-FACTS: dict[str, Any] = {
-    "model": "shapes", "class": "VideoPipeline", "kinds": ["video", "image"], "frames": 16, "height": 64,
-    "width": 64, "multiple": [2, 8, 8], "steps": 20, "guidance": 2.0, "fps": 8.0, "heads": 6, "head_dim": 32,
-    "depth": 8, "width_model": 192, "patch": [2, 8, 8], "text_tokens": 16, "params": 5_000_000,
-    "takes": ["prompt", "negative_prompt", "num_frames", "height", "width", "num_inference_steps",
-              "guidance_scale", "image"],
-}  # fmt: skip
+FACTS = ModelFacts(
+    model="shapes", pipeline="VideoPipeline", kinds=("video", "image"), frames=16, height=64, width=64,
+    multiple=(2, 8, 8), steps=20, guidance=2.0, fps=8.0, heads=6, head_dim=32, depth=8, width_model=192,
+    patch=(2, 8, 8), text_tokens=16, params=5_000_000,
+    takes=("prompt", "negative_prompt", "num_frames", "height", "width", "num_inference_steps",
+           "guidance_scale", "image"),
+)  # fmt: skip
 
 
 class Fake:
@@ -47,7 +48,7 @@ class Fake:
     def __init__(
         self, folder: Path, *, pace: float = 0.0, limit: int = 64, world: int = 4, largest: int = 2**24
     ) -> None:
-        self.facts: dict[str, Any] | None = dict(FACTS)
+        self.facts: ModelFacts | None = FACTS
         self.trouble = ""
         self.name, self.state, self.pace, self.limit, self.world = "shapes", "ok", pace, limit, world
         self.largest = largest  # pixels of all frames
@@ -99,13 +100,7 @@ class Fake:
         return job
 
     def about(self) -> dict[str, Any]:
-        return self.facts or {}
-
-    def job(self, id: str) -> Job | None:
-        return self.store.get(id)
-
-    def page(self, kind: Kind, limit: int, order: Any, after: str | None) -> tuple[Sequence[Job], bool]:
-        return self.store.page(kind, limit=limit, order=order, after=after)
+        return self.facts.to_json() if self.facts else {}
 
     def cancel(self, id: str) -> None:
         failed = self.store.fail(id, JobFailure(code="cancelled", message="It was cancelled."))

@@ -15,7 +15,6 @@ from weft.serve.jobs import GenerationParams
 from weft.serve.messages import (
     BatchDone,
     BatchStopped,
-    Exit,
     FromRank,
     Hello,
     Join,
@@ -31,14 +30,15 @@ from weft.serve.messages import (
     decode,
     encode,
 )
+from weft.serve.model_facts import ModelFacts
 from weft.serve.supervisor import RankSupervisor
 
-FACTS: dict[str, Any] = {
-    "model": "toy", "class": "Toy", "kinds": ["video", "image"], "frames": 16, "height": 64, "width": 64,
-    "multiple": [4, 8, 8], "steps": 10, "guidance": 2.0, "fps": 8.0, "heads": 8, "head_dim": 32, "depth": 6,
-    "width_model": 256, "patch": [4, 8, 8], "text_tokens": 8, "params": 5_700_000,
-    "takes": ["prompt", "negative_prompt", "guidance_scale", "image"],
-}  # fmt: skip
+FACTS = ModelFacts(
+    model="toy", pipeline="Toy", kinds=("video", "image"), frames=16, height=64, width=64,
+    multiple=(4, 8, 8), steps=10, guidance=2.0, fps=8.0, heads=8, head_dim=32, depth=6, width_model=256,
+    patch=(4, 8, 8), text_tokens=8, params=5_700_000,
+    takes=("prompt", "negative_prompt", "guidance_scale", "image"),
+)  # fmt: skip
 
 
 class ThreadRanks(RankSupervisor):
@@ -99,14 +99,15 @@ class _Rank(threading.Thread):
                     if self.ranks.broken:
                         self._emit(failed)
                         break
-                    self._emit(Ready(facts=FACTS))  # type: ignore[arg-type]
+                    self._emit(Ready(facts=FACTS))
                 elif isinstance(message, RunBatch):
                     self._run_batch(message)
         self.channel.close()
 
     def _read(self) -> None:
         try:
-            while not isinstance(message := decode(*self.channel.receive()), Exit):
+            while True:
+                message = decode(*self.channel.receive())
                 if isinstance(message, StopBatch):
                     self.stops.add(message.batch)
                 else:
@@ -138,7 +139,7 @@ class _Rank(threading.Thread):
                 self._emit(PreviewMade(batch=batch, job=id, step=step, png=b"png%d" % step))
             if batch in self.stops and step < steps:
                 self.stops.discard(batch)
-                self._emit(BatchStopped(batch=batch, step=step, state=state))
+                self._emit(BatchStopped(batch=batch))
                 return
         for id, job in zip(ids, jobs, strict=True):
             timings = {"encode": 0.0, "denoise": 0.1, "decode": 0.0}

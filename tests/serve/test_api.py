@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import logging
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -60,7 +61,7 @@ def test_every_answer_has_an_id_and_is_for_nobody_elses_page(http: httpx.Client)
     [
         ("GET", "/nothing", 404, "not_found"),
         ("GET", "/v1/videos/", 404, "not_found"),
-        ("GET", "/docs", 404, "not_found"),
+        ("GET", "/redoc", 404, "not_found"),
         ("GET", "/page/../app.py", 404, "not_found"),
         ("GET", "/page/%2e%2e/app.py", 404, "not_found"),
         ("GET", "/page/none.js", 404, "not_found"),
@@ -111,13 +112,13 @@ def test_bodies_that_say_nothing(
 
 
 def test_a_fault_of_ours_says_only_where_to_look(engine: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: Any) -> None:
+    def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("secret /etc/path")
 
     out = io.StringIO()
     handler = logging.StreamHandler(out)
     handler.setFormatter(logs.JSONFormatter())
-    monkeypatch.setattr(engine, "page", broken)
+    monkeypatch.setattr(engine.store, "page", broken)
     logger = logging.getLogger("weft.serve")
     logger.addHandler(handler)
     try:
@@ -156,6 +157,54 @@ def test_requests_are_logged_without_prompts(http: httpx.Client) -> None:
     assert "secret" not in out.getvalue()
 
 
+def test_logs_in_a_terminal_are_text_and_polling_is_not_among_them(http: httpx.Client) -> None:
+    """Other servers of this process may log a request before these."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    loggers = [logging.getLogger(name) for name in ("weft", "uvicorn")]
+    before = [(each.handlers, each.propagate, each.level) for each in loggers]
+    out, file = Terminal(), io.StringIO()
+    try:
+        logs.configure(stream=file)
+        logging.getLogger("weft.serve").info("to a file", extra={"seconds": 0.5})
+        lines = [json.loads(line) for line in file.getvalue().splitlines()]
+        assert [line["seconds"] for line in lines if line["message"] == "to a file"] == [0.5]
+        logs.configure(stream=out)
+        for path in ("/health", "/v1/status", "/metrics", "/v1/models"):
+            http.get(path)
+        until(lambda: "/v1/models" in out.getvalue())
+        extra = {"why": 'a "word"\x1b[2J', "timings": {"queue": 0.01234, "media": 2.0}}
+        logging.getLogger("weft.serve").warning("careful", extra=extra)
+    finally:
+        for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):
+            logger.handlers, logger.propagate = handlers, propagate
+            logger.setLevel(level)
+    text = out.getvalue()
+    assert re.search(r"^[\d:]{8} info    request  method=GET route=/v1/models .* request_id=\w+$", text, re.M)
+    assert r'warning careful  why="a \"word\"\u001b[2J" timings=queue:0.0123,media:2' in text
+    assert "route=/health" not in text
+
+
+@pytest.mark.parametrize(("scale", "guided"), [(None, True), ("1", False), ("3.5", True)])
+def test_plan_is_for_the_guidance_of_the_request(
+    http: httpx.Client,
+    engine: Fake,
+    monkeypatch: pytest.MonkeyPatch,
+    scale: str | None,
+    guided: bool,  # noqa: FBT001
+) -> None:
+    planned: list[bool] = []
+    monkeypatch.setattr(engine, "explain", lambda params: planned.append(params.shape.guided) or {})
+    for frames in ("1", "16"):
+        query = {"frames": frames} | ({"guidance_scale": scale} if scale else {})
+        assert http.get("/v1/plan", params=query).status_code == 200
+    assert planned == [guided, guided]
+    assert http.get("/v1/plan", params={"guidance_scale": "101"}).status_code == 400
+
+
 def test_health_is_readiness_and_live_is_not(http: httpx.Client, engine: Fake) -> None:
     assert http.get("/health").json() == {"status": "ok"}
     for state in ("starting", "draining", "failed"):
@@ -191,7 +240,7 @@ def test_the_plan_and_the_status_are_the_engines(http: httpx.Client, engine: Fak
 def test_a_model_of_images_has_a_plan_too(http: httpx.Client, engine: Fake) -> None:
     assert engine.facts is not None
     facts = engine.facts
-    engine.facts = {**facts, "kinds": ["image"], "frames": 1}
+    engine.facts = replace(facts, kinds=("image",), frames=1)
     assert http.get("/v1/plan").status_code == 200
     engine.facts = facts
 
@@ -252,8 +301,8 @@ def shapes(engine: Fake) -> Iterator[Fake]:
     """A model with few words, which begins with no picture."""
     assert engine.facts is not None
     before = engine.facts
-    takes = [name for name in before["takes"] if name != "image"]
-    engine.facts = {**before, "takes": takes, "vocabulary": ["red", "circle"], "closed_vocabulary": True}
+    takes = tuple(name for name in before.takes if name != "image")
+    engine.facts = replace(before, takes=takes, vocabulary=("red", "circle"), closed_vocabulary=True)
     yield engine
     engine.facts = before
 

@@ -49,7 +49,7 @@ def test_the_key_opens(locked: httpx.Client) -> None:
     assert locked.get("/v1/videos", headers=named).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/", "/live", "/health", "/page/page.js"])
+@pytest.mark.parametrize("path", ["/", "/docs", "/live", "/health", "/page/page.js"])
 def test_probes_and_the_page_need_no_key(locked: httpx.Client, path: str) -> None:
     assert locked.get(path).status_code == 200
 

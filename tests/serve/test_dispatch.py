@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,7 @@ class Desk:
         self.wanted: list[tuple[int, ...]] = []
         disk = Disk(folder / "jobs", quota=2**20)
         self.dispatch = Dispatch(2, self.policy, self.store, disk, self.send, lambda _: None, keep=60)
-        self.dispatch.latency = Latency(FACTS, Topology.local(2))
+        self.dispatch.admission = Admission(Latency(FACTS, Topology.local(2)), max_step=inf)
 
     def policy(self, batches: Sequence[Batch], *_: Any) -> list[RankAssignment]:
         batches = sorted(batches, key=lambda batch: batch.arrived)
@@ -108,7 +110,7 @@ def test_who_was_to_stop_and_no_longer_is_goes_on(desk: Desk) -> None:
     assert desk.want((0,)) == [(0, "stop")]
     assert desk.want((0,)) == [], "once is enough"
     assert desk.want((0, 1)) == [(0, "go")]
-    desk.hear(BatchStopped(batch=job.id, step=1, state=b"state"))  # that word came too late
+    desk.hear(BatchStopped(batch=job.id))  # that word came too late
     assert desk.want((0, 1)) == [(0, "run"), (1, "run")]
 
 
@@ -175,7 +177,6 @@ def test_the_result_of_a_job_that_was_cancelled_takes_no_room(desk: Desk) -> Non
 def test_a_decoder_has_the_time_that_it_takes(desk: Desk) -> None:
     job = desk.add()
     desk.want((0,))
-    assert desk.dispatch.latency is not None
     batch = desk.dispatch.batches[job.id]
     batch.last_message = time.monotonic() - 100
     assert overdue(desk.dispatch) == (0, f"batch {job.id} made no step", True)
@@ -187,7 +188,6 @@ def test_ranks_of_a_cancelled_batch_are_replaced_if_its_step_ends_too_late(desk:
     job = desk.add()
     desk.want((0, 1))
     batch = desk.dispatch.batches[job.id]
-    assert desk.dispatch.latency is not None
     desk.dispatch.latency.observe(batch.shape, 2, 1, 60.0, steps=20)
     assert overdue(desk.dispatch) is None, "somebody waits for it"
     desk.dispatch.drop(job.id)
@@ -199,7 +199,7 @@ def test_ranks_of_a_cancelled_batch_are_replaced_if_its_step_ends_too_late(desk:
     assert batch.dropped is not None
     batch.dropped -= 6
     assert overdue(desk.dispatch) is not None, "it should have ended by now"
-    desk.hear(BatchStopped(batch=job.id, step=1, state=b""))
+    desk.hear(BatchStopped(batch=job.id))
     assert overdue(desk.dispatch) is None
 
 
@@ -209,7 +209,6 @@ def test_ranks_of_a_cancelled_batch_that_is_decoded_or_written(desk: Desk) -> No
     for job in (decoded, written):
         desk.step(job, 10)
     desk.hear(BatchDecoded(batch=written.id))
-    assert desk.dispatch.latency is not None
     desk.dispatch.latency.observe_fixed(desk.dispatch.batches[decoded.id].shape, 100.0)
     for job in (decoded, written):
         desk.dispatch.drop(job.id)
@@ -236,7 +235,6 @@ def test_jobs_are_not_blamed_for_ranks_that_the_server_replaced(desk: Desk) -> N
 def test_jobs_whose_common_step_would_be_too_long_are_made_one_by_one(desk: Desk) -> None:
     jobs = [desk.add() for _ in range(3)]
     latency = desk.dispatch.latency
-    assert latency is not None
     shape = jobs[0].params.shape
     for count in (1, 2, 3):
         latency.observe(shape, 2, count, float(count), steps=20)
@@ -249,10 +247,8 @@ def test_jobs_whose_common_step_would_be_too_long_are_made_one_by_one(desk: Desk
 
 
 def test_jobs_share_a_batch_only_where_that_leaves_their_bits(desk: Desk) -> None:
-    assert desk.dispatch.latency is not None
-    facts: Any = desk.dispatch.latency.facts
     for batches, members in ((True, 2), (False, 1)):
-        desk.dispatch.latency.facts = {**facts, "batches": batches}
+        desk.dispatch.latency.facts = replace(FACTS, batches=batches)
         one, other = desk.add(), desk.add()
         batch = desk.dispatch._form(RankAssignment((one.id, other.id), (0,)))
         assert len(batch.members) == members
@@ -271,7 +267,7 @@ def test_client_that_cancels_again_and_again_does_not_restart_ranks_of_others_fo
         assert batch.dropped is not None
         batch.dropped -= 6
         late = overdue(desk.dispatch)
-        desk.hear(BatchStopped(batch=job.id, step=1, state=b""))
+        desk.hear(BatchStopped(batch=job.id))
         return late is not None
 
     beside = desk.add()

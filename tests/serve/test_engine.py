@@ -63,14 +63,14 @@ def params(kind: Any = "video", prompt: str = "a loom", *, seed: int = 0, **how:
 
 
 def ended(engine: Engine, *ids: str) -> bool:
-    return all((job := engine.job(id)) is not None and not job.active for id in ids)
+    return all((job := engine.store.get(id)) is not None and not job.active for id in ids)
 
 
 def test_a_job_is_made_and_its_result_is_in_its_folder(tmp_path: Path) -> None:
     with running(tmp_path) as engine:
         job = engine.submit(params(seed=3))
         until(lambda: ended(engine, job.id))
-        done, found = engine.job(job.id), engine.content(job.id)
+        done, found = engine.store.get(job.id), engine.content(job.id)
         assert done is not None and found is not None
         assert (done.status, done.progress, done.step) == ("completed", 100, 10)
         assert found[0].read_bytes() == made(params(seed=3))
@@ -96,11 +96,11 @@ def test_images_pass_between_two_steps_of_a_video(tmp_path: Path) -> None:
     with running(tmp_path) as engine:
         engine.ranks.pace = 0.05  # type: ignore[attr-defined]
         video = engine.submit(params(steps=60), deadline=1000)
-        until(lambda: engine.job(video.id).step > 2)  # type: ignore[union-attr]
+        until(lambda: engine.store.get(video.id).step > 2)  # type: ignore[union-attr]
         images = [engine.submit(params("image", seed=at), deadline=0.5) for at in range(2)]
         until(lambda: ended(engine, *(job.id for job in images)))
-        assert engine.job(video.id).status == "in_progress"  # type: ignore[union-attr]
-        assert engine.job(video.id).progress < 99  # type: ignore[union-attr]
+        assert engine.store.get(video.id).status == "in_progress"  # type: ignore[union-attr]
+        assert engine.store.get(video.id).progress < 99  # type: ignore[union-attr]
         until(lambda: ended(engine, video.id))
         began = [first for batch, _, first in engine.ranks.segments if batch == video.id]  # type: ignore[attr-defined]
         assert began[0] == 0
@@ -131,10 +131,10 @@ def test_a_job_that_kills_its_ranks_three_times_fails_and_others_do_not(tmp_path
         engine.ranks.poison = "poison"  # type: ignore[attr-defined]
         bad, good = engine.submit(params(prompt="poison")), engine.submit(params(prompt="a loom", steps=11))
         until(lambda: ended(engine, bad.id, good.id))
-        failed = engine.job(bad.id)
+        failed = engine.store.get(bad.id)
         assert failed is not None and failed.failure is not None
         assert failed.failure.code == "rank_lost"
-        assert engine.job(good.id).status == "completed"  # type: ignore[union-attr]
+        assert engine.store.get(good.id).status == "completed"  # type: ignore[union-attr]
 
 
 def test_a_server_that_starts_again_goes_on_with_all_its_jobs(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_a_server_that_starts_again_goes_on_with_all_its_jobs(tmp_path: Path) ->
         before = {job.id: job.step for job in engine.store.active()}
     with running(tmp_path) as engine:
         until(lambda: ended(engine, *(job.id for job in jobs)))
-        assert all(engine.job(job.id).status == "completed" for job in jobs)  # type: ignore[union-attr]
+        assert all(engine.store.get(job.id).status == "completed" for job in jobs)  # type: ignore[union-attr]
         first = {batch: step for batch, _, step in reversed(engine.ranks.segments)}  # type: ignore[attr-defined]
         far = max(before, key=lambda id: before[id])
         assert first[far] > 0, "it began anew"
@@ -155,12 +155,12 @@ def test_cancel_frees_the_ranks_at_the_next_step(tmp_path: Path) -> None:
     with running(tmp_path) as engine:
         engine.ranks.pace = 0.02  # type: ignore[attr-defined]
         job = engine.submit(params(steps=500), deadline=1000)
-        until(lambda: engine.job(job.id).step > 1)  # type: ignore[union-attr]
+        until(lambda: engine.store.get(job.id).step > 1)  # type: ignore[union-attr]
         engine.cancel(job.id)
         until(lambda: not engine.dispatch.batches)
-        assert engine.job(job.id).failure.code == "cancelled"  # type: ignore[union-attr]
+        assert engine.store.get(job.id).failure.code == "cancelled"  # type: ignore[union-attr]
         assert engine.cancel_and_delete(job.id)
-        assert engine.job(job.id) is None
+        assert engine.store.get(job.id) is None
         assert not engine.cancel_and_delete(job.id)
         other = engine.submit(params())
         until(lambda: ended(engine, other.id))
@@ -182,7 +182,7 @@ def test_a_full_queue_is_refused_with_a_time_to_wait(tmp_path: Path) -> None:
 def memory(monkeypatch: pytest.MonkeyPatch, ranks: int, **how: Any) -> None:
     """Ranks from now on may have no more than a video needs on so many."""
     needs = Latency(FACTS, Topology.local(2)).memory(params(**how).shape, ranks)
-    monkeypatch.setattr("tests.serve.ranks.FACTS", FACTS | {"memory": needs})
+    monkeypatch.setattr("tests.serve.ranks.FACTS", replace(FACTS, memory=needs))
 
 
 def test_what_fits_on_two_ranks_only_gets_two_and_what_fits_on_none_is_refused(
@@ -212,7 +212,7 @@ def test_a_job_of_a_server_that_had_more_memory_does_not_wait_for_ever(
     memory(monkeypatch, 1, frames=4, height=8, width=8)
     with running(tmp_path) as engine:
         until(lambda: ended(engine, begun.id, waits.id, small.id))
-        jobs = [engine.job(each.id) for each in (begun, waits, small)]
+        jobs = [engine.store.get(each.id) for each in (begun, waits, small)]
         assert [job.failure and job.failure.code for job in jobs] == ["out_of_memory", "out_of_memory", None]  # type: ignore[union-attr]
 
 
@@ -247,9 +247,9 @@ def test_draining_takes_nothing_new_and_loses_nothing(
         # A slow disk: draining waits for it.
         monkeypatch.setattr(engine.dispatch.outcomes, "add", lambda one: (time.sleep(0.3), add(one)))
         job = engine.submit(params())
-        until(lambda: engine.job(job.id).step > 0)  # type: ignore[union-attr]
+        until(lambda: engine.store.get(job.id).step > 0)  # type: ignore[union-attr]
         engine.drain(10)
-        assert engine.job(job.id).status == "completed"  # type: ignore[union-attr]
+        assert engine.store.get(job.id).status == "completed"  # type: ignore[union-attr]
         with pytest.raises(APIError, match="draining"):
             engine.submit(params())
 
@@ -285,7 +285,7 @@ def test_a_cancelled_step_that_takes_for_ever_is_ended_and_others_lose_nothing(
         for at in range(4):
             cancel_in_a_step(engine, engine.submit(params(prompt="slow", seed=at)).id, beside.id)
             assert engine.restarts == at + 1
-        kept = engine.job(beside.id)
+        kept = engine.store.get(beside.id)
         assert kept is not None
         assert (kept.active, kept.attempts) == (True, 0)
         engine.ranks.paces = {}  # type: ignore[attr-defined]
@@ -353,12 +353,11 @@ def test_jobs_of_a_server_with_other_limits_are_refused_and_those_of_the_same_ar
     with running(tmp_path, **slow) as engine:
         engine.ranks.pace = 600.0  # type: ignore[attr-defined]
         latency = engine.dispatch.latency
-        assert latency is not None
         assert {job.id for job in engine.store.active()} == {long.id, short.id}
         between = (latency.alone(long.params.shape) + latency.alone(short.params.shape)) / 2
     with running(tmp_path, max_time=between) as engine:
         until(lambda: ended(engine, long.id, short.id))
-        jobs = [engine.job(each.id) for each in (long, short)]
+        jobs = [engine.store.get(each.id) for each in (long, short)]
         assert [job.failure and job.failure.code for job in jobs] == ["too_long", None]  # type: ignore[union-attr]
 
 

@@ -64,8 +64,8 @@ def begun(engine: Engine, count: int = 1) -> list[str]:
 
 
 def completed(engine: Engine, ids: list[str]) -> bool:
-    assert all(engine.job(id).status != "failed" for id in ids)  # type: ignore[union-attr]
-    return all(engine.job(id).status == "completed" for id in ids)  # type: ignore[union-attr]
+    assert all(engine.store.get(id).status != "failed" for id in ids)  # type: ignore[union-attr]
+    return all(engine.store.get(id).status == "completed" for id in ids)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("left", [0, 16 * 2**10, 24 * 2**10, 2**17])
@@ -85,7 +85,7 @@ def test_jobs_that_end_on_a_full_disk_are_completed_when_there_is_room(
         refused = httpx.post(f"{url}/v1/videos", json={"prompt": "a", "num_inference_steps": 10})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "disk_full")
         assert int(refused.headers["retry-after"]) > 0
-        assert not any(engine.job(id).status == "failed" for id in ids)  # type: ignore[union-attr]
+        assert not any(engine.store.get(id).status == "failed" for id in ids)  # type: ignore[union-attr]
         filler.empty()
         until(lambda: completed(engine, ids))
         assert all(engine.content(id)[0].read_bytes() == RESULT for id in ids)  # type: ignore[index]
@@ -245,7 +245,7 @@ def test_outcomes_wait_for_a_database_that_takes_nothing_at_all(
         assert refused.value.code == "disk_full"
         disk.is_full = False
         until(lambda: completed(engine, ids) and ended(engine, cancelled))
-        assert engine.job(cancelled).failure.code == "cancelled"  # type: ignore[union-attr]
+        assert engine.store.get(cancelled).failure.code == "cancelled"  # type: ignore[union-attr]
         assert disk.refused > 2
     assert told(caplog, "the disk is full") == 1
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]

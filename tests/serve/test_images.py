@@ -35,7 +35,7 @@ def generate(http: httpx.Client, **more: Any) -> httpx.Response:
 
 
 def newest(engine: Fake, count: int) -> list[Job]:
-    return list(engine.page("image", count, "desc", None)[0])
+    return list(engine.store.page("image", limit=count)[0])
 
 
 def all_cancelled(engine: Fake, count: int) -> bool:

@@ -109,7 +109,7 @@ def test_requests_come_when_they_are_due_and_leave_nothing(tmp_path: Path) -> No
     with in_thread(engine) as url:
         alone = {"image": 0.4, "video": 0.4}
         result = asyncio.run(run_load_test(url, work, template=TEMPLATE, slo=2.0, alone=alone))
-        left = [engine.page(kind, 100, "asc", None)[0] for kind in ("image", "video")]
+        left = [engine.store.page(kind, limit=100)[0] for kind in ("image", "video")]
     assert [s.code for s in result.samples] == ["ok"] * 8
     assert [(s.at, s.kind) for s in result.samples] == [(each.at, each.kind) for each in work]
     assert deadlines == [0.8] * 8

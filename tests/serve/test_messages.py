@@ -19,7 +19,6 @@ from weft.serve.messages import (
     BatchStopped,
     Beat,
     ContinueBatch,
-    Exit,
     FromRank,
     Hello,
     Join,
@@ -36,12 +35,17 @@ from weft.serve.messages import (
     decode,
     encode,
 )
+from weft.serve.model_facts import ModelFacts, WarmupPace
 
 PARAMS = GenerationParams(
     kind="video", model="toy", prompt="a \ud800 loom", frames=4, height=8, width=8, steps=2, seed=2**52,
     format="mp4", more={"a": [1, None]},
 )  # fmt: skip
-FACTS: Any = {"model": "toy", "class": "Toy", "guidance": None, "paces": [{"ranks": 2, "seconds": 0.5}]}
+FACTS = ModelFacts(
+    model="toy", patch=(1, 8, 8), heads=2, head_dim=8, depth=1, text_tokens=0, params=9, kinds=("image",),
+    paces=(WarmupPace(shape=PARAMS.shape, ranks=2, seconds=0.5),),
+)  # fmt: skip
+PREVIEW = {"type": "PreviewMade", "batch": "a", "job": "b", "step": 1}
 EXAMPLES = [
     Hello(rank=1, world=2, pid=3, host="here", store_port=4),
     RankFailed(rank=None, message="No GPU."),
@@ -51,7 +55,7 @@ EXAMPLES = [
     StepDone(batch="a", step=2, seconds=1, plan="ring"),
     PreviewMade(batch="a", job="b", step=1, png=b"png"),
     AttentionTimeline(batch="a", label="ring", spans=(AttentionSpan(0, "send", "k", 0.0, 0.5),)),
-    BatchStopped(batch="a", step=1, state=b"state"),
+    BatchStopped(batch="a"),
     BatchDecoded(batch="a"),
     ResultMade(batch="a", job="b", name="video.mp4", timings={"decode": 0.5}, data=b"data"),
     BatchDone(batch="a"),
@@ -64,7 +68,6 @@ EXAMPLES = [
     StopBatch(batch="a"),
     ContinueBatch(batch="a"),
     Shutdown(),
-    Exit(),
 ]  # fmt: skip
 
 
@@ -82,27 +85,18 @@ def test_examples_are_all_messages() -> None:
 @pytest.mark.parametrize(
     ("header", "says"),
     [
-        ({}, "version 0 of the protocol, this server has 1"),
-        ({"type": "Hello", "version": 2, "anything": 1}, "version 2 of the protocol"),
+        ({}, "version 0 of the protocol, this server has 2"),
+        ({"type": "Hello", "version": 3, "anything": 1}, "version 3 of the protocol"),
         ({"type": "Greeting"}, "Unknown type of message 'Greeting'"),
         ({"type": ["Hello"]}, "Unknown type of message"),
         ({"type": "StopBatch"}, "StopBatch: missing required key 'batch'"),
         ({"type": "StopBatch", "batch": 3}, "StopBatch: batch"),
         ({"type": "StopBatch", "batch": "a", "why": ""}, "StopBatch: .*'why'"),
         ({"type": "StepDone", "batch": "a", "step": 1, "seconds": "long"}, "StepDone: seconds"),
-        ({"type": "BatchStopped", "batch": "a", "step": 1}, "BatchStopped: missing required key 'state'"),
-        (
-            {"type": "BatchStopped", "batch": "a", "step": 1, "state": [9]},
-            "BatchStopped: state must be sizes",
-        ),
-        (
-            {"type": "BatchStopped", "batch": "a", "step": 1, "state": [-1]},
-            "BatchStopped: state must be sizes",
-        ),
-        (
-            {"type": "BatchStopped", "batch": "a", "step": 1, "state": "no"},
-            "BatchStopped: state must be sizes",
-        ),
+        (PREVIEW, "PreviewMade: missing required key 'png'"),
+        (PREVIEW | {"png": [9]}, "PreviewMade: png must be sizes"),
+        (PREVIEW | {"png": [-1]}, "PreviewMade: png must be sizes"),
+        (PREVIEW | {"png": "no"}, "PreviewMade: png must be sizes"),
         ({"type": "RunBatch", "batch": "a", "ids": ["a"], "jobs": [{"kind": "video"}]}, r"RunBatch \[\[jobs"),
     ],
 )

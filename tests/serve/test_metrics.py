@@ -42,7 +42,7 @@ def test_jobs_steps_ranks_and_requests_are_counted(tmp_path: Path) -> None:
             http.post("/v1/images/generations", json={"prompt": prompt, "num_inference_steps": 5})
         engine.pace = 0.05
         id = http.post("/v1/videos", json={"prompt": "x", "num_inference_steps": 900}).json()["id"]
-        while not (job := engine.job(id)) or not job.step:
+        while not (job := engine.store.get(id)) or not job.step:
             time.sleep(0.01)
         while_it_runs = families(http.get("/metrics").text)
         http.delete(f"/v1/videos/{id}")

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from weft.core import tables
 from weft.core.topology import Topology
 from weft.serve.jobs import JobShape
 from weft.serve.latency import Latency
+from weft.serve.model_facts import ModelFacts
 from weft.serve.observations import (
     MAX_KEYS,
     WINDOW_STEPS,
@@ -26,6 +28,7 @@ RECORDED = json.loads(Path(__file__).with_name("recorded_steps.json").read_text(
 """Of `weft serve` with the shipped model on 2 ranks (two cores), by policies `one` and `all`: warm-ups, steps
 as [mean seconds, steps], and the time around steps. One server was started beside four busy loops, which
 ended when it was ready."""
+FACTS = tables.read(ModelFacts, RECORDED["facts"], "recorded_steps.json")
 RUNS = sorted(RECORDED["runs"])
 SIZES = sorted({tuple(row[:5]) for run in RUNS for row in RECORDED["runs"][run]["steps"]})
 
@@ -44,7 +47,7 @@ def recorded(run: str) -> dict[tuple[Any, ...], list[float]]:
 
 def started(run: str) -> Latency:
     """A server that has only warmed up."""
-    latency = Latency(RECORDED["facts"], Topology.local(2))
+    latency = Latency(FACTS, Topology.local(2))
     for *size, ranks, seconds in RECORDED["runs"][run]["warmups"]:
         latency.observe(shape(*size), ranks, 1, seconds, warmup=True)
     return latency
@@ -82,7 +85,7 @@ def test_all_sizes_that_were_seen_predict_the_one_that_was_not(run: str) -> None
 
 def test_what_a_loaded_start_measured_does_not_stick() -> None:
     """Warm-ups 150 times too slow, as were seen once; then one small image on one rank."""
-    latency = Latency(RECORDED["facts"], Topology.local(2))
+    latency = Latency(FACTS, Topology.local(2))
     times = recorded("started idle")
     for *size, ranks, seconds in RECORDED["runs"]["started idle"]["warmups"]:
         latency.observe(shape(*size), ranks, 1, 150 * seconds, warmup=True)
@@ -94,8 +97,21 @@ def test_what_a_loaded_start_measured_does_not_stick() -> None:
         assert 1 / 2 < ratio < 2
 
 
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 2.0, 4.0])
+def test_steps_on_two_ranks_correct_the_estimate_for_one(ratio: float) -> None:
+    """If steps are slower than while warming up, half of that may be waiting, which one rank does not."""
+    observations, costs = Observations(0.05), {ranks: PredictedCost(1.2 / ranks, ranks) for ranks in (1, 2)}
+    for ranks, cost in costs.items():
+        observations.add(ranks, cost, 2 * cost.seconds, warmup=True)
+    before = {ranks: observations.estimate(ranks, cost) for ranks, cost in costs.items()}
+    observations.add(2, costs[2], ratio * before[2], steps=WINDOW_STEPS)
+    after = {ranks: observations.estimate(ranks, cost) for ranks, cost in costs.items()}
+    assert after[2] == pytest.approx(ratio * before[2], rel=0.01)
+    assert after[1] == pytest.approx(min(ratio, ratio**0.5) * before[1], rel=0.1)
+
+
 def test_a_loaded_moment_is_forgotten_after_twenty_steps() -> None:
-    latency = Latency(RECORDED["facts"], Topology.local(2))
+    latency = Latency(FACTS, Topology.local(2))
     for seconds in [1.0] * 50 + [0.05] * WINDOW_STEPS:
         latency.observe(shape(16, 64, 64, True), 2, 1, seconds)
     assert latency.step(shape(16, 64, 64, True), 2) == pytest.approx(0.05, rel=0.01)
@@ -107,7 +123,7 @@ def test_a_loaded_moment_is_forgotten_after_twenty_steps() -> None:
 
 @pytest.mark.parametrize("run", RUNS)
 def test_time_around_steps_is_a_constant_and_a_part_by_the_pixel(run: str) -> None:
-    latency = Latency(RECORDED["facts"], Topology.local(2))
+    latency = Latency(FACTS, Topology.local(2))
     rows = RECORDED["runs"][run]["fixed"]
     for frames, height, width, seconds in rows:
         latency.observe_fixed(shape(frames, height, width, True), seconds)
@@ -118,7 +134,7 @@ def test_time_around_steps_is_a_constant_and_a_part_by_the_pixel(run: str) -> No
 
 
 def test_one_slow_file_of_an_image_is_no_slow_file_of_a_video() -> None:
-    latency = Latency(RECORDED["facts"], Topology.local(2))
+    latency = Latency(FACTS, Topology.local(2))
     before = latency.alone(shape(16, 720, 1280, True))
     latency.observe_fixed(shape(1, 64, 64, True), 0.3)
     assert latency.fixed(shape(1, 64, 64, True)) == pytest.approx(0.3)

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ class Site:
         return id
 
     def job(self, id: str) -> Any:
-        return self.engine.job(id)
+        return self.engine.store.get(id)
 
 
 def until(done: Callable[[], Any], seconds: float = 30.0) -> Any:
@@ -133,7 +134,7 @@ def visit(browser: Any) -> Iterator[Callable[..., Any]]:
 
 
 def ask(page: Any, prompt: str = PROMPT, steps: int = 12) -> Any:
-    """Fills in the form and sends it; the new card on the loom."""
+    """Fills in the form and sends it; the new card of a job in progress."""
     until(lambda: page.input_value("#steps"))
     page.fill("#prompt", prompt)
     page.fill("#steps", str(steps))
@@ -175,8 +176,7 @@ def test_a_video_is_asked_for_watched_played_and_deleted(site: Site, visit: Call
     card = result(page, id)
     video = card.locator("video")
     video.wait_for()
-    video.evaluate("video => video.play()")
-    until(lambda: video.evaluate("video => video.readyState >= 2 && video.currentTime > 0"))
+    until(lambda: video.evaluate("video => !video.paused && video.currentTime > 0"))  # without a click
     assert card.locator(".prompt").inner_text() == PROMPT
     assert f"seed {site.job(id).params.seed}" in card.locator(".facts").inner_text()
     assert "denoise" in card.locator(".timings").inner_text()
@@ -232,7 +232,7 @@ def test_an_image_is_made_by_the_keyboard_alone(site: Site, visit: Callable[...,
 
 
 @in_browser
-def test_what_is_on_the_loom_can_be_cancelled_and_what_was_made_be_used_again(
+def test_jobs_in_progress_can_be_cancelled_and_results_be_used_again(
     site: Site, visit: Callable[..., Any]
 ) -> None:
     old = site.made(prompt="a green triangle still", seed=77, steps=3)
@@ -272,7 +272,7 @@ def test_markup_in_a_prompt_is_text(site: Site, visit: Callable[..., Any]) -> No
     assert job.locator(".prompt").inner_text() == evil
     assert result(page, done).locator(".prompt").inner_text() == evil
     assert (
-        page.locator(".job img, .job script, .result img, #made script").count()
+        page.locator(".job img, .job script, .result img, #results script").count()
         == page.locator("img[alt]").count()
     )
     assert "owned" not in page.title()
@@ -293,6 +293,7 @@ def test_errors_stand_where_they_belong(tmp_path: Path, visit: Callable[..., Any
         until(lambda: "multiple of 8" in page.inner_text("#size-error"))
         assert page.get_attribute("#width", "aria-invalid") == "true"
         assert page.get_attribute("#width", "aria-describedby") == "size-error"
+        assert page.inner_text("body").count("multiple of 8") == 1, "one place for one message"
         page.fill("#frames", "3")
         page.fill("#width", "64")
         until(lambda: "Nearest: 4" in page.inner_text("#frames-error"))
@@ -306,6 +307,110 @@ def test_errors_stand_where_they_belong(tmp_path: Path, visit: Callable[..., Any
         assert result(page, failed).locator(".error").inner_text() == "Cancelled."
     finally:
         full.close()
+
+
+@in_browser
+def test_examples_and_words_of_the_model_are_offered_and_others_refused_in_the_form(
+    tmp_path: Path, visit: Callable[..., Any]
+) -> None:
+    from weft.serve.facts import EXAMPLES
+    from weft.video.captions import WORDS
+
+    closed = Site(tmp_path, pace=0.01)
+    words = {"vocabulary": WORDS[1:], "closed_vocabulary": True, "examples": EXAMPLES}
+    closed.engine.facts = replace(closed.engine.facts, **words)
+    try:
+        page = visit(closed, quiet=False)
+        until(lambda: page.get_attribute("#prompt", "placeholder") == EXAMPLES[0])
+        page.fill("#prompt", "a blu square")
+        page.click("#make")
+        until(lambda: "Near ones for blu: blue" in page.inner_text("#prompt-error"))
+        assert page.evaluate("document.activeElement.id") == "prompt"
+        assert closed.engine.store.page("video", limit=1) == ([], False)
+        assert page.locator(".result, .job").count() == 0
+        page.click("#vocabulary summary")
+        page.fill("#prompt", "a")
+        for word in ("green", "star"):
+            page.get_by_role("button", name=word, exact=True).click()
+        assert page.input_value("#prompt") == "a green star"
+        page.get_by_role("button", name=EXAMPLES[1]).click()
+        assert page.inner_text("#prompt-error") == ""
+        page.click("#make")
+        page.locator(".result", has_text=EXAMPLES[1]).wait_for()
+    finally:
+        closed.close()
+
+
+@in_browser
+def test_guidance_negative_prompt_and_frame_rate_are_sent_and_used_again(
+    site: Site, visit: Callable[..., Any]
+) -> None:
+    page = visit(site, quiet=False)
+    until(lambda: page.input_value("#steps"))
+    page.click("#options summary")
+    values = {"negative": "shaking", "guidance": "1.5", "fps": "4"}
+    for name, value in values.items():
+        page.fill(f"#{name}", value)
+    until(lambda: page.inner_text("#seconds") == "4 s")
+    id = ask(page, "with options", steps=2).get_attribute("data-id")
+    params = site.job(id).params
+    assert (params.negative, params.guidance, params.fps) == ("shaking", 1.5, 4.0)
+    card = result(page, id)
+    assert "guidance 1.5 " in card.locator(".facts").inner_text()
+    assert "without: shaking" in card.locator(".facts").inner_text()
+    for name in values:
+        page.fill(f"#{name}", "")
+    card.locator(".again").click()
+    assert {name: page.input_value(f"#{name}") for name in values} == values
+    page.fill("#guidance", "200")
+    page.click("#make")
+    until(lambda: "less than or equal to 100" in page.inner_text("#guidance-error"))
+
+
+@in_browser
+def test_what_the_plan_refuses_is_an_error_of_its_field(
+    tmp_path: Path, visit: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = Site(tmp_path, pace=0.01)
+    plan = small.engine.explain
+    refusal = "That would take too long."
+    monkeypatch.setattr(
+        small.engine,
+        "explain",
+        lambda params: plan(params) | {"refusal": refusal if params.width > 64 else None},
+    )
+    try:
+        page = visit(small)
+        until(lambda: page.input_value("#steps"))
+        page.fill("#width", "640")
+        until(lambda: page.inner_text("#size-error") == refusal)
+        assert page.inner_text("body").count(refusal) == 1
+        page.fill("#width", "64")
+        until(lambda: page.inner_text("#size-error") == "" and page.inner_text("#plan-reason"))
+        page.close()
+    finally:
+        small.close()
+
+
+@in_browser
+def test_reference_lists_all_operations(site: Site, tmp_path: Path, visit: Callable[..., Any]) -> None:
+    page = visit(site)
+    page.get_by_role("link", name="API").click()
+    page.locator("h3").first.wait_for()
+    shown = set(page.locator("h3").all_inner_texts())
+    assert {"POST /v1/videos", "POST /v1/images/generations", "GET /v1/plan", "GET /health"} <= shown
+    body = page.locator("section", has_text="POST /v1/videos").first
+    assert "prompt\tstring\trequired" in body.inner_text()
+    assert "object or file" in body.inner_text()
+    page.set_viewport_size({"width": 390, "height": 780})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    locked = Site(tmp_path, pace=0.01, key=KEY)
+    try:
+        page = visit(locked, quiet=False)
+        page.goto(f"{locked.url}docs")
+        until(lambda: "Enter it on the page of the server" in page.inner_text("#problem"))
+    finally:
+        locked.close()
 
 
 @in_browser
@@ -346,8 +451,7 @@ def test_a_key_is_asked_for_kept_for_the_tab_and_sent_with_everything(
         page.locator("#key").wait_for(state="hidden")
         video = result(page, done).locator("video")
         assert video.evaluate("video => video.src").startswith("blob:")
-        video.evaluate("video => video.play()")
-        until(lambda: video.evaluate("video => video.readyState >= 2"))
+        until(lambda: video.evaluate("video => video.readyState >= 2 && !video.paused"))
         until(lambda: page.get_attribute("#health", "data-state") == "ok")
         ask(page, "with a key", steps=3)
         page.locator(".result", has_text="with a key").wait_for()
@@ -425,7 +529,7 @@ def test_everything_has_a_name_and_a_role(site: Site, visit: Callable[..., Any])
         assert lines, f"there is no {role}"
         nameless = [line for line in lines if '"' not in line]
         assert role == "list" or not nameless, nameless
-    for name in ("On the loom", "Made", "Ranks", "Throw a seed", "Width in pixels", "load of rank 3"):
+    for name in ("In progress", "Results", "Ranks", "Random seed", "Width in pixels", "load of rank 3"):
         assert f'"{name}"' in tree
     assert re.search(
         r"step \d+ of 1000.* left", job.locator("[role=progressbar]").get_attribute("aria-valuetext"), re.I
@@ -449,12 +553,10 @@ def test_the_page_needs_nothing_from_elsewhere_and_no_markup_from_strings() -> N
             r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text
         ), name
         assert not re.search(r"@import|url\((?!#)", text), name
-    html = texts["index.html"]
-    assert not re.search(r"\sstyle=|\son\w+=|<style|<script(?![^>]*\ssrc=)", html)
-    for address in re.findall(r'(?:src|href)="([^"#]+)"', html):
-        assert not address.startswith("/") and (
-            address == "openapi.json" or address.removeprefix("page/") in texts
-        )
+    for html in (texts["index.html"], texts["docs.html"]):
+        assert not re.search(r"\sstyle=|\son\w+=|<style|<script(?![^>]*\ssrc=)", html)
+        for address in re.findall(r'(?:src|href)="([^"#]+)"', html):
+            assert address in ("openapi.json", "docs", ".") or address.removeprefix("page/") in texts
 
 
 CUT_OFF = """() => [...document.querySelectorAll("body *")].filter((e) => {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from io import BytesIO
 
 import numpy as np
@@ -17,7 +18,7 @@ from weft.serve.preview import latents_png, video_png
 ASKED = GenerationParams(
     kind="video", model="toy", prompt="a loom", seed=0, format="mp4", frames=8, height=32, width=48, steps=4
 )
-PATCHES = FACTS | {"patch": (2, 8, 8)}
+PATCHES = replace(FACTS, patch=(2, 8, 8))
 """A grid of 4 × 4 × 6."""
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def slow(engine: Fake) -> Iterator[None]:
 
 def ended(engine: Fake, id: str) -> Job:
     until = time.monotonic() + 60
-    while (job := engine.job(id)) is not None and job.active:
+    while (job := engine.store.get(id)) is not None and job.active:
         assert time.monotonic() < until
         time.sleep(0.01)
     assert job is not None
@@ -136,20 +137,21 @@ def test_a_prompt_is_required(http: httpx.Client) -> None:
 
 def test_what_a_pipeline_does_not_take_is_refused(http: httpx.Client, engine: Fake) -> None:
     assert engine.facts is not None
-    everything = engine.facts["takes"]
+    facts = engine.facts
     try:
-        engine.facts["takes"] = ["prompt"]
+        engine.facts = replace(facts, takes=("prompt",))
         for field, value in (("negative_prompt", "blur"), ("guidance_scale", 2.0)):
             error = http.post("/v1/videos", json=QUICK | {field: value}).json()["error"]
             assert (error["code"], error["param"]) == ("unsupported_combination", field)
     finally:
-        engine.facts["takes"] = everything
+        engine.facts = facts
 
 
 def test_who_needs_an_image_says_so(
     http: httpx.Client, engine: Fake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(engine.facts, "needs_image", True)  # type: ignore[arg-type]
+    assert engine.facts is not None
+    monkeypatch.setattr(engine, "facts", replace(engine.facts, needs_image=True))
     answer = http.post("/v1/videos", json=QUICK)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "image_required")
     assert answer.json()["error"]["param"] == "input_reference"
@@ -330,7 +332,7 @@ def test_sync_is_the_video_itself(http: httpx.Client) -> None:
 def test_who_goes_away_from_sync_cancels_it(http: httpx.Client, engine: Fake, slow: None) -> None:
     with pytest.raises(httpx.ReadTimeout):
         http.post("/v1/videos/sync", json=QUICK | {"num_inference_steps": 900}, timeout=0.5)
-    newest = engine.page("video", 1, "desc", None)[0][0]
+    newest = engine.store.page("video", limit=1)[0][0]
     failure = ended(engine, newest.id).failure
     assert failure is not None and failure.code == "cancelled"
 

@@ -26,6 +26,7 @@ from weft.run.net.listener import listen
 from weft.run.net.scratch import scratch
 from weft.run.net.secure import Credentials, accept
 from weft.serve import executor
+from weft.serve.agent import RankOptions
 from weft.serve.facts import facts_of
 from weft.serve.jobs import GenerationParams
 from weft.serve.loaded_model import LoadedModel, pipeline_kwargs
@@ -37,7 +38,6 @@ from weft.serve.messages import (
     BatchMessage,
     BatchStopped,
     Beat,
-    Exit,
     FromRank,
     Hello,
     Join,
@@ -53,6 +53,7 @@ from weft.serve.messages import (
     decode,
     encode,
 )
+from weft.serve.model_facts import ModelFacts
 from weft.serve.worker import Inbox, RankWorker, main
 from weft.video.captions import LENGTH, WORDS
 from weft.video.pipeline import VideoPipeline
@@ -94,7 +95,7 @@ class Server:
         self.listener = self._stack.enter_context(listen(Path(self.address)))
         self.channels: dict[int, Channel] = {}
         self.listener.settimeout(60)
-        self.facts: dict[str, Any] = {}
+        self.facts: ModelFacts
 
     def welcome(self, ranks: int) -> None:
         for _ in range(ranks):
@@ -168,7 +169,7 @@ def alone(folder: Path) -> Iterator[Server]:
     """One rank, in a thread."""
     server, left = Server(), []
     thread = threading.Thread(
-        target=main, args=(server.address, TOKEN, str(folder), {"name": "tiny"}, left.append)
+        target=main, args=(server.address, TOKEN, str(folder), RankOptions(name="tiny"), left.append)
     )
     thread.start()
     server.welcome(1)
@@ -184,7 +185,7 @@ def alone(folder: Path) -> Iterator[Server]:
 def pair(folder: Path) -> Iterator[Server]:
     """Two real ranks."""
     server, pool = Server(), world(2)
-    pool.start(main, server.address, TOKEN, str(folder), {"name": "tiny"})
+    pool.start(main, server.address, TOKEN, str(folder), RankOptions(name="tiny"))
     server.welcome(2)
     yield server
     server.end()
@@ -235,10 +236,11 @@ def test_a_stopped_job_goes_on(alone: Server, monkeypatch: pytest.MonkeyPatch) -
         patch.setattr(Inbox, "wants_stop", wants_stop)
         alone.run([0], [job(3)])
         alone.send([0], StopBatch(batch="video_3"))
-        stopped = alone.messages(0)[-1]
+        *_, step, stopped = (each for each in alone.messages(0) if isinstance(each, StepDone | BatchStopped))
     assert isinstance(stopped, BatchStopped)
-    assert stopped.step < STEPS
-    assert alone.made([0], [job(3)], stopped.state) == expected  # a stop is of one run only
+    assert isinstance(step, StepDone)
+    assert step.step < STEPS
+    assert alone.made([0], [job(3)], step.state) == expected  # a stop is of one run only
 
 
 def test_what_is_refused_leaves_the_rank_alive(alone: Server) -> None:
@@ -272,21 +274,17 @@ def test_beats(alone: Server) -> None:
 
 
 def test_a_rank_leaves_with_its_server(folder: Path) -> None:
-    for farewell in ("exit", "close"):
-        server, left = Server(), threading.Event()
-        thread = threading.Thread(target=_until_left, args=(server.address, str(folder), left), daemon=True)
-        thread.start()
-        server.welcome(1)
-        if farewell == "exit":
-            server.send([0], Exit())
-        else:
-            server.channels[0].close()
-        assert left.wait(20)
-        server.close()
+    server, left = Server(), threading.Event()
+    thread = threading.Thread(target=_until_left, args=(server.address, str(folder), left), daemon=True)
+    thread.start()
+    server.welcome(1)
+    server.channels[0].close()
+    assert left.wait(20)
+    server.close()
 
 
 def _until_left(address: Any, folder: str, left: threading.Event) -> None:
-    main(address, TOKEN, folder, {}, lambda code: left.set() if code == 1 else None)
+    main(address, TOKEN, folder, RankOptions(), lambda code: left.set() if code == 1 else None)
 
 
 def test_anything_else_ends_the_process_and_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,7 +295,7 @@ def test_anything_else_ends_the_process_and_is_told(folder: Path, monkeypatch: p
 
     def live() -> None:
         try:
-            main(server.address, TOKEN, str(folder), {}, lambda _: None)
+            main(server.address, TOKEN, str(folder), RankOptions(), lambda _: None)
         except CommError as error:
             errors.append(error)
 
@@ -315,9 +313,9 @@ def test_anything_else_ends_the_process_and_is_told(folder: Path, monkeypatch: p
 
 
 def test_facts_of_the_model(alone: Server) -> None:
-    assert alone.facts["model"] == "tiny"
-    assert alone.facts["kinds"] == ["video", "image"]
-    assert alone.facts["memory"] == alone.hear(0, Beat).limit > 0
+    assert alone.facts.model == "tiny"
+    assert alone.facts.kinds == ("video", "image")
+    assert alone.facts.memory == alone.hear(0, Beat).limit > 0
 
 
 def test_two_ranks_alone_together_and_in_turn_make_the_same(pair: Server) -> None:
@@ -333,10 +331,10 @@ def test_two_ranks_alone_together_and_in_turn_make_the_same(pair: Server) -> Non
         ranks = [[0, 1], [0], [1]][step % 3]
         pair.run(ranks, jobs, state)
         pair.send(ranks[:1], StopBatch(batch=jobs[0][0]))
-        last = pair.messages(ranks[0])[-1]
-        if not isinstance(last, BatchStopped):
+        received = pair.messages(ranks[0])
+        if not isinstance(received[-1], BatchStopped):
             break  # the stop came too late
-        state = last.state
+        state = [each.state for each in received if isinstance(each, StepDone)][-1]
     assert pair.made([0, 1], jobs, state) == expected
 
 
@@ -352,6 +350,13 @@ def test_two_ranks_show_their_attention(pair: Server) -> None:
     assert all(span.start <= span.end < 10 for span in timeline.spans)
     steps = [each for each in received if isinstance(each, StepDone)]
     assert all(len(each.attend) == 2 and each.imbalance and each.imbalance >= 1 for each in steps)
+
+
+def test_attention_of_one_rank_is_shown_without_that_of_the_other_half(pair: Server) -> None:
+    pair.run([0, 1], [job(7, guidance=2.0)])  # each rank has one branch of guidance, and no messages
+    timeline = next(each for each in pair.messages(0) if isinstance(each, AttentionTimeline))
+    assert timeline.label == "alone"
+    assert {span.rank for span in timeline.spans} == {0}
 
 
 def test_two_ranks_refuse_together(pair: Server) -> None:
@@ -385,15 +390,14 @@ def test_a_dtype_that_is_not_given_is_that_of_the_device(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
     for given, expected in (("", dtype), ("float16", "float16")):
         with pytest.raises(Loaded, match=expected):
-            RankWorker.load(cast("Any", SimpleNamespace(options={"dtype": given})), folder, "tiny")
+            RankWorker.load(cast("Any", SimpleNamespace(options=RankOptions(dtype=given))), folder, "tiny")
 
 
 def test_a_backend_that_is_given_is_used() -> None:
-    own = SimpleNamespace(is_own=True, facts={"heads": 2})
+    own = SimpleNamespace(is_own=True, facts=SimpleNamespace(heads=2))
     for given, (plan, backend) in {"auto": ("ulysses", "exact"), "reference": ("auto", "reference")}.items():
-        worker = cast("Any", SimpleNamespace(options={"backend": given}, model=own))
-        options = RankWorker._parallelize_options(worker, (0, 1))
-        assert (options["plan"], options["backend"]) == (plan, backend)
+        worker = cast("Any", SimpleNamespace(options=RankOptions(backend=given), model=own))
+        assert RankWorker._plan(worker, (0, 1)) == (plan, backend)
 
 
 def test_a_stop_that_came_too_late_is_forgotten_with_the_next_run() -> None:

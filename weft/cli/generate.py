@@ -66,7 +66,7 @@ def run(
 
     media.check_target(out)
     model_dir, prompt = _model_and_prompt(first, second)
-    pretrained.check(model_dir)
+    model_dir = pretrained.locate(model_dir)
     if image is not None and not image.is_file():
         raise InputError(f"--image {image} is not a file.")
     check_packages(out, own=is_own(model_dir))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
 import threading
 from dataclasses import dataclass
-from logging import getLevelName
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,12 +24,18 @@ if TYPE_CHECKING:
     from weft.serve.settings import ServerSettings
 
 POLICIES = ("elastic", "all", "one")
+LOG_FORMATS = ("auto", "text", "json")
 PACKAGES = (
     "fastapi", "uvicorn", "sse_starlette", "prometheus_client", "python_multipart", "torch", "av", "PIL",
 )  # fmt: skip
 KeyFile = Annotated[
     Path | None, typer.Option(help="A file with the key of clients; without it, loopback only.")
 ]
+Model = Annotated[
+    Path | None,
+    typer.Argument(metavar="[MODEL]", help="A checkpoint of Diffusers, or the Hub id of a cached one."),
+]
+LogFormat = Annotated[str, typer.Option(help="text or json. [default: text in a terminal, else json]")]
 Policy = Annotated[
     str, typer.Option(help="elastic; or first come, first served: `all` ranks, or `one` rank, for each job.")
 ]
@@ -76,9 +82,7 @@ class ServeLimits:
 
 
 def run(
-    model: Annotated[
-        Path | None, typer.Argument(metavar="[MODEL_DIR]", help="A checkpoint of Diffusers; or weft's own.")
-    ] = None,
+    model: Model = None,
     *,
     host: Annotated[str, typer.Option(help="The address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 finds a free one.")] = 8000,
@@ -93,6 +97,7 @@ def run(
     sparse: Sparse = None,
     machines: NodeOptions,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts into the log.")] = False,
+    log_format: LogFormat = "auto",
 ) -> None:
     """Serve a model: /v1/videos and /v1/images, compatible with OpenAI's clients, and a page at /.
 
@@ -105,36 +110,41 @@ def run(
     weft serve ./Wan2.1-T2V-1.3B-Diffusers --ranks 8
 
     Jobs survive lost ranks and a restart with the same --data. The first Ctrl-C or SIGTERM gives running jobs
-    20 s to finish and keeps the others; a second exits at once. Logs are JSON on stderr.
+    20 s to finish and keeps the others; a second exits at once. Logs are on stderr.
     """
     from weft.generate import pretrained
-    from weft.video.saved_model import is_own, shipped
+    from weft.video.saved_model import is_own, name_of, shipped
 
-    directory = (model or shipped()).resolve()
-    pretrained.check(directory)
+    directory = pretrained.locate(model or shipped()).resolve()
     need(*PACKAGES, extra="serve")
     if not is_own(directory):
         need("diffusers", "transformers", "accelerate")
-    if policy not in POLICIES:
-        raise InputError(f"Unknown --policy {policy}.", hint=f"Policies are {', '.join(POLICIES)}.")
+    for option, text, choices in (("policy", policy, POLICIES), ("log-format", log_format, LOG_FORMATS)):
+        if text not in choices:
+            raise InputError(f"Unknown --{option} {text}.", hint=f"Use one of {', '.join(choices)}.")
     if not 0 <= port < 2**16:
         raise InputError(f"--port must be in 0 … 65535, got {port}.")
-    from weft.serve.settings import ServerSettings
+    from weft.serve.settings import RankOptions, ServerSettings
 
-    name = _name(served_name, directory, own=model is None)
+    name = _name(served_name or name_of(directory).rpartition("/")[2])
     settings = ServerSettings(
         model=directory, folder=(limits.data or _state() / name).resolve(), name=name, ranks=ranks,
         policy=policy, nodes=machines.validated(), **limits.settings(),
-        options={"name": name, "dtype": dtype, "plan": plan, "sparse": sparse, "backend": backend},
+        options=RankOptions(name=name, dtype=dtype, plan=plan, sparse=sparse, backend=backend),
     )  # fmt: skip
     if settings.nodes.node:
         _join(settings)
     else:
-        _serve(settings, (host, port), api_key_file, log_prompts=log_prompts)
+        _serve(settings, (host, port), api_key_file, log_format, log_prompts=log_prompts)
 
 
 def _serve(
-    settings: ServerSettings, at: tuple[str, int], key_file: Path | None, *, log_prompts: bool
+    settings: ServerSettings,
+    at: tuple[str, int],
+    key_file: Path | None,
+    log_format: str,
+    *,
+    log_prompts: bool,
 ) -> None:
     from weft.serve.api import auth, logs
     from weft.serve.api.app import create_app
@@ -151,8 +161,10 @@ def _serve(
         print(f"weft: {settings.name} on {ranks} at {address(listener)} (page; API below /v1)", flush=True)
 
     with listener:
+        logs.configure(output.log_level or "info", log_format)
+        about = {"model": settings.name, "ranks": settings.world, "url": address(listener)}
+        logging.getLogger("weft.serve").info("loading the model", extra=about)
         engine = Engine(settings)
-        logs.configure(level=getLevelName((output.log_level or "info").upper()))
         log_events(engine, prompts=log_prompts)
         serve(engine, create_app(engine, key=key, limits=RequestLimits()), listener, ready=ready)
 
@@ -183,8 +195,7 @@ def _join(settings: ServerSettings) -> None:
             print("weft: the ranks of this machine exited (see above); restarting them", flush=True)
 
 
-def _name(served_name: str, directory: Path, *, own: bool) -> str:
-    name = served_name or ("weft-shapes" if own else directory.name)
+def _name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
         raise InputError(
             f"Invalid model name {name!r}.", hint="Pass --served-name, of letters, digits, '.', '_' and '-'."

@@ -145,7 +145,7 @@ def _verify_model(
     from weft.generate import pretrained, rank_parity
     from weft.run.world import is_launched
 
-    pretrained.check(model)
+    model = pretrained.locate(model)
     rows: list[dict[str, Any]] = []
     where = rank_parity.RunPlace(*place)
     with output.progress("loading …", quiet=as_json) as status:

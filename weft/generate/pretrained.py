@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -19,7 +20,11 @@ if TYPE_CHECKING:
     from torch import nn
 
 INDEX = "model_index.json"
-HINT = "Give a local folder, as pipe.save_pretrained(…) writes it; weft downloads nothing."
+HINT = (
+    "Pass a local folder, as pipe.save_pretrained(…) writes it, or an id of the Hub; weft downloads nothing."
+)
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+"""OWNER/NAME."""
 Kwargs = dict[str, Any]
 """Keyword arguments of a pipeline or a model."""
 
@@ -33,10 +38,33 @@ class PretrainedPipeline(Protocol):
     def set_progress_bar_config(self, *, disable: bool) -> None: ...
 
 
+def locate(model: Path) -> Path:
+    """Return the directory of a pipeline: `model`, or the cached snapshot of this Hub id; without torch."""
+    directory = model
+    if HUB_ID.fullmatch(str(model)) and not model.exists():
+        directory = _snapshot(str(model))
+    check(directory)
+    return directory
+
+
+def _snapshot(id: str) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(id, local_files_only=True))
+    except (ImportError, OSError, ValueError) as error:
+        raise InputError(
+            f"{id} is neither a local directory nor in the cache of the Hugging Face Hub.",
+            hint=f"Download it first: hf download {id}",
+        ) from error
+
+
 def check(directory: Path) -> None:
     """Refuse a directory without a pipeline; without torch."""
     if not (directory / INDEX).is_file() and not is_own(directory):
-        raise InputError(f"{directory} is no Diffusers checkpoint directory: it has no {INDEX}.", hint=HINT)
+        raise InputError(
+            f"{directory} is not a Diffusers checkpoint directory: it has no {INDEX}.", hint=HINT
+        )
     check_complete(directory)
 
 

@@ -1,8 +1,8 @@
 """Stop a pipeline after any step and resume it elsewhere, with the result of an uninterrupted call.
 
-    ended = run(pipe, kwargs, on_step=lambda info: info.step == 3)           # True: stop here
-    data = ended.state.to_bytes()                                            # it was stopped: a StoppedCall
-    ended = run(pipe, kwargs, start=PipelineState.from_bytes(data), on_step=…)   # here or on other ranks
+    finished = run(pipe, kwargs, on_step=on_step)                  # None: on_step(info) returned True
+    data = state.to_bytes()                                        # where on_step stored info.state()
+    finished = run(pipe, kwargs, start=PipelineState.from_bytes(data), on_step=…)  # here or on other ranks
 
 Works for every pipeline with Diffusers' `callback_on_step_end`; others run in one go. To resume, the
 pipeline is called again: for the steps already done its transformers return zeros without computing, and
@@ -50,11 +50,6 @@ class FinishedCall:
 
 
 @dataclass(frozen=True)
-class StoppedCall:
-    state: PipelineState
-
-
-@dataclass(frozen=True)
 class StepInfo:
     """A finished step, while the pipeline waits."""
 
@@ -75,8 +70,8 @@ OnStep = Callable[[StepInfo], bool]
 
 def run(
     pipe: PretrainedPipeline, kwargs: Kwargs, *, start: PipelineState | None = None, on_step: OnStep
-) -> FinishedCall | StoppedCall:
-    """Call a pipeline, from the beginning or from `start`, until its end or until `on_step` stops it.
+) -> FinishedCall | None:
+    """Call a pipeline from the beginning or from `start`; return None if `on_step` stops it.
 
     `kwargs` must be the same each time, with generators in their initial state.
     """
@@ -89,15 +84,13 @@ def run(
     try:
         with call.intercepting():
             output = pipe(**kwargs, **{CALLBACK: call.after_step})
-    except _Stop as stop:
-        return StoppedCall(stop.state)
+    except _Stop:
+        return None
     return call.finished(output)
 
 
 class _Stop(Exception):  # noqa: N818 - control flow, not an error
-    def __init__(self, state: PipelineState) -> None:
-        super().__init__()
-        self.state = state
+    """`on_step` stops the call."""
 
 
 class _OutputSpec(TypedDict):
@@ -148,7 +141,7 @@ class _ResumableCall:
             assert self.prediction is not None
             state = partial(self._state, kwargs["latents"])
             if self.on_step(StepInfo(self.step, seconds, kwargs["latents"], self.prediction, state)):
-                raise _Stop(state())
+                raise _Stop
         return kwargs
 
     def finished(self, output: Any) -> FinishedCall:

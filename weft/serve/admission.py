@@ -36,14 +36,6 @@ STALE_SECONDS = 600.0
 """Age of the last observation after which an idle server measures again: it may have been under load."""
 
 
-def default_shape(facts: ModelFacts) -> JobShape:
-    """Return the shape of a request that leaves all sizes to the model."""
-    return JobShape(
-        frames=facts["frames"], height=facts["height"], width=facts["width"], steps=facts["steps"],
-        guided=facts["guidance"] not in (None, 1),
-    )  # fmt: skip
-
-
 LIMITS_FILE = "limits.json"
 """In the data folder: the limits of the last server."""
 
@@ -56,16 +48,16 @@ class Admission:
         max_step: float | None = None,
     ) -> None:  # fmt: skip
         """Limits are in seconds; None derives them from the model."""
-        self.latency, self.policy, self.default = latency, policy, default_shape(latency.facts)
+        self.latency, self.policy, self.default = latency, policy, latency.facts.default
         self._time, self._step = max_time, max_step
 
     @classmethod
     def of(cls, settings: ServerSettings, facts: ModelFacts, memory: float) -> Admission:
         """Return the admission of a model, by its facts and the memory of a rank."""
         topology = replace(Topology.local(settings.ranks), machines=settings.nodes.count)
-        latency = Latency(facts, topology, sparse=settings.options.get("sparse"), limit=memory)
-        for pace in facts.get("paces", ()):  # measured while warming up
-            latency.observe(JobShape(**pace["shape"]), pace["ranks"], 1, pace["seconds"], warmup=True)
+        latency = Latency(facts, topology, sparse=settings.options.sparse, limit=memory)
+        for pace in facts.paces:
+            latency.observe(pace.shape, pace.ranks, 1, pace.seconds, warmup=True)
         return cls(latency, policy=settings.policy, max_time=settings.max_time, max_step=settings.max_step)
 
     @property

@@ -1,6 +1,6 @@
 """Agent: start the ranks of one machine, and start all of them again when one is lost.
 
-    python -m weft.serve.agent < its `AgentConfig` as a line of JSON
+    python -c "from weft.serve.agent import main; main()" < its `AgentConfig` as a line of JSON
 
 It ends, with its ranks, when its standard input ends: that is, with the server, however the server ends. It
 opens no port; ranks are forked from a process that has torch loaded, by a unix socket in a 0700 folder.
@@ -12,18 +12,17 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from multiprocessing import connection
 from multiprocessing.context import ForkServerProcess
-from typing import TypedDict
 
+from weft.core import tables
 from weft.core.errors import CommError
 from weft.run.net import interfaces
 from weft.run.net.channel import Closed
@@ -40,15 +39,15 @@ RESTART_SECONDS = 0.5
 PRELOAD = ["torch", "torch.distributed", "weft.serve.worker"]
 
 
-class RankOptions(TypedDict, total=False):
-    """Options of the model on each rank; "" or None is the default."""
+@dataclass(frozen=True, kw_only=True)
+class RankOptions:
+    """Options of the model on each rank; "" is the default."""
 
-    name: str
-    dtype: str
-    plan: str
-    cfg: str
-    sparse: str | None
-    backend: str
+    name: str = ""
+    dtype: str = ""
+    plan: str = "auto"
+    backend: str = "auto"
+    sparse: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +60,7 @@ class AgentConfig:
     model: str
     ranks: int
     """On this machine."""
-    options: RankOptions = field(default_factory=RankOptions)
+    options: RankOptions = RankOptions()
     nodes: int = 1
     node: int = 0
     interface: str = interfaces.LOOPBACK
@@ -69,7 +68,8 @@ class AgentConfig:
 
 def start(config: AgentConfig) -> subprocess.Popen[bytes]:
     """Start an agent for `end`; if it ends before that, start another."""
-    command = [sys.executable, "-m", "weft.serve.agent"]
+    # Not -m: each rank would run the main module again.
+    command = [sys.executable, "-c", "from weft.serve.agent import main; main()"]
     agent = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     assert agent.stdin is not None
     with suppress(BrokenPipeError):
@@ -97,9 +97,7 @@ def kill(agent: subprocess.Popen[bytes]) -> None:
 
 
 def main() -> None:
-    plain = json.loads(sys.stdin.buffer.readline())
-    address = plain["address"]
-    config = AgentConfig(**{**plain, "address": address if isinstance(address, str) else tuple(address)})
+    config = tables.read(AgentConfig, json.loads(sys.stdin.buffer.readline()), "standard input")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     usual = {"OMP_NUM_THREADS": str(max(1, usable_cores() // config.ranks))}
     usual |= interfaces.environment(config.interface)
@@ -121,28 +119,20 @@ def _supervise(config: AgentConfig) -> None:
     while True:
         began = time.monotonic()
         ranks = [context.Process(target=_rank, args=(config, local)) for local in range(config.ranks)]
-        link = _link(config)
+        # The server closes it to have the ranks replaced: it cannot kill one that hangs.
+        link = connect(config.address, config.token, "agent")
         try:
             for rank in ranks:
                 rank.start()
             # Not sys.stdin: a thread that holds its lock when Python ends makes that end a crash.
-            ready = connection.wait([0, *link, *(rank.sentinel for rank in ranks)])
+            ready = connection.wait([0, link.socket, *(rank.sentinel for rank in ranks)])
             is_over = 0 in ready and not os.read(0, 4096)
         finally:
             _end_ranks(ranks)
-            for each in link:
-                each.close()
+            link.close()
         wait = max(0.0, began + RESTART_SECONDS - time.monotonic())
         if is_over or (0 in connection.wait([0], timeout=wait) and not os.read(0, 4096)):
             return
-
-
-def _link(config: AgentConfig) -> list[socket.socket]:
-    """Connect to the server of another machine, which closes the connection to have the ranks here replaced.
-
-    The server cannot kill a rank that hangs here.
-    """
-    return [connect(config.address, config.token, "agent").socket] if config.node else []
 
 
 def _end_ranks(ranks: Sequence[ForkServerProcess]) -> None:
@@ -174,10 +164,3 @@ def _report(config: AgentConfig, rank: int | None, error: BaseException) -> None
         channel = connect(config.address, config.token, "rank")
         channel.send(*encode(RankFailed(rank=rank, message=one_line(error))))
         channel.close()
-
-
-if __name__ == "__main__":
-    # Imported by its name, because ranks look up `_rank` in a module that is not __main__.
-    from weft.serve.agent import main as begin
-
-    begin()

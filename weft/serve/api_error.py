@@ -63,6 +63,17 @@ def error_of_status(status: int, message: str) -> APIError:
     return APIError(status, CODES.get(status, "bad_request" if status < 500 else "internal_error"), message)
 
 
+def not_ready(state: str) -> APIError:
+    """Return the error of a server that takes no jobs in this state."""
+    if state == "draining":
+        message = "The server is stopping and takes no new work. Try again later."
+        return APIError(503, state, message, retry=30)
+    if state == "failed":
+        message = "The ranks failed to start; the log of the server has the reason."
+        return APIError(503, state, message, retry=30)
+    return APIError(503, "starting", "The model is still loading. Poll GET /health until it is ready.")
+
+
 def disk_full() -> APIError:
     message = "The disk space for results is used up. Delete some, or try again when they expire."
     return APIError(503, "disk_full", message, retry=60)

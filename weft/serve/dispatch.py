@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
 
 from weft.core.errors import InputError
 from weft.serve import messages
@@ -28,10 +27,7 @@ from weft.serve.reserve import DiskFull
 log = logging.getLogger("weft.serve")
 SHARED_TIMINGS = ("encode", "decode")
 """Timings that all jobs of a batch share; each writes a file of its own."""
-
-
-class Send(Protocol):
-    def __call__(self, ranks: Sequence[int], message: messages.ToRank) -> None: ...
+Send = Callable[[Sequence[int], messages.ToRank], None]
 
 
 class Dispatch:
@@ -43,14 +39,19 @@ class Dispatch:
     ) -> None:  # fmt: skip
         self.world, self.policy, self.store, self.disk = world, policy, store, disk
         self.send, self.emit, self.keep = send, emit, keep
-        self.latency: Latency | None = None
         self.admission: Admission | None = None
+        """Once a model is loaded; nothing runs before."""
         self.waiting: dict[str, Job] = {}
         self.batches: dict[str, Batch] = {}
         self.outcomes = Outcomes(store, disk, emit, keep=keep)
         self.replaced: dict[str, float] = {}
         """Cancelled batches whose ranks were replaced, and when; see `weft.serve.watchdog`."""
         self._is_saving = True
+
+    @property
+    def latency(self) -> Latency:
+        assert self.admission is not None
+        return self.admission.latency
 
     def add(self, job: Job) -> None:
         """Add a job; one that an earlier server began continues from its last state."""
@@ -91,9 +92,9 @@ class Dispatch:
 
     def schedule(self) -> None:
         """Stop batches that are assigned other ranks, and start those whose ranks are free."""
-        if self.latency is None:
+        if self.admission is None:
             return
-        assignments = self.policy(self.schedulable(), time.time(), self.world, self.admission or self.latency)
+        assignments = self.policy(self.schedulable(), time.time(), self.world, self.admission)
         wanted = {each.batches[0]: each.ranks for each in assignments}
         busy: set[int] = set()
         for batch in self.batches.values():
@@ -126,7 +127,7 @@ class Dispatch:
                 batch.writer, batch.step = batch.leader, batch.shape.steps
                 batch.ranks, batch.stopping = (), False
             case messages.BatchStopped():
-                self._on_stopped(batch, message)
+                self._on_stopped(batch)
             case messages.ResultMade():
                 self._on_result(batch, message)
             case messages.BatchDone():
@@ -135,10 +136,7 @@ class Dispatch:
                 self._fail(batch, JobFailure(code=message.code, message=message.message))
 
     def on_ranks_lost(self, *, blamed: bool = True) -> None:
-        """Let what ran wait, at its last saved step; jobs that lost their ranks too often fail.
-
-        Jobs are not `blamed` for ranks that the server itself has replaced.
-        """
+        """Let what ran wait, at its last saved step; jobs that lost their ranks too often fail."""
         for batch in list(self.batches.values()):
             if batch.leader is None:
                 continue
@@ -169,10 +167,9 @@ class Dispatch:
 
     def _kind(self, job: Job) -> list[object]:
         """Return what jobs of one batch have in common."""
-        assert self.latency is not None
-        if not self.latency.facts.get("batches", True):
+        if not self.latency.facts.batches:
             return [job.id]
-        names = ("kind", "image", *self.latency.facts.get("alike", ()))
+        names = ("kind", "image", *self.latency.facts.alike)
         return [getattr(job.params, name) for name in names]
 
     def _start(self, batch: Batch, ranks: Sequence[int]) -> None:
@@ -227,28 +224,24 @@ class Dispatch:
         batch.step, batch.last_step = message.step, message
         if message.state:
             self._save(batch, message.state)
-        if self.latency is not None:
-            ranks, jobs = len(batch.ranks), len(batch.members)  # also of jobs that were dropped
-            self.latency.observe(batch.shape, ranks, jobs, message.seconds, steps=message.steps)
+        ranks, jobs = len(batch.ranks), len(batch.members)  # also of jobs that were dropped
+        self.latency.observe(batch.shape, ranks, jobs, message.seconds, steps=message.steps)
         with suppress(DiskFull):  # a later step writes as much
             for id in batch.jobs:
                 self.store.step(id, batch.step, {})
         self.emit(messages.BatchProgress(message, tuple(batch.jobs), batch.ranks))
 
-    def _on_stopped(self, batch: Batch, message: messages.BatchStopped) -> None:
-        batch.step, batch.ranks, batch.stopping = message.step, (), False
+    def _on_stopped(self, batch: Batch) -> None:
+        batch.ranks, batch.stopping = (), False
         if not batch.jobs:
             self._remove(batch)
-        elif message.state:
-            self._save(batch, message.state)
 
     def _on_result(self, batch: Batch, message: messages.ResultMade) -> None:
         id, timings = message.job, message.timings
         if id not in batch.jobs:
             return  # deleted, or made before a loss
-        if self.latency is not None:
-            shared = sum(timings.get(name, 0.0) for name in SHARED_TIMINGS) / len(batch.members)
-            self.latency.observe_fixed(batch.shape, shared + timings.get("media", 0.0))
+        shared = sum(timings.get(name, 0.0) for name in SHARED_TIMINGS) / len(batch.members)
+        self.latency.observe_fixed(batch.shape, shared + timings.get("media", 0.0))
         self.outcomes.add(JobOutcome(id, name=message.name, data=message.data, timings=timings))
         batch.jobs.remove(id)  # not before: draining ends when no batch has jobs
 

@@ -13,21 +13,20 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 from weft.serve import messages
 from weft.serve.admission import Admission
-from weft.serve.api_error import APIError, disk_full, without_paths
+from weft.serve.api_error import APIError, disk_full, not_ready, without_paths
 from weft.serve.disk import Disk
 from weft.serve.dispatch import Dispatch
 from weft.serve.job_store import JobStore, KeyReused
-from weft.serve.jobs import MEDIA_TYPES, GenerationParams, Job, JobFailure, JsonObject, Kind
-from weft.serve.messages import EngineEvent, JobEnded, RanksLost, RanksReady
+from weft.serve.jobs import MEDIA_TYPES, GenerationParams, Job, JobFailure, JsonObject
+from weft.serve.messages import EngineEvent, JobEnded, RanksLost
 from weft.serve.model_facts import ModelFacts
 from weft.serve.outcomes import JobOutcome
 from weft.serve.reserve import DiskFull
@@ -66,7 +65,6 @@ class Engine:
             keep=settings.keep,
         )  # fmt: skip
         self._draining = self._closing = False
-        self._unblamed_loss = ""  # reason of the last loss of ranks that no job is blamed for
         self.began = time.time()
         self._thread = threading.Thread(target=self._loop, name="weft-engine", daemon=True)
 
@@ -118,7 +116,7 @@ class Engine:
     ) -> Job:  # fmt: skip
         """Store and return a queued job of a request for so many `jobs`, or the earlier one of its key."""
         if (admission := self.admission) is None:
-            raise self._not_now()
+            raise not_ready(self.status())
         seconds = admission.allowed(params.shape, deadline)
         params = replace(params, image=REFERENCE_IMAGE if image else None)
         # Predicted now: the database is locked in `before`.
@@ -143,14 +141,6 @@ class Engine:
             raise disk_full() from error
         self.events.put(partial(self.dispatch.add, job))
         return job
-
-    def job(self, id: str) -> Job | None:
-        return self.store.get(id)
-
-    def page(
-        self, kind: Kind, limit: int, order: Literal["asc", "desc"], after: str | None
-    ) -> tuple[Sequence[Job], bool]:
-        return self.store.page(kind, limit=limit, order=order, after=after)
 
     def cancel(self, id: str) -> None:
         """Fail a job at once. Its ranks are free at the end of their step, or replaced if that is far."""
@@ -200,7 +190,7 @@ class Engine:
 
     def about(self) -> JsonObject:
         """Return what `GET /v1/models` shows of the model: its facts, and what this server admits."""
-        return {**self.facts, **self.admission.to_json()} if self.facts and self.admission else {}
+        return {**self.facts.to_json(), **self.admission.to_json()} if self.facts and self.admission else {}
 
     def snapshot(self) -> JsonObject:
         return self.watch.snapshot(self)
@@ -208,7 +198,7 @@ class Engine:
     def _admit(self, refusals: Mapping[bool, APIError | None]) -> None:
         """Refuse a job for which the queue, the disk, the memory or the time limits have no room."""
         if self._draining:
-            raise self._not_now()
+            raise not_ready(self.status())
         waiting = (counts := self.store.counts())["queued"]
         if waiting >= self.settings.queue:
             retry = self.watch.work_seconds() / max(1, self.settings.ranks)
@@ -226,10 +216,6 @@ class Engine:
             if refused := admission.refusal_of_batch(batch, changed=changed):
                 for id in batch.jobs:
                     self._fail(id, JobFailure(code=refused.code, message=refused.message))
-
-    def _not_now(self) -> APIError:
-        state = self.status()
-        return APIError(503, state, f"The server is {state} and takes no jobs now. Try again later.")
 
     def _loop(self) -> None:
         checked = scheduled = 0.0
@@ -262,15 +248,15 @@ class Engine:
         return is_urgent
 
     def _handle(self, event: RanksEvent | Callable[[], None]) -> None:
-        if isinstance(event, RanksReady):
-            if self.dispatch.latency is None:
+        if isinstance(event, messages.Ready):
+            if self.admission is None:
                 admission = Admission.of(self.settings, event.facts, self.ranks.memory)
                 self._refuse_unfit(admission)
-                self.dispatch.admission, self.dispatch.latency = admission, admission.latency
+                self.dispatch.admission = admission
             self.facts = event.facts  # from now on jobs are taken
         elif isinstance(event, RanksLost):
             self.restarts += 1
-            self.dispatch.on_ranks_lost(blamed=event.reason != self._unblamed_loss)
+            self.dispatch.on_ranks_lost(blamed=event.blamed)
             self._emit(event)
         elif callable(event):
             event()
@@ -287,8 +273,7 @@ class Engine:
             self.dispatch.outcomes.settle()
             self.store.reserve.restore(self.dispatch.outcomes.needed)
         if (late := overdue(self.dispatch)) is not None:
-            self._unblamed_loss = self._unblamed_loss if late.blamed else late.reason
-            self.ranks.kill(late.leader, late.reason)
+            self.ranks.kill(late.leader, late.reason, blamed=late.blamed)
         for job in self.store.expired(time.time()):
             self.cancel_and_delete(job.id)
 

@@ -15,7 +15,7 @@ import torch
 
 from weft.core.timeline import exposed
 from weft.diffusers.explain import explain
-from weft.generate.resume import PipelineState, StepInfo, StoppedCall, run
+from weft.generate.resume import PipelineState, StepInfo, run
 from weft.run.comm import Comm
 from weft.run.measure import trace
 from weft.run.measure.meter import MeterTotals
@@ -67,7 +67,7 @@ class BatchExecutor:
             start = PipelineState.from_bytes(batch.state) if batch.state else None
             torch.manual_seed(batch.jobs[0].seed)  # for what draws without a generator
             with trace.observed_by(self.spans):
-                ended = run(
+                finished = run(
                     self.model.pipe, kwargs, start=start, on_step=lambda now: self._on_step(batch, now)
                 )
         except Exception as error:
@@ -79,10 +79,10 @@ class BatchExecutor:
         if timeline:
             label, spans = timeline
             self.emit(AttentionTimeline(batch=batch.batch, label=label, spans=spans))
-        if isinstance(ended, StoppedCall):
-            self.emit(BatchStopped(batch=batch.batch, step=ended.state.step, state=ended.state.to_bytes()))
+        if finished is None:
+            self.emit(BatchStopped(batch=batch.batch))
         else:
-            self.writer.write(batch, ended, self.emit)
+            self.writer.write(batch, finished, self.emit)
         return True
 
     def _on_step(self, batch: RunBatch, now: StepInfo) -> bool:
@@ -93,8 +93,8 @@ class BatchExecutor:
         if self.leads:
             clock = time.monotonic()
             self._steps.append((now.seconds, [row[:-1] for row in rows]))
-            saves = clock - self._saved > SAVE_SECONDS and not stops
-            if saves or stops or last or clock - self._reported > self.report_seconds:
+            saves = stops or clock - self._saved > SAVE_SECONDS
+            if saves or last or clock - self._reported > self.report_seconds:
                 self._report(batch, now, now.state().to_bytes() if saves else b"")
             self._saved = time.monotonic() if saves else self._saved
             if batch.previews and clock - self._previewed > PREVIEW_SECONDS:

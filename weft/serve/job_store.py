@@ -1,6 +1,6 @@
 """JobStore: all jobs, in SQLite. What a client is promised is on the disk before the client is answered.
 
-    store = Store(folder)
+    store = JobStore(folder)
     job = store.create(params, deadline=time.time() + 60)
     store.begin(job.id); store.step(job.id, 1, {}); store.complete(job.id, "video.mp4", size, {}, expires)
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
-from weft.core.errors import InputError
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.core.problem import ITEM_BYTES, Problem
@@ -24,7 +23,7 @@ from weft.plan.balanced import Balancer
 from weft.plan.choose import candidates
 from weft.serve.assignment import sizes
 from weft.serve.jobs import JobShape, JsonObject
-from weft.serve.model_facts import ModelFacts
+from weft.serve.model_facts import Grid, ModelFacts
 from weft.serve.observations import Observations, PredictedCost
 from weft.simulate.model_step import AROUND_ATTENTION, AROUND_MLP
 from weft.simulate.model_step import step as around
@@ -57,15 +56,9 @@ class Latency:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`sparse` is the option of the server, `limit` the memory of a rank in bytes."""
-        names = ("heads", "head_dim", "depth", "patch", "text_tokens", "params")
-        if missing := [name for name in names if name not in facts]:
-            raise InputError(
-                f"The model's facts have no {', '.join(missing)}.", hint="See weft/serve/facts.py."
-            )
         self.facts, self.topology, self.sparse = facts, topology, sparse
         self.limit, self.switch = limit, switch
         self.model = _model(facts)
-        self._dtype = str(facts.get("dtype", "float32"))
         self._predict = lru_cache(MAX_CACHED_PREDICTIONS)(self._predict)
         self._candidates = lru_cache(MAX_CACHED_CANDIDATES)(self._candidates)
         self._density = lru_cache(MAX_CACHED_PREDICTIONS)(self._density)
@@ -99,7 +92,7 @@ class Latency:
 
     def predicted_fixed(self, shape: JobShape) -> float:
         # An image is the first of as many frames as the model makes at least.
-        least = self.facts.get("first") or self.facts.get("multiple", (1,))[0]
+        least = self.facts.first or self.facts.multiple[0]
         return PIXEL_SECONDS * _pixels(shape) * max(1, least // shape.frames)
 
     def alone(self, shape: JobShape) -> float:
@@ -131,11 +124,11 @@ class Latency:
 
     def memory(self, shape: JobShape, ranks: int, jobs: int = 1) -> int:
         """Return the bytes of the fullest rank: all weights, one layer's activations, and decoded pixels."""
-        item, batch = ITEM_BYTES[self._dtype], jobs * (1 + shape.guided)
+        item, batch = ITEM_BYTES[self.facts.dtype], jobs * (1 + shape.guided)
         rows = -(-math.prod(self.grid(shape)) // ranks) + self.model.text
         live = AROUND_ATTENTION + AROUND_MLP + 2 * self.model.mlp  # more than live at once
         pixels = 3 * 4 * 2 * _pixels(shape) * jobs
-        weights = self.facts.get("bytes", item * self.facts["params"])  # text encoders and the VAE too
+        weights = self.facts.bytes or item * self.facts.params  # text encoders and the VAE too
         return int(weights + item * live * batch * rows * self.model.hidden) + pixels
 
     def no_room(self, shape: JobShape, jobs: int = 1) -> str | None:
@@ -178,8 +171,7 @@ class Latency:
 
     def grid(self, shape: JobShape) -> Grid:
         """Return the tokens in time, height and width."""
-        t, h, w = self.facts["patch"]
-        return -(-shape.frames // t), -(-shape.height // h), -(-shape.width // w)
+        return self.facts.grid(shape.frames, shape.height, shape.width)
 
     def _predict(self, shape: JobShape, ranks: int, jobs: int) -> tuple[float, str]:
         """Return the seconds of a step, and the name of its plan."""
@@ -189,14 +181,11 @@ class Latency:
         return self.model.layers * attention + batch * rest, name
 
     def _candidates(self, tokens: int, ranks: int) -> _Candidates:
-        return _Candidates(self.model, tokens, resized_topology(self.topology, ranks), self._dtype)
+        return _Candidates(self.model, tokens, resized_topology(self.topology, ranks), self.facts.dtype)
 
     def _density(self, grid: Grid) -> float:
         """Return the share of attention that the mask leaves, over all steps and layers."""
         return mask_density(self.sparse, grid, self.model) if self.sparse else 1.0
-
-
-Grid = tuple[int, int, int]
 
 
 class _Candidates:
@@ -238,7 +227,8 @@ def resized_topology(topology: Topology, ranks: int) -> Topology:
 def mask_density(sparse: str, grid: Grid, model: ModelSizes) -> float:
     """Return the share of attention that is computed, over all layers and steps, as far as the spec says.
 
-    >>> density("topk:0.2,dense_steps=0.25", (4, 8, 8), Model(name="", layers=2, heads=2, head_dim=8))
+    >>> model = ModelSizes(name="", layers=2, heads=2, head_dim=8)
+    >>> mask_density("topk:0.2,dense_steps=0.25", (4, 8, 8), model)
     0.4
     """
     name, _, rest = sparse.partition(":")
@@ -263,10 +253,11 @@ def mask_density(sparse: str, grid: Grid, model: ModelSizes) -> float:
 
 def _model(facts: ModelFacts) -> ModelSizes:
     """Return the sizes that predictions need. The width of the MLP follows from the number of parameters."""
-    heads, dim, layers = int(facts["heads"]), int(facts["head_dim"]), int(facts["depth"])
-    mlp = max(facts["params"] / layers / (heads * dim) ** 2 - 4, 0) / 2
-    name, text = str(facts.get("model", "")), int(facts["text_tokens"])
-    return ModelSizes(name=name, layers=layers, heads=heads, head_dim=dim, text=text, mlp=mlp)
+    mlp = max(facts.params / facts.depth / (facts.heads * facts.head_dim) ** 2 - 4, 0) / 2
+    return ModelSizes(
+        name=facts.model, layers=facts.depth, heads=facts.heads, head_dim=facts.head_dim,
+        text=facts.text_tokens, mlp=mlp,
+    )  # fmt: skip
 
 
 def _pixels(shape: JobShape) -> int:
@@ -285,15 +276,10 @@ def _reason(by_ranks: Mapping[int, float], best: int, cheapest: int) -> str:
     if not math.isfinite(by_ranks[best]):
         return "It does not fit in memory on any number of ranks here."
     if best == cheapest:
-        end = (
-            f": on {more[0]} it waits for messages longer than it saves"
-            if more
-            else ", and no other is faster"
-        )
+        end = f": on {more[0]} the communication takes longer than what it saves" if more else ""
         return f"It is fastest on {ranks}{end}."
     gain, cost = by_ranks[cheapest] / by_ranks[best], best / cheapest
     return (
-        f"Alone it is fastest on {ranks}, {gain:.1f} times as fast as on {cheapest}, which is "
-        f"{gain / cost:.0%} of what {cost:.0f} times the ranks could give; when others wait, it gets as few "
-        "as meet its deadline."
+        f"It is fastest on {ranks}: {gain:.1f} times as fast as on {cheapest}, an efficiency of "
+        f"{gain / cost:.0%}. While other jobs wait, it gets the fewest ranks that meet its deadline."
     )

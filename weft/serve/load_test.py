@@ -19,15 +19,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import httpx
 import numpy as np
 
 from weft.core.errors import CommError, InputError
-from weft.serve.jobs import KINDS
+from weft.serve.jobs import KINDS, JsonObject
 
-JSON = dict[str, Any]
 PROMPT = "a red circle moving left"
 REPEATS_ALONE = 3
 """Measurements of each kind alone, after one that does not count."""
@@ -100,14 +98,14 @@ class LoadTestResult:
             depths.append((at, depths[-1][1] + change))
         return depths
 
-    def to_json(self) -> JSON:
+    def to_json(self) -> JsonObject:
         return {
             "alone": dict(self.alone), "slo": self.slo, "throughput": self.throughput, "errors": self.errors,
             "attained": self.attained(), "kinds": {kind: self._summary(kind) for kind in self.alone},
             "samples": [asdict(sample) for sample in self.samples],
         }  # fmt: skip
 
-    def _summary(self, kind: str) -> JSON:
+    def _summary(self, kind: str) -> JsonObject:
         seconds = {f"p{q}": self.percentile(kind, q) for q in (50, 95, 99)}
         queue = {f"queue_p{q}": self.percentile(kind, q, "queue") for q in (50, 95)}
         return {"sent": len(self.of(kind)), "attained": self.attained(kind), **seconds, **queue}
@@ -122,7 +120,7 @@ class RequestTemplate:
     frames: int | None = None
     prompt: str = PROMPT
 
-    def body(self, kind: str, seed: int) -> JSON:
+    def body(self, kind: str, seed: int) -> JsonObject:
         body = {"size": self.size, "num_inference_steps": self.steps, "seed": seed, "prompt": self.prompt}
         body |= {"num_frames": self.frames} if kind == "video" else {}
         return {name: value for name, value in body.items() if value is not None}
@@ -191,7 +189,7 @@ class ServerClient:
     async def __aexit__(self, *_: object) -> None:
         await self._http.aclose()
 
-    async def make(self, kind: str, body: JSON) -> tuple[str, float | None]:
+    async def make(self, kind: str, body: JsonObject) -> tuple[str, float | None]:
         """Generate an image or video; return its id and its seconds in the queue."""
         if kind == "image":
             response = _checked(await self._http.post("/v1/images/generations", json=body))["weft"][0]
@@ -202,11 +200,11 @@ class ServerClient:
             raise _ResponseError((video.get("error") or {}).get("code", "failed"))
         return id, video["weft"]["timings"].get("queue")
 
-    async def create(self, body: JSON) -> str:
+    async def create(self, body: JsonObject) -> str:
         """Queue a video and return its id."""
         return _checked(await self._http.post("/v1/videos", json=body))["id"]
 
-    async def end(self, id: str) -> JSON:
+    async def end(self, id: str) -> JsonObject:
         """Wait for a video to end by its events: polling would add to the load."""
         name = ""
         async with self._http.stream("GET", f"/v1/videos/{id}/events") as response:
@@ -220,7 +218,7 @@ class ServerClient:
                     return json.loads(value)
         raise _ResponseError("connection")
 
-    async def sample(self, arrival: RequestArrival, body: JSON, start: float) -> RequestSample:
+    async def sample(self, arrival: RequestArrival, body: JsonObject, start: float) -> RequestSample:
         """Send a request at its arrival time; `start` is time 0 on this machine's monotonic clock."""
         await asyncio.sleep(max(0.0, start + arrival.at - time.monotonic()))
         code, id, queue = "ok", "", None
@@ -243,7 +241,7 @@ class ServerClient:
         await asyncio.gather(*(one(id) for id in ids if id), return_exceptions=True)
 
 
-def _checked(response: httpx.Response) -> JSON:
+def _checked(response: httpx.Response) -> JsonObject:
     try:
         body = response.json()
     except ValueError:

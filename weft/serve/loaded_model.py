@@ -31,7 +31,7 @@ class LoadedModel:
 
     @property
     def makes_videos(self) -> bool:
-        return "video" in self.facts["kinds"]
+        return "video" in self.facts.kinds
 
     @property
     def is_own(self) -> bool:
@@ -43,14 +43,13 @@ def warmup_batches(facts: ModelFacts) -> list[RunBatch]:
     """Return batches of the default request of each kind, few enough steps of it, to run at the start."""
     batches: list[RunBatch] = []
     for kind in ("image", "video"):
-        frames = facts["frames"] if kind == "video" else 1
-        extent = zip((frames, facts["height"], facts["width"]), facts["patch"], strict=True)
-        flops = 2 * facts["params"] * prod(-(-size // patch) for size, patch in extent)
-        if kind not in facts["kinds"] or (batches and flops > MAX_WARMUP_FLOPS):
+        frames = facts.frames if kind == "video" else 1
+        flops = 2 * facts.params * prod(facts.grid(frames, facts.height, facts.width))
+        if kind not in facts.kinds or (batches and flops > MAX_WARMUP_FLOPS):
             continue
         params = GenerationParams(
-            kind=kind, model=facts["model"], prompt="", frames=frames, height=facts["height"],
-            width=facts["width"], steps=WARMUP_STEPS, seed=0, guidance=facts["guidance"], format="png",
+            kind=kind, model=facts.model, prompt="", frames=frames, height=facts.height,
+            width=facts.width, steps=WARMUP_STEPS, seed=0, guidance=facts.guidance, format="png",
         )  # fmt: skip
         batches.append(RunBatch(batch="", ids=("",), jobs=(params,)))
     return batches
@@ -82,4 +81,4 @@ def _frames(params: GenerationParams, facts: ModelFacts) -> int:
     """Return the frames to make: an image is the first frame of the shortest video."""
     if params.kind == "video":
         return params.frames
-    return facts.get("first") or facts["multiple"][0]
+    return facts.first or facts.multiple[0]

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from functools import cache
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from weft.core import tables
 from weft.core.errors import CommError, InputError
 from weft.serve.jobs import GenerationParams, Job, JsonObject
 from weft.serve.model_facts import ModelFacts
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Increase it with every change of a message: servers refuse ranks of another version."""
 
 
@@ -116,10 +116,7 @@ class AttentionTimeline(BatchMessage):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchStopped(BatchMessage):
-    """The batch stopped after `step`, as requested."""
-
-    step: int
-    state: bytes
+    """The batch stopped as requested, after the step whose state was sent last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,31 +187,20 @@ class Shutdown:
     """End after the current batch."""
 
 
-@dataclass(frozen=True)
-class Exit:
-    """End at once: another rank of this generation is lost."""
-
-
 FromRank = Hello | RankFailed | Ready | Beat | BatchMessage
-ToRank = Join | RunBatch | StopBatch | ContinueBatch | Shutdown | Exit
+ToRank = Join | RunBatch | StopBatch | ContinueBatch | Shutdown
 MESSAGES: dict[str, type[FromRank | ToRank]] = {
     each.__name__: each
-    for each in (
-        Hello, RankFailed, Ready, Beat, StepDone, PreviewMade, AttentionTimeline, BatchStopped, BatchDecoded,
-        ResultMade, BatchDone, BatchFailed, Join, RunBatch, StopBatch, ContinueBatch, Shutdown, Exit,
-    )
-}  # fmt: skip
+    for each in {*get_args(FromRank), *BatchMessage.__subclasses__(), *get_args(ToRank)} - {BatchMessage}
+}
 
 
 # Inside the server: from its ranks to the engine, and from the engine to watchers and metrics.
 @dataclass(frozen=True)
-class RanksReady:
-    facts: ModelFacts
-
-
-@dataclass(frozen=True)
 class RanksLost:
     reason: str
+    blamed: bool = True
+    """Whether it counts as a loss of the jobs that ran: not if the server has replaced the ranks itself."""
 
 
 @dataclass(frozen=True)

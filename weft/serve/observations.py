@@ -1,8 +1,8 @@
 """Observations: observed durations, and estimates of durations that were not observed.
 
     steps = Observations(overhead=0.05)
-    steps.add(key, Cost(0.026, ranks=2), seconds=0.041, steps=5)
-    steps.estimate(other, Cost(1.39, ranks=2))
+    steps.add(key, PredictedCost(0.026, ranks=2), seconds=0.041, steps=5)
+    steps.estimate(other, PredictedCost(1.39, ranks=2))
 
 The closed form of the planner predicts a cost in seconds. Observed durations are modeled as a line over it: a
 constant (launching kernels, waiting for messages, opening a file) and a slope (how fast this machine is now).
@@ -159,7 +159,8 @@ def fit_line(points: Sequence[WeightedPoint], overhead: float) -> DurationLine:
     Points of one x do not determine both constant and slope. Then the closed form is right, unless more than
     `overhead` seconds would be constant: so much is not spent beside computing.
 
-    >>> line = fit_line([Point(1, 1.0, 2.0), Point(1, 9.0, 18.0), Point(2, 1.0, 3.0), Point(2, 9.0, 19.0)], 0)
+    >>> points = [(1, 1.0, 2.0), (1, 9.0, 18.0), (2, 1.0, 3.0), (2, 9.0, 19.0)]
+    >>> line = fit_line([WeightedPoint(*point) for point in points], 0)
     >>> round(line(4.0, 1)), round(line(4.0, 2))
     (8, 9)
     """

@@ -1,6 +1,6 @@
 """Outcomes: results and failures of jobs, held until the disk has taken them.
 
-    outcomes.add(Outcome(id, failure=Failure(…)))      # stored now if the disk has room
+    outcomes.add(JobOutcome(id, JobFailure(…)))      # stored now if the disk has room
     outcomes.settle()                                  # later: try again, in the engine's thread
 
 A job whose outcome is held stays `in_progress`, with its last state: a server that is killed meanwhile makes

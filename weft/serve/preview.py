@@ -23,7 +23,7 @@ def video_png(now: StepInfo, job: int, jobs: int) -> bytes:
 
 def latents_png(now: StepInfo, job: int, params: GenerationParams, facts: ModelFacts) -> bytes:
     """Return three normalized channels of latents, as false colors; b"" if latents have another form."""
-    grid = _grid(params, facts)
+    grid = facts.grid(params.frames, params.height, params.width)
     latents = now.latents[job].float()
     if latents.dim() == 2 and len(latents) == prod(grid):  # packed: a row for each token
         latents = latents.reshape(*grid, -1).permute(3, 0, 1, 2)
@@ -36,12 +36,6 @@ def latents_png(now: StepInfo, job: int, params: GenerationParams, facts: ModelF
     shown = latents[:3]
     low, high = shown.amin((1, 2), keepdim=True), shown.amax((1, 2), keepdim=True)
     return _png(((shown - low) / (high - low).clamp(min=1e-6)).permute(1, 2, 0))
-
-
-def _grid(params: GenerationParams, facts: ModelFacts) -> tuple[int, int, int]:
-    """Return the tokens in time, height and width."""
-    t, h, w = facts["patch"]
-    return -(-params.frames // t), params.height // h, params.width // w
 
 
 def _png(pixels: Tensor) -> bytes:

@@ -24,7 +24,7 @@ from weft.core.errors import InputError
 from weft.core.files import writing
 
 RESERVE_BYTES = 512 * 2**10
-"""At least the pages of a whole write-ahead log (`store.LOG_PAGES`): a checkpoint of it always fits."""
+"""At least the pages of a whole write-ahead log (`database.LOG_PAGES`): a checkpoint of it always fits."""
 MIN_FREE_BYTES = 64 * 2**10
 """With less no job is taken, although its row would still fit: its result would not."""
 _log = logging.getLogger("weft.serve")

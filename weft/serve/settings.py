@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from weft.run.spawn.nodes import Nodes
@@ -23,7 +23,7 @@ class ServerSettings:
     max_time: float | None = None
     max_step: float | None = None
     """Largest predicted seconds of a request, in all and for a step; None: see `weft.serve.admission`."""
-    options: RankOptions = field(default_factory=RankOptions)
+    options: RankOptions = RankOptions()
     nodes: Nodes = Nodes()
     """The machines whose ranks the server has, with `ranks` on each."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import astuple, replace
 
 import torch.distributed as dist
@@ -25,14 +26,16 @@ class Spans(Meter):
     """A meter that can draw the last attention call that it measured."""
 
     def timeline(self, comm: Comm) -> tuple[str, tuple[AttentionSpan, ...]] | None:
-        """Return the name of that call and its spans on all ranks. All ranks must call this together."""
+        """Return the name of that call and its spans on its ranks. All ranks must call this together."""
         spans = [astuple(span) for span in self._spans(align(comm).shift if machines() > 1 else 0)]
         texts = gather_text(comm, json.dumps(spans))
-        gathered = [AttentionSpan(*row) for text in texts for row in json.loads(text)]
+        # Where guidance takes two halves of the ranks, those of the other half had a call of their own.
+        members = self._members()
+        gathered = [AttentionSpan(*row) for text in texts for row in json.loads(text) if row[0] in members]
         if not gathered or self.last is None:
             return None
         zero = min(span.start for span in gathered)
-        return self.last[0].schedule.name, tuple(
+        return self.last[0].schedule.name if len(members) > 1 else "alone", tuple(
             replace(span, start=round((span.start - zero) / 1e9, 7), end=round((span.end - zero) / 1e9, 7))
             for span in gathered
         )
@@ -41,11 +44,17 @@ class Spans(Meter):
         """Return the spans of this rank, in nanoseconds."""
         if self.last is None:
             return []
-        bound, comm, marks = self.last
-        group = getattr(comm, "group", None)
-        members = range(comm.size) if group is None else dist.get_process_group_ranks(group)
+        bound, _, marks = self.last
         times = [time - shift for time in marks]
         return [
             AttentionSpan(span.rank, LANES.get(span.kind, "compute"), span.name, times[start], times[end])
-            for span, start, end in outline(bound.program, members)[:MAX_SPANS]
+            for span, start, end in outline(bound.program, self._members())[:MAX_SPANS]
         ]
+
+    def _members(self) -> Sequence[int]:
+        """Return the ranks of that call."""
+        if self.last is None:
+            return ()
+        comm = self.last[1]
+        group = getattr(comm, "group", None)
+        return range(comm.size) if group is None else dist.get_process_group_ranks(group)

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-
-from weft.serve.reserve import DiskFull, is_full
 
 
 class SpoolFile:
@@ -21,17 +18,15 @@ class SpoolFile:
         self.path, self.file, self.size, self._claim = path, file, 0, claim
 
     def write(self, data: bytes) -> None:
-        """Append; raises DiskFull where the quota or the disk has no room."""
+        """Append; raises DiskFull where the quota has no room, and OSError where the disk has none."""
         self.count(len(data))
-        with _writing():
-            left = memoryview(data)
-            while left:
-                left = left[self.file.write(left) or 0 :]
+        left = memoryview(data)
+        while left:
+            left = left[self.file.write(left) or 0 :]
 
     def sync(self) -> None:
         """Make what was written durable, which may take long; `Disk.move` does not."""
-        with _writing():
-            os.fsync(self.file.fileno())
+        os.fsync(self.file.fileno())
 
     def count(self, size: int) -> None:
         """Count bytes; another process may have written them."""
@@ -53,13 +48,3 @@ class SpoolFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-@contextmanager
-def _writing() -> Generator[None]:
-    try:
-        yield
-    except OSError as error:
-        if is_full(error):
-            raise DiskFull("The disk has no room for an upload.", hint="Make room on it.") from error
-        raise

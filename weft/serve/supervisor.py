@@ -11,8 +11,8 @@ import subprocess
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
@@ -27,9 +27,8 @@ from weft.serve import messages
 from weft.serve.agent import AgentConfig, end, kill, start
 from weft.serve.messages import ProtocolError, decode, encode
 from weft.serve.model_facts import ModelFacts
-from weft.serve.process import Process
 
-RanksEvent = messages.BatchMessage | messages.RanksReady | messages.RanksLost
+RanksEvent = messages.BatchMessage | messages.Ready | messages.RanksLost
 
 SILENCE_SECONDS = 10.0
 """A rank that sends no beat for so long is lost; beats come each second."""
@@ -46,7 +45,6 @@ class RankConnection:
     number: int
     pid: int
     host: str
-    process: Process | None = None  # if it is on this machine
     store_port: int = 0  # of the store that rank 0 of several machines serves on loopback
     joined: int | None = None
     facts: ModelFacts | None = None
@@ -58,7 +56,7 @@ class RankSupervisor:
     """Start the ranks of a server, connect them, and start all of them again when one is lost.
 
     `configure` takes an address and a token for the agent on this machine. `emit` receives what the leaders
-    of batches send, `RanksReady` and `RanksLost`.
+    of batches send, `Ready` once all ranks are, and `RanksLost`.
     """
 
     def __init__(
@@ -79,7 +77,7 @@ class RankSupervisor:
         self._listeners: list[Listener] = []
         self._agent: subprocess.Popen[bytes] | None = None
         self._links: set[Channel] = set()
-        """To the agents on other machines, which replace their ranks when these are closed."""
+        """To the agents, which replace their ranks when these are closed."""
         self._token = self.nodes.token or secrets.token_urlsafe(32)
         self._failures: Counter[int] = Counter()  # failed starts by rank, since all were ready
         self._agent_started = self._ranks_lost = 0.0
@@ -95,7 +93,7 @@ class RankSupervisor:
         """Bytes of memory of the rank that has least; `inf` if unknown."""
         with self._lock:
             facts = [rank.facts for rank in self.all.values() if rank.facts]
-            return min((each.get("memory") or inf for each in facts), default=inf)
+            return min((each.memory or inf for each in facts), default=inf)
 
     @property
     def failures(self) -> int:
@@ -161,21 +159,15 @@ class RankSupervisor:
         else:  # another machine may still have to be started
             self.trouble = f"{why} Start weft serve on every machine."
         kill(agent)
-        self._replace_elsewhere()
+        _close(self._links)
         self._start_agent()
 
-    def kill(self, number: int, reason: str) -> None:
-        """End a rank that does not answer; its agent starts all ranks again."""
+    def kill(self, number: int, reason: str, *, blamed: bool = True) -> None:
+        """Lose a rank that does not answer; the agents start all ranks again."""
         if (rank := self.all.get(number)) is not None:
-            self._lose(rank, reason)
-            if rank.process is not None:
-                rank.process.kill()
-            else:
-                self._replace_elsewhere()
-
-    def _replace_elsewhere(self) -> None:
-        for link in list(self._links):
-            link.close()
+            links = list(self._links)  # not those of agents that start ranks again already
+            self._lose(rank, reason, blamed=blamed)
+            _close(links)
 
     def close(self, seconds: float = 5.0) -> None:
         """End all ranks and the agent."""
@@ -185,9 +177,8 @@ class RankSupervisor:
             listener.close()
         if self._agent is not None:
             end(self._agent, seconds)
-        for rank in list(self.all.values()):
-            rank.channel.close()
-        self._replace_elsewhere()
+        _close(rank.channel for rank in self.all.values())
+        _close(self._links)
         self._stack.close()
 
     def _start_agent(self) -> None:
@@ -197,7 +188,7 @@ class RankSupervisor:
         self._agent = start(self._configure(self.address, self._token))
 
     def _hold(self, link: Channel) -> None:
-        """Keep the connection of an agent on another machine."""
+        """Keep the connection of an agent."""
         self._links.add(link)
         try:
             link.receive()
@@ -227,7 +218,6 @@ class RankSupervisor:
                 return
             rank = RankConnection(channel, message.rank, message.pid, message.host)
             rank.store_port = message.store_port
-            rank.process = Process.of(channel.socket, session=self._agent and self._agent.pid)
             self._welcome(rank)
             while True:
                 self._on_message(rank, decode(*channel.receive()))
@@ -267,7 +257,7 @@ class RankSupervisor:
                 if self.is_ready and (first := self.all[0].facts) is not None:
                     self._failures.clear()
                     self.trouble = ""
-                    self._emit(messages.RanksReady(first))
+                    self._emit(messages.Ready(facts=first))
         elif isinstance(message, messages.RankFailed):
             self.trouble = message.message
         elif isinstance(message, messages.BatchMessage) and self.all.get(rank.number) is rank:
@@ -279,8 +269,8 @@ class RankSupervisor:
             self._failures[number] += 1
             self.trouble = self.trouble or why
 
-    def _lose(self, rank: RankConnection, reason: str) -> None:
-        """Remove a rank, and with it its whole generation: end the others."""
+    def _lose(self, rank: RankConnection, reason: str, *, blamed: bool = True) -> None:
+        """Remove a rank and its whole generation."""
         with self._lock:
             if self.all.get(rank.number) is not rank:
                 return
@@ -291,9 +281,11 @@ class RankSupervisor:
                     self._count_failure(each.number, f"Rank {rank.number} ended before it was ready.")
             self._ranks_lost = time.monotonic()
         for each in lost:
-            if each is not rank:
-                with suppress(Closed):
-                    each.channel.send(*encode(messages.Exit()))
-            each.channel.close()
+            each.channel.close()  # the others exit at once
         if rank.joined is not None and not self._closing:
-            self._emit(messages.RanksLost(reason))
+            self._emit(messages.RanksLost(reason, blamed))
+
+
+def _close(channels: Iterable[Channel]) -> None:
+    for channel in list(channels):
+        channel.close()

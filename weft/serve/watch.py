@@ -103,7 +103,7 @@ class JobWatcher:
 
     def publish(self, dispatch: Dispatch) -> None:
         """Update positions, estimates and running batches. Called by the engine's thread."""
-        if dispatch.latency is None:
+        if dispatch.admission is None:
             return
         live: dict[str, LiveJob] = {}
         seconds = 0.0
@@ -139,7 +139,6 @@ class JobWatcher:
 
 
 def _seconds_left(dispatch: Dispatch, batch: Batch) -> float:
-    assert dispatch.latency is not None
     ranks = len(batch.ranks) or dispatch.world
     # While it is decoded on one rank, where its steps may not fit, there are none left.
     step = dispatch.latency.step(batch.shape, ranks, max(1, len(batch.jobs))) if batch.left else 0.0

@@ -33,7 +33,7 @@ def overdue(dispatch: Dispatch) -> Overdue | None:
     now = time.monotonic()
     is_shared = any(batch.jobs and batch.leader is not None for batch in dispatch.batches.values())
     for batch in dispatch.batches.values():
-        if batch.leader is None or dispatch.latency is None:
+        if batch.leader is None:
             continue
         step = step_seconds(dispatch, batch)
         if not batch.jobs and batch.dropped is not None and batch.ranks:
@@ -59,7 +59,6 @@ def _may_replace(replaced: dict[str, float], id: str, now: float) -> bool:
 
 def step_seconds(dispatch: Dispatch, batch: Batch) -> float:
     """Predict the step that runs, or decoding, where a step may not fit in memory."""
-    assert dispatch.latency is not None
     jobs = len(batch.members)
     if batch.step >= batch.shape.steps:
         return jobs * dispatch.latency.fixed(batch.shape)

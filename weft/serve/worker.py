@@ -14,11 +14,10 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TypedDict
 
 import torch
 import torch.distributed as dist
@@ -51,15 +50,6 @@ Store = dist.distributed_c10d.Store
 Meshes = dict[tuple[int, ...], dist.ProcessGroup | None]
 
 
-class ParallelizeOptions(TypedDict):
-    """Options of `weft.parallelize`."""
-
-    plan: str
-    cfg: str
-    backend: str
-    sparse: str | None
-
-
 def main(
     address: Address, token: str, model: str, options: RankOptions, leave: Callable[[int], None] = os._exit
 ) -> None:
@@ -86,7 +76,7 @@ def main(
             store = served or _store(message, world, lambda: connect(address, token, "store"))
             join_world(store=store, rank=rank, world_size=world)
         worker = RankWorker(options, inbox, heartbeat)
-        worker.load(Path(model), options.get("name") or Path(model).name)
+        worker.load(Path(model), options.name or Path(model).name)
         emit(messages.Ready(facts=worker.model.facts))
         while isinstance(message := inbox.next(), messages.RunBatch):
             worker.run(message, emit)
@@ -127,7 +117,8 @@ class Inbox:
     def _read(self) -> None:
         """Read beside the main thread, which may wait for a lost rank: then only this thread can end it."""
         with suppress(CommError):
-            while not isinstance(message := decode(*self._channel.receive()), messages.Exit):
+            while True:
+                message = decode(*self._channel.receive())
                 # Any other message withdraws a stop: it was of an earlier run, which ended by itself.
                 self._stops = message.batch if isinstance(message, messages.StopBatch) else None
                 if not isinstance(message, messages.StopBatch | messages.ContinueBatch):
@@ -199,27 +190,27 @@ class RankWorker:
 
     def load(self, folder: Path, name: str) -> None:
         """Load the model, and warm it up on each group, so that the first request does not wait for that."""
-        dtype = getattr(torch, self.options.get("dtype") or default_dtype())
+        dtype = getattr(torch, self.options.dtype or default_dtype())
         pipe = pretrained.load_pipeline(folder, dtype=dtype)
         pipe.set_progress_bar_config(disable=True)
         pipe = pipe.to(device())
         remember_prompts(pipe)
-        facts = facts_of(pipe, name)
-        facts["memory"] = _memory()[1]
+        facts = replace(facts_of(pipe, name), memory=_memory()[1])
         self.model = LoadedModel(folder, pipe, facts)
         if dist.is_initialized():
             dist.barrier()  # its timeout is long; those of other operations are short
         batches = warmup_batches(facts)
         paces = [self._pace(ranks, batch) for batch in batches for ranks in self.meshes]
-        facts["paces"] = [pace for pace in paces if pace]
+        self.model = replace(self.model, facts=replace(facts, paces=tuple(filter(None, paces))))
 
     def _pace(self, ranks: tuple[int, ...], batch: messages.RunBatch) -> WarmupPace | None:
         """Return what a step takes once all is warm; None but for the leader of the ranks."""
         sent: list[messages.FromRank] = []
         self.run(replace(batch, ranks=ranks), sent.append, report_seconds=0.0)
         seconds = [message.seconds for message in sent if isinstance(message, messages.StepDone)]
-        shape = asdict(batch.jobs[0].shape)
-        return {"shape": shape, "ranks": len(ranks), "seconds": seconds[-1]} if seconds else None
+        if not seconds:
+            return None
+        return WarmupPace(shape=batch.jobs[0].shape, ranks=len(ranks), seconds=seconds[-1])
 
     def run(self, batch: messages.RunBatch, emit: Emit, report_seconds: float | None = None) -> None:
         with self.heartbeat:
@@ -241,17 +232,19 @@ class RankWorker:
             restore(self.model.pipe)
         self._parallelized = ranks
         if ranks:
-            parallelize(self.model.pipe, mesh=self.meshes[ranks], **self._parallelize_options(ranks))
+            plan, backend = self._plan(ranks)
+            parallelize(
+                self.model.pipe, mesh=self.meshes[ranks], plan=plan, backend=backend,
+                sparse=self.options.sparse,
+            )  # fmt: skip
 
-    def _parallelize_options(self, ranks: tuple[int, ...]) -> ParallelizeOptions:
+    def _plan(self, ranks: tuple[int, ...]) -> tuple[str, str]:
         """By whole heads and torch's kernel, weft's own model makes the same bits on any number of CPUs."""
-        options = self.options
-        plan, backend = options.get("plan") or "auto", options.get("backend") or "auto"
+        plan, backend = self.options.plan, self.options.backend
         is_free = self.model.is_own and plan == backend == "auto"
-        if is_free and not torch.cuda.is_available() and len(ranks) <= self.model.facts["heads"]:
-            plan, backend = "ulysses", "exact"
-        cfg = options.get("cfg") or "auto"
-        return {"plan": plan, "cfg": cfg, "backend": backend, "sparse": options.get("sparse")}
+        if is_free and not torch.cuda.is_available() and len(ranks) <= self.model.facts.heads:
+            return "ulysses", "exact"
+        return plan, backend
 
 
 def _meshes() -> Meshes:

@@ -31,8 +31,11 @@ def shipped() -> Path:
 
 
 def name_of(directory: Path) -> str:
-    """Return the name of a model."""
-    return SHIPPED_NAME if directory.resolve() == SHIPPED.resolve() else directory.resolve().name
+    """Return the name of a model: of a snapshot in the cache of the Hub, its id."""
+    directory = directory.resolve()
+    if directory.parent.name == "snapshots":
+        return directory.parent.parent.name.removeprefix("models--").replace("--", "/")
+    return SHIPPED_NAME if directory == SHIPPED.resolve() else directory.name
 
 
 def is_own(directory: Path) -> bool:

@@ -18,7 +18,8 @@ from starlette.staticfiles import StaticFiles
 from weft.serve.api import image_routes, job_routes, status_routes, video_routes
 from weft.serve.api.limits import RequestLimits
 from weft.serve.api.middleware import APIMiddleware
-from weft.serve.api.openapi import JSON, openapi_schema
+from weft.serve.api.openapi import openapi_schema
+from weft.serve.jobs import JsonObject
 from weft.serve.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def create_app(engine: Engine, *, key: str | None = None, limits: RequestLimits)
     app.mount("/page", StaticFiles(directory=PAGE, check_dir=False))
 
     @cache
-    def schema() -> JSON:
+    def schema() -> JsonObject:
         return openapi_schema(app, key=key is not None)
 
     @app.get("/openapi.json", include_in_schema=False)
@@ -53,6 +54,10 @@ def create_app(engine: Engine, *, key: str | None = None, limits: RequestLimits)
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     def page() -> FileResponse:
         return FileResponse(PAGE / "index.html")
+
+    @app.api_route("/docs", methods=["GET", "HEAD"], include_in_schema=False)
+    def reference() -> FileResponse:
+        return FileResponse(PAGE / "docs.html")
 
     app.add_middleware(APIMiddleware, key=key, limits=limits, metrics=metrics)
     return app

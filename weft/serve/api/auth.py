@@ -51,7 +51,7 @@ def read_key(path: Path) -> str:
 
 def is_page(path: str) -> bool:
     """Return whether a path belongs to the page, which needs no key: it asks for one."""
-    return path == "/" or path.startswith("/page/")
+    return path in ("/", "/docs") or path.startswith("/page/")
 
 
 def check_request(method: str, path: str, headers: Mapping[str, str], key: str | None) -> None:

@@ -19,12 +19,12 @@ from weft.serve.api import schemas
 from weft.serve.api.job_routes import b64, finished_job, idempotency_key, sse, wait_for, while_connected
 from weft.serve.api.limits import RequestLimits
 from weft.serve.api.middleware import open_stream
-from weft.serve.api.openapi import JSON, error_responses, event_responses, request_body
+from weft.serve.api.openapi import error_responses, event_responses, request_body
 from weft.serve.api.query import check_query
 from weft.serve.api.request_body import body_parser
 from weft.serve.api.resolve import resolve_image
 from weft.serve.api_error import APIError
-from weft.serve.jobs import Job
+from weft.serve.jobs import Job, JsonObject
 
 if TYPE_CHECKING:
     from weft.serve.engine import Engine
@@ -146,13 +146,13 @@ async def _stream(
     finally:
         for task in tasks:
             task.cancel()
-        _cancel(engine, [job for each in jobs if (job := engine.job(each.id)) is not None], key)
+        _cancel(engine, [job for each in jobs if (job := engine.store.get(each.id)) is not None], key)
 
 
 async def _image_events(engine: Engine, job: Job, partial_images: int) -> AsyncIterator[ServerSentEvent]:
     """Yield up to so many previews, evenly over the steps, then the image."""
     count, last = 0, None
-    common: JSON = {
+    common: JsonObject = {
         "created_at": int(job.created), "background": "opaque", "quality": "auto", "size": _size(job),
         "output_format": job.params.format,
     }  # fmt: skip
@@ -174,5 +174,5 @@ async def _image_events(engine: Engine, job: Job, partial_images: int) -> AsyncI
     yield _event("image_generation.completed", common | image | {"weft": _info(job).model_dump()})
 
 
-def _event(name: str, fields: JSON) -> ServerSentEvent:
+def _event(name: str, fields: JsonObject) -> ServerSentEvent:
     return sse(name, json.dumps({"type": name, **fields}))

@@ -50,7 +50,7 @@ def routes(engine: "Engine", kind: Kind) -> APIRouter:
         after: Annotated[str | None, Query(pattern=rf"^{kind}_[0-7][0-9A-HJKMNP-TV-Z]{{25}}$")] = None,
     ) -> schemas.ListResponse:
         """List the jobs of this kind, the newest first; `after` is the last id of the page before."""
-        jobs, has_more = engine.page(kind, limit, order, after)
+        jobs, has_more = engine.store.page(kind, limit=limit, order=order, after=after)
         ids = [job.id for job in jobs] or [None]
         data = [schemas.job_response(job, engine.live(job.id)) for job in jobs]
         return list_model(data=data, first_id=ids[0], last_id=ids[-1], has_more=has_more)  # type: ignore[arg-type]
@@ -93,7 +93,7 @@ def routes(engine: "Engine", kind: Kind) -> APIRouter:
 
 
 def find_job(engine: "Engine", kind: Kind, id: str) -> Job:
-    job = engine.job(id)
+    job = engine.store.get(id)
     if job is None or job.params.kind != kind:
         raise _not_found(kind)
     return job

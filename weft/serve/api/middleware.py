@@ -26,7 +26,7 @@ from weft.serve.api_error import (
     validation_error,
 )  # fmt: skip
 from weft.serve.metrics import Metrics
-from weft.serve.reserve import DiskFull
+from weft.serve.reserve import DiskFull, is_full
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data: blob:; media-src 'self' blob:; "
@@ -39,9 +39,11 @@ HEADERS = {
 }
 REASONS = {
     400: "The Range header is malformed. Send it as 'bytes=0-99'.",
-    404: "Not found. GET /openapi.json lists all addresses.",
+    404: "Not found. GET /openapi.json lists all addresses, /docs explains them.",
     416: "The range is outside of the file. The Content-Range header has its size.",
 }
+POLLED = (*auth.PROBES, "/metrics", "/v1/status")
+"""Routes that are requested every second. With the files of the page, they are logged as debug."""
 _log = logging.getLogger("weft.serve")
 
 
@@ -67,7 +69,9 @@ class APIMiddleware:
             self.slots.release(scope)
             seconds, route = time.perf_counter() - began, route_path(scope)
             self.metrics.request(route, scope["method"], response.status, seconds)
-            logs.access.info("request", extra={
+            is_polled = route in POLLED or auth.is_page(scope["path"])
+            level = logging.DEBUG if is_polled and response.status < 400 else logging.INFO
+            logs.access.log(level, "request", extra={
                 "method": scope["method"], "route": route, "status": response.status,
                 "seconds": round(seconds, 4), "client": (scope.get("client") or ("",))[0],
             })  # fmt: skip
@@ -131,7 +135,7 @@ class _Response:
 def _api_error(error: Exception, scope: Scope, id: str) -> APIError:
     if isinstance(error, APIError):
         return error
-    if isinstance(error, DiskFull):
+    if isinstance(error, DiskFull) or is_full(error):
         return disk_full()
     if isinstance(error, RequestValidationError):
         return validation_error(error.errors())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
@@ -11,9 +9,9 @@ from pydantic.json_schema import models_json_schema
 
 from weft import __version__
 from weft.serve.api.schemas import ErrorResponse, ImageRequest, VideoRequest
+from weft.serve.jobs import JsonObject
 
-JSON = dict[str, Any]
-Responses = dict[int | str, JSON]
+Responses = dict[int | str, JsonObject]
 SCHEMAS = "#/components/schemas/"
 REASONS = {
     400: "The request is invalid; `param` is the field, the message has what would be accepted.",
@@ -23,7 +21,7 @@ REASONS = {
     408: "The body did not arrive in time.",
     409: "Not in the required state; `x-should-retry: false`.",
     413: "The body is too large.",
-    415: "The body is neither JSON nor, where allowed, a form.",
+    415: "The body is neither JsonObject nor, where allowed, a form.",
     416: "The range is outside of the file.",
     429: "Too many jobs are queued; Retry-After has seconds.",
     431: "The address and the headers are too large.",
@@ -54,14 +52,14 @@ def event_responses() -> Responses:
     return {200: {"description": "Events.", "content": {"text/event-stream": {"schema": event}}}}
 
 
-def request_body(model: type[BaseModel], *, form: bool = False) -> JSON:
+def request_body(model: type[BaseModel], *, form: bool = False) -> JsonObject:
     content = {"application/json": {"schema": {"$ref": SCHEMAS + model.__name__}}}
     if form:
         content["multipart/form-data"] = {"schema": {"$ref": f"{SCHEMAS}{model.__name__}Form"}}
     return {"requestBody": {"required": True, "content": content}}
 
 
-def openapi_schema(app: FastAPI, *, key: bool) -> JSON:
+def openapi_schema(app: FastAPI, *, key: bool) -> JsonObject:
     openapi = get_openapi(
         title="weft", version=__version__, routes=app.routes,
         description="Videos and images as OpenAI's API has them. What is weft's own is under `weft`.",

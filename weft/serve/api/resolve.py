@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from weft.core.errors import InputError
 from weft.serve.api.schemas import ImageRequest, VideoRequest
-from weft.serve.api_error import APIError, quote_input
+from weft.serve.api_error import APIError, not_ready, quote_input
 from weft.serve.jobs import Format, GenerationParams, Kind
+from weft.serve.model_facts import ModelFacts
 from weft.video.captions import parse
 
 if TYPE_CHECKING:
     from weft.serve.engine import Engine
 
-Facts = Mapping[str, Any]
 REQUIRED_ARGUMENTS = {
     "negative_prompt": {"negative_prompt"},
     "guidance_scale": {"guidance_scale", "true_cfg_scale"},
@@ -24,34 +23,27 @@ REQUIRED_ARGUMENTS = {
 """The pipeline must take one of these arguments for a field to have an effect."""
 
 
-def model_facts(engine: Engine) -> Facts:
+def model_facts(engine: Engine) -> ModelFacts:
     """Return the facts of the loaded model."""
-    if (state := engine.status()) == "draining":
-        raise APIError(
-            503, "draining", "The server is stopping and takes no new work. Try again later.", retry=30
-        )
-    if state == "failed":
-        message = "The ranks failed to start; the log of the server has the reason."
-        raise APIError(503, "failed", message, retry=30)
-    if engine.facts is None:
-        raise APIError(503, "starting", "The model is still loading. Poll GET /health until it is ready.")
+    if (state := engine.status()) in ("draining", "failed") or engine.facts is None:
+        raise not_ready(state)
     return engine.facts
 
 
 def resolve_video(request: VideoRequest, engine: Engine, *, needs_image: bool = True) -> GenerationParams:
     """Resolve a video; without `needs_image`, one that is only planned."""
     facts = model_facts(engine)
-    if needs_image and facts.get("needs_image") and request.input_reference is None:
+    if needs_image and facts.needs_image and request.input_reference is None:
         message = f"{engine.name} requires a first image. Send it as input_reference, a file or a data URL."
         raise APIError(400, "image_required", message, param="input_reference")
-    fps = request.fps or float(facts["fps"])
+    fps = request.fps or facts.fps
     frames = _frames(request, facts, fps)
     return _resolve("video", request, engine, frames=frames, fps=fps, format="mp4")
 
 
 def resolve_image(request: ImageRequest, engine: Engine) -> GenerationParams:
-    fps, format = float(model_facts(engine)["fps"]), request.output_format or "png"
-    return _resolve("image", request, engine, frames=1, fps=fps, format=format)
+    fps = model_facts(engine).fps
+    return _resolve("image", request, engine, frames=1, fps=fps, format=request.output_format or "png")
 
 
 def _resolve(
@@ -61,21 +53,21 @@ def _resolve(
     facts = model_facts(engine)
     if request.model is not None and request.model != engine.name:
         raise model_not_found(request.model, engine, param="model")
-    if kind not in facts["kinds"]:
-        message = f"{engine.name} makes no {kind}s. It makes {' and '.join(facts['kinds'])}s."
+    if kind not in facts.kinds:
+        message = f"{engine.name} makes no {kind}s. It makes {' and '.join(facts.kinds)}s."
         raise APIError(400, "unsupported_combination", message, param="model")
     for field, names in REQUIRED_ARGUMENTS.items():
-        if getattr(request, field, None) is not None and names.isdisjoint(facts["takes"]):
+        if getattr(request, field, None) is not None and names.isdisjoint(facts.takes):
             message = f"{engine.name} takes no {field}. Leave it out."
             raise APIError(400, "unsupported_combination", message, param=field)
-    if facts.get("closed_vocabulary"):
+    if facts.closed_vocabulary:
         _check_vocabulary(request)
     width, height = _size(request.size, facts)
     return GenerationParams(
         kind=kind, model=engine.name, prompt=request.prompt, negative=request.negative_prompt,
-        height=height, width=width, steps=request.num_inference_steps or facts["steps"],
+        height=height, width=width, steps=request.num_inference_steps or facts.steps,
         seed=secrets.randbelow(2**32) if request.seed is None else request.seed,
-        guidance=facts["guidance"] if request.guidance_scale is None else request.guidance_scale,
+        guidance=facts.guidance if request.guidance_scale is None else request.guidance_scale,
         image=None, frames=frames, fps=fps, format=format,
     )  # fmt: skip
 
@@ -94,30 +86,30 @@ def _check_vocabulary(request: VideoRequest | ImageRequest) -> None:
             raise APIError(400, "invalid_prompt", str(error), param=field) from error
 
 
-def _size(size: str | None, facts: Facts) -> tuple[int, int]:
+def _size(size: str | None, facts: ModelFacts) -> tuple[int, int]:
     if size is None or size == "auto":
-        return facts["width"], facts["height"]
+        return facts.width, facts.height
     width, height = map(int, size.split("x"))
-    _, multiple_y, multiple_x = facts["multiple"]
+    _, multiple_y, multiple_x = facts.multiple
     if width % multiple_x or height % multiple_y:
         valid = f"{nearest(width, multiple_x)}x{nearest(height, multiple_y)}"
         rule = f"width must be a multiple of {multiple_x} and height of {multiple_y}"
-        message = f"size '{size}' is invalid for {facts['model']}: {rule}. Nearest: {valid}."
+        message = f"size '{size}' is invalid for {facts.model}: {rule}. Nearest: {valid}."
         raise APIError(400, "invalid_size", message, param="size")
     return width, height
 
 
-def _frames(request: VideoRequest, facts: Facts, fps: float) -> int:
-    every, first = facts["multiple"][0], facts.get("first", 0)
+def _frames(request: VideoRequest, facts: ModelFacts, fps: float) -> int:
+    every, first = facts.multiple[0], facts.first
     if request.seconds is not None:
         if request.num_frames is not None:
             message = "seconds and num_frames are both set. Set one: frames are seconds times fps."
             raise APIError(400, "unsupported_combination", message, param="num_frames")
         return nearest(float(request.seconds) * fps, every, first)
-    frames = request.num_frames or facts["frames"]
+    frames = request.num_frames or facts.frames
     if request.num_frames and (frames - first) % every:
         rule = f"frames must be a multiple of {every}" + (f" plus {first}" if first else "")
-        message = f"num_frames {frames} is invalid for {facts['model']}: {rule}."
+        message = f"num_frames {frames} is invalid for {facts.model}: {rule}."
         message += f" Nearest: {nearest(frames, every, first)}."
         raise APIError(400, "invalid_num_frames", message, param="num_frames")
     return frames

@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, PrivateAttr
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
-from weft.serve.jobs import Job, Status
+from weft.serve.jobs import Job, JobFailure, JsonObject, Status
 
 if TYPE_CHECKING:
     from weft.serve.spool import SpoolFile
@@ -129,11 +129,6 @@ class ErrorResponse(ResponseModel):
     error: ErrorDetail
 
 
-class JobError(ResponseModel):
-    code: str
-    message: str
-
-
 class JobInfo(ResponseModel):
     """What weft adds to a job of OpenAI's API."""
 
@@ -165,7 +160,7 @@ class JobResponse(ResponseModel):
     expires_at: int | None
     prompt: str
     size: str
-    error: JobError | None
+    error: JobFailure | None
     weft: JobInfo
 
 
@@ -227,7 +222,7 @@ class ModelInfo(ResponseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: Literal["weft"] = "weft"
-    weft: dict[str, JsonValue]
+    weft: JsonObject
     """Kinds, sizes and defaults of the model; empty until a rank is ready."""
 
 
@@ -262,7 +257,7 @@ def job_response(job: Job, live: LiveJob | None) -> VideoResponse | ImageRespons
         id=job.id, model=params.model, status=job.status, progress=job.progress,
         created_at=int(job.created), completed_at=_unix(job.completed), expires_at=_unix(job.expires),
         prompt=params.prompt, size=f"{params.width}x{params.height}", weft=weft,
-        error=JobError(code=job.failure.code, message=job.failure.message) if job.failure else None,
+        error=job.failure,
     )  # fmt: skip
     if params.kind == "video":
         return VideoResponse(**dict(response), seconds=f"{round(params.frames / params.fps, 2):g}")

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import APIRouter, Depends, Query, Response
 
 from weft.serve.api import schemas
-from weft.serve.api.openapi import JSON, Responses, error_responses
+from weft.serve.api.openapi import Responses, error_responses
 from weft.serve.api.query import check_query
 from weft.serve.api.resolve import model_facts, model_not_found, resolve_image, resolve_video
+from weft.serve.jobs import JsonObject
 from weft.serve.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -41,22 +42,28 @@ def routes(engine: Engine, metrics: Metrics) -> APIRouter:
             raise model_not_found(id, engine, param="id")
         return model()
 
-    @router.get("/v1/plan", response_model=JSON, responses=error_responses(400, 503))
+    @router.get("/v1/plan", response_model=JsonObject, responses=error_responses(400, 503))
     def plan(
         size: Annotated[schemas.Size | None, Query()] = None,
         frames: Annotated[int | None, Query(ge=1, le=100_000), schemas.PLAIN_NUMBER] = None,
         steps: Annotated[int | None, Query(ge=1, le=1000), schemas.PLAIN_NUMBER] = None,
-    ) -> JSON:
+        guidance_scale: Annotated[float | None, Query(ge=0, le=100), schemas.PLAIN_NUMBER] = None,
+    ) -> JsonObject:
         """Explain how a request would be split over the ranks, how long it would take, and why."""
         facts, prompt = model_facts(engine), "a"  # in every vocabulary; the duration does not depend on it
-        if (frames or facts["frames"]) == 1 and "image" in facts["kinds"]:
-            image = schemas.ImageRequest(prompt=prompt, size=size, num_inference_steps=steps)
+        if (frames or facts.frames) == 1 and "image" in facts.kinds:
+            image = schemas.ImageRequest(
+                prompt=prompt, size=size, num_inference_steps=steps, guidance_scale=guidance_scale
+            )
             return engine.explain(resolve_image(image, engine))
-        video = schemas.VideoRequest(prompt=prompt, size=size, num_inference_steps=steps, num_frames=frames)
+        video = schemas.VideoRequest(
+            prompt=prompt, size=size, num_inference_steps=steps, num_frames=frames,
+            guidance_scale=guidance_scale,
+        )  # fmt: skip
         return engine.explain(resolve_video(video, engine, needs_image=False))
 
-    @router.get("/v1/status", response_model=JSON)
-    def status() -> JSON:
+    @router.get("/v1/status", response_model=JsonObject)
+    def status() -> JsonObject:
         """Return the ranks with their load and memory, running and queued jobs, and the last timeline."""
         return engine.snapshot()
 

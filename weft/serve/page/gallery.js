@@ -2,13 +2,14 @@
 
 import { home, json, media, request } from "./api.js";
 import * as form from "./form.js";
-import * as loom from "./loom.js";
+import * as jobs from "./jobs.js";
 import { bytes, fromTemplate, node, seconds } from "./words.js";
 
 const PAGE = matchMedia("(max-width: 56rem)").matches ? 6 : 12;
 const KINDS = ["videos", "images"];
+const AUTOPLAY_BYTES = 8 * 2 ** 20; // loading a larger one would hold a connection, of which a browser has six
 const STAGES = ["queue", "encode", "denoise", "decode", "media"];
-const place = document.getElementById("made");
+const place = document.getElementById("results");
 const results = new Map();
 const age = (job) => job.id.slice(6); // ids sort by time after their kind
 
@@ -37,7 +38,7 @@ export async function reload() {
   for (const id of await older()) stale.delete(id);
   if (pages !== current) return; // another reload began meanwhile
   for (const id of stale) remove(id);
-  for (const id of loom.ids()) await refresh(id);
+  for (const id of jobs.ids()) await refresh(id);
 }
 
 async function older() {
@@ -55,11 +56,11 @@ async function older() {
   return ids;
 }
 
-/** Shows a job: on the loom, and here once it has ended. */
+/** Shows a job: as in progress, and here once it has ended. */
 export function take(job) {
-  const fresh = loom.show(job, () => refresh(job.id));
-  if (loom.active(job) || results.has(job.id)) return;
-  const card = result(job, fresh);
+  jobs.show(job, () => refresh(job.id));
+  if (jobs.active(job) || results.has(job.id)) return;
+  const card = result(job);
   results.set(job.id, { job, card });
   const next = [...place.children].find((other) => other.dataset.id.slice(6) < age(job));
   place.insertBefore(card, next ?? null);
@@ -71,29 +72,32 @@ export async function refresh(id) {
   try {
     take(await json(home({ id, object: id.slice(0, 5) })));
   } catch (error) {
-    if (error.status === 404) loom.gone(id);
+    if (error.status === 404) jobs.gone(id);
   }
 }
 
-/** Refreshes the newest jobs of each kind, and those on the loom that are not among them. */
+/** Refreshes the newest jobs of each kind, and those in progress that are not among them. */
 export async function poll() {
-  const newest = await Promise.all(KINDS.map((kind) => json(`v1/${kind}?limit=${PAGE}&order=desc`)));
-  const jobs = newest.flatMap((page) => page.data).sort((a, b) => (age(a) < age(b) ? -1 : 1));
-  jobs.forEach(take);
-  const listed = new Set(jobs.map((job) => job.id));
-  for (const id of loom.ids()) if (!listed.has(id)) await refresh(id);
+  const lists = await Promise.all(KINDS.map((kind) => json(`v1/${kind}?limit=${PAGE}&order=desc`)));
+  const newest = lists.flatMap((page) => page.data).sort((a, b) => (age(a) < age(b) ? -1 : 1));
+  newest.forEach(take);
+  const listed = new Set(newest.map((job) => job.id));
+  for (const id of jobs.ids()) if (!listed.has(id)) await refresh(id);
 }
 
-function result(job, fresh) {
+function result(job) {
   const card = fromTemplate("result");
   const at = (name) => card.querySelector(`.${name}`);
   card.dataset.id = job.id;
   at("prompt").textContent = at("prompt").title = job.prompt;
   const { weft } = job;
-  const facts = [job.size.replace("x", "×"), job.object === "video" && `${weft.num_frames} frames`, `${weft.num_steps} steps`, `seed ${weft.seed}`];
+  const facts = [
+    job.size.replace("x", "×"), job.object === "video" && `${weft.num_frames} frames`, `${weft.num_steps} steps`,
+    weft.guidance_scale != null && `guidance ${weft.guidance_scale}`, `seed ${weft.seed}`, weft.negative_prompt && `without: ${weft.negative_prompt}`,
+  ];
   at("facts").textContent = facts.filter(Boolean).join(" · ");
   if (job.status === "completed") {
-    show(card, job, fresh);
+    show(card, job);
     times(card, weft.timings);
   } else {
     at("frame").remove();
@@ -108,15 +112,15 @@ function result(job, fresh) {
   return card;
 }
 
-/** Shows the image or video; a video that was waited for plays once. */
-async function show(card, job, fresh) {
+/** Shows the image or video. */
+async function show(card, job) {
   const [width, height] = job.size.split("x").map(Number);
   const view = node(job.object === "video" ? "video" : "img", "", { width, height });
   view.classList.toggle("small", Math.max(width, height) <= 256);
   const source = await media(`${home(job)}/content`).catch(() => null);
   if (!source) return;
   if (job.object === "image") Object.assign(view, { alt: job.prompt, loading: "lazy" });
-  else playable(view, job, fresh);
+  else playable(view, job);
   view.src = source;
   card.querySelector(".frame").classList.add(job.object);
   card.querySelector(".frame").append(view);
@@ -126,8 +130,13 @@ async function show(card, job, fresh) {
   link.title = bytes(job.weft.bytes);
 }
 
-function playable(video, job, fresh) {
-  // Preloading would hold connections, of which a browser has six: until it plays, a video is a thumbnail.
+/** Plays videos while they are visible, where the browser allows it. */
+const visible = new IntersectionObserver((entries) => {
+  for (const { target, isIntersecting } of entries) isIntersecting ? target.play().catch(() => {}) : target.pause();
+}, { threshold: 0.5 });
+
+function playable(video, job) {
+  // Until it plays, a video is a thumbnail.
   Object.assign(video, { muted: true, loop: true, playsInline: true, preload: "none", tabIndex: 0 });
   video.setAttribute("aria-label", `Video: ${job.prompt}`);
   media(`${home(job)}/content?variant=thumbnail`).then((picture) => (video.poster = picture), () => {});
@@ -139,11 +148,8 @@ function playable(video, job, fresh) {
   for (const name of ["play", "pause"]) {
     video.addEventListener(name, () => video.parentElement.classList.toggle("playing", !video.paused));
   }
-  if (fresh && !matchMedia("(prefers-reduced-motion: reduce)").matches) {
-    video.loop = false;
-    video.autoplay = true;
-    video.addEventListener("ended", () => (video.loop = true), { once: true });
-  }
+  const still = matchMedia("(prefers-reduced-motion: reduce)").matches;
+  if (!still && job.weft.bytes <= AUTOPLAY_BYTES) visible.observe(video);
 }
 
 /** Shows the seconds of each stage, as one thread and as text. */
@@ -184,12 +190,14 @@ async function discard(job, card) {
   }
   const next = card.nextElementSibling ?? card.previousElementSibling;
   remove(job.id);
-  (next?.querySelector("button") ?? document.getElementById("made-title")).focus();
+  (next?.querySelector("button") ?? document.getElementById("results-title")).focus();
 }
 
 function remove(id) {
   const { card } = results.get(id) ?? {};
-  const source = card?.querySelector("img, video")?.src ?? "";
+  const view = card?.querySelector("img, video");
+  const source = view?.src ?? "";
+  if (view) visible.unobserve(view);
   if (source.startsWith("blob:")) URL.revokeObjectURL(source);
   card?.remove();
   results.delete(id);

@@ -3,7 +3,7 @@
 import { json, link, nap, pause, useKey } from "./api.js";
 import * as form from "./form.js";
 import * as gallery from "./gallery.js";
-import * as loom from "./loom.js";
+import * as jobs from "./jobs.js";
 import { watch } from "./ranks.js";
 
 const notice = document.getElementById("notice");
@@ -21,7 +21,7 @@ async function begin() {
 async function pollJobs() {
   for (;;) {
     await nap(document.hidden ? 15_000 : 2000);
-    if (loom.ids().length) await gallery.poll().catch(() => {});
+    if (jobs.ids().length) await gallery.poll().catch(() => {});
   }
 }
 
@@ -67,6 +67,6 @@ begin().catch(() => {});
 pollJobs();
 watch((now) => {
   if (!described && now.status === "ok") begin().catch(() => {});
-  const known = loom.ids();
+  const known = jobs.ids();
   for (const id of now.running.flatMap((batch) => batch.jobs)) if (!known.includes(id)) gallery.refresh(id);
 });

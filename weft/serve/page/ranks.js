@@ -1,7 +1,7 @@
 /** The panel: ranks and their load, the last attention, and the plan with its reason. */
 
 import { json, nap } from "./api.js";
-import { bytes, color, node, ranks as named, roughly, seconds, shape } from "./words.js";
+import { bytes, color, node, ranks as named, seconds, shape } from "./words.js";
 
 const at = (id) => document.getElementById(id);
 const MAX_LANES = 16; // ranks in the timeline
@@ -15,7 +15,7 @@ export function showPlan(plan, query, reason = "") {
   const size = query.size.replace("x", "×");
   at("plan-for").textContent = `for ${size}${query.frames > 1 ? `, ${query.frames} frames` : ""}, ${query.steps} steps`;
   at("plan-name").textContent = plan?.plan ?? "–";
-  at("plan-reason").textContent = plan?.refusal ?? plan?.reason ?? reason;
+  at("plan-reason").textContent = plan?.reason ?? reason;
   const times = Object.entries(plan?.seconds_by_ranks ?? {});
   const most = Math.max(...times.map(([, time]) => time));
   at("plan-ranks").replaceChildren(
@@ -29,7 +29,7 @@ export function showPlan(plan, query, reason = "") {
       return row;
     }),
   );
-  at("estimate").textContent = plan?.seconds ? `about ${roughly(plan.seconds)} on ${plan.ranks} rank${plan.ranks > 1 ? "s" : ""}` : "";
+  at("estimate").textContent = plan?.seconds ? `about ${seconds(plan.seconds)} on ${plan.ranks} rank${plan.ranks > 1 ? "s" : ""}` : "";
 }
 
 function showFigures(now) {
@@ -71,7 +71,7 @@ function showRanks(list, status) {
     place.children[index].classList.toggle("lost", !rank.alive && status !== "starting");
     load.style.setProperty("--part", share);
     load.setAttribute("aria-valuenow", Math.round(100 * share));
-    percent.textContent = !rank.alive ? "away" : `${Math.round(100 * share)} %`;
+    percent.textContent = !rank.alive ? "down" : `${Math.round(100 * share)} %`;
     memory.textContent = rank.memory ? bytes(rank.memory) + (rank.limit ? ` of ${bytes(rank.limit)}` : "") : "";
   });
 }
@@ -135,7 +135,7 @@ export async function watch(onStatus) {
       onStatus(now);
     } catch (error) {
       at("health").dataset.state = "down";
-      at("health").textContent = error.status === 401 ? "locked" : error.status ? "not ready" : "no answer";
+      at("health").textContent = error.status === 401 ? "key required" : error.status ? "not ready" : "no answer";
       if (error.status === 401) await nap(3600_000);
     }
     await nap(document.hidden ? 15_000 : 1000);

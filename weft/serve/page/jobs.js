@@ -8,8 +8,8 @@ const STREAMS = 3; // a browser has six connections to a server, which the rest 
 const STRANDS = 16;
 const THREADS = 60;
 const CELL = 10;
-const place = document.getElementById("loom");
-const works = new Map();
+const place = document.getElementById("jobs");
+const cards = new Map();
 
 export const active = (job) => ["queued", "in_progress"].includes(job.status);
 
@@ -54,7 +54,7 @@ class Cloth {
 }
 
 /** One job and its node on the page. */
-class Work {
+class JobCard {
   constructor(job) {
     this.node = fromTemplate("job");
     this.node.dataset.id = job.id;
@@ -141,48 +141,47 @@ class Work {
 }
 
 function remove(id) {
-  works.get(id)?.disconnect();
-  works.get(id)?.node.remove();
-  works.delete(id);
+  cards.get(id)?.disconnect();
+  cards.get(id)?.node.remove();
+  cards.delete(id);
   title();
 }
 
 function title() {
-  document.getElementById("idle").hidden = works.size > 0;
-  const running = [...works.values()].find((work) => work.job.status === "in_progress");
+  document.getElementById("idle").hidden = cards.size > 0;
+  const running = [...cards.values()].find((card) => card.job.status === "in_progress");
   document.title = running ? `${running.job.progress} % · weft` : "weft";
 }
 
-export const ids = () => [...works.keys()];
+export const ids = () => [...cards.keys()];
 
-/** Shows a job while it is queued or running; returns whether it has just ended. */
+/** Shows a job while it is queued or running. */
 export function show(job, ended) {
-  let work = works.get(job.id);
-  if (active(job) && !work) {
-    work = new Work(job);
-    works.set(job.id, work);
-    place.append(work.node);
+  let card = cards.get(job.id);
+  if (active(job) && !card) {
+    card = new JobCard(job);
+    cards.set(job.id, card);
+    place.append(card.node);
   } else if (active(job)) {
-    work.show(job);
-  } else if (work) {
-    speak(job.status === "completed" ? `Made: ${job.prompt}` : `Failed: ${job.error?.message}`);
+    card.show(job);
+  } else if (card) {
+    speak(job.status === "completed" ? `Completed: ${job.prompt}` : `Failed: ${job.error?.message}`);
     remove(job.id);
   }
   if (active(job)) {
-    const streams = [...works.values()].filter((other) => other.stop).length;
-    if (!job.weft.ranks.length) work.disconnect(); // streams are for running jobs
-    else if (!work.stop && streams < STREAMS) work.listen(ended);
+    const streams = [...cards.values()].filter((other) => other.stop).length;
+    if (!job.weft.ranks.length) card.disconnect(); // streams are for running jobs
+    else if (!card.stop && streams < STREAMS) card.listen(ended);
   }
   sort();
   title();
-  return !active(job) && Boolean(work);
 }
 
 /** Sorts running jobs first, then by queue position, but not under the pointer or the focus. */
 function sort() {
   if (place.matches(":hover, :focus-within")) return;
   const order = ({ job }) => (job.status === "in_progress" ? 0 : (job.weft.queue_position ?? 1e6));
-  const sorted = [...works.values()].sort((a, b) => order(a) - order(b) || (a.job.id.slice(6) < b.job.id.slice(6) ? -1 : 1));
+  const sorted = [...cards.values()].sort((a, b) => order(a) - order(b) || (a.job.id.slice(6) < b.job.id.slice(6) ? -1 : 1));
   sorted.forEach(({ node }, index) => node !== place.children[index] && place.insertBefore(node, place.children[index]));
 }
 
