@@ -29,7 +29,8 @@ def numbers(folder) -> dict:
     return json.loads((folder / "report.json").read_text())
 
 
-def test_a_model_is_planned_simulated_and_drawn(tmp_path, capsys):
+def test_a_model_is_planned_simulated_and_drawn(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     assert call(*MODEL, "--out", tmp_path / "out") == 0
     shown = capsys.readouterr().out
     assert "exposed communication" in shown and "rank 3" in shown and "index.html" in shown

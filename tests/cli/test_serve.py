@@ -63,7 +63,7 @@ def engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
         (("--host", "192.0.2.1", "--port", "0", "--api-key-file", "KEY"), "192.0.2.1:0"),
         (("--api-key-file", "none"), "none cannot be read"),
         (("--api-key-file", "SHORT"), "at least 16"),
-        (("--log-level", "loud"), "Unknown --log-level loud"),
+        (("--log-level", "loud"), "--log-level must be one of debug, info, warning, error, got"),
         (("--log-format", "xml"), "Use one of auto, text, json"),
         (("me/nothing-of-this-name",), "hf download me/nothing-of-this-name"),
         (("MODEL",), "is not a Diffusers checkpoint directory"),
