@@ -25,7 +25,7 @@ def enter(inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ca
     def enter(page: str, text: str) -> Path:
         monkeypatch.chdir(tmp_path)
         (tmp_path / "recipes").symlink_to(ROOT / "recipes")
-        inputs.copy(page, tmp_path)
+        inputs.copy(page, text, tmp_path)
         if "import WanPipeline" in text:
             from diffusers import WanPipeline
 

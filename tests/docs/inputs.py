@@ -132,7 +132,7 @@ INPUTS: dict[str, dict[str, Callable[[Path], None]]] = {
     "docs/serving.md": {"Wan2.1-T2V-1.3B-Diffusers": wan},
     "docs/testbed.md": {"train.py": script},
     "docs/training.md": {"runs/shapes": run},
-    "help": {
+    "messages": {
         "Wan2.1-T2V-1.3B-Diffusers": wan, "wan": wan, "runs/shapes/model": own, "runs/dense/model": own,
         "train.py": script, "script.py": script,
     },
@@ -146,8 +146,11 @@ class Inputs:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def copy(self, page: str, target: Path) -> None:
+    def copy(self, page: str, text: str, target: Path) -> None:
+        """Copy the files of a page that `text` names."""
         for name, make in INPUTS.get(page, {}).items():
+            if name not in text:
+                continue
             source = self._folder / make.__name__ / Path(name).name
             if not source.exists():
                 source.parent.mkdir(exist_ok=True)
