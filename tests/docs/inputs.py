@@ -38,10 +38,9 @@ spatial = temporal = torch.nn.Identity()
     "docs/testbed.md": "from math import sqrt as fn; x = 2.0",
     "docs/tracing.md": """
 import torch, weft
-from weft.plan.choose import build
 mask, q, shards = weft.BlockMask.dense(2, 64), torch.randn(1, 2, 64, 8), weft.Layout.even(64, 8)
 problem = weft.Problem(batch=1, heads=2, kv_heads=2, head_dim=8, q=shards, kv=shards)
-k, v, schedule = q, q, build("ring", problem, mask)
+k, v, schedule = q, q, weft.build("ring", problem, mask)
 """,
 }
 """What the Python of a page is about, where it does not say so itself."""
