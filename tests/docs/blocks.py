@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [str(page.relative_to(ROOT)) for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))]
 FENCE = re.compile(r"^( *)```(\w*)[^\n`]*\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 INLINE = re.compile(r"`((?:weft|pip|make|python -m|torchrun|openssl) [^`]*)`")
+SHELL = ("", "sh", "console")
 NEEDS = re.compile(r"#.*\bneeds (.*)")
 
 
@@ -76,7 +77,7 @@ def marked(block: Block) -> Iterator[str]:
     if block.needs:
         yield f"{block.page}:{block.line}: needs {block.needs}"
     for number, line in enumerate(block.text.splitlines()):
-        if not block.needs and needs(line):
+        if not block.needs and block.language in SHELL and needs(line):
             yield f"{block.page}:{block.line + number}: needs {needs(line)}"
 
 

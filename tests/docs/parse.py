@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
-from tests.docs.blocks import ROOT, Block
+from tests.docs.blocks import ROOT, SHELL, Block
 from weft.cli import main as front
 
 if sys.version_info >= (3, 11):
@@ -18,7 +18,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-SHELL = ("", "sh", "console")
 OTHERS = {"cp", "curl", "docker", "git", "openssl", "ping", "source", "systemctl", "useradd"}
 """Commands of others, which have no options of weft's."""
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from tests.docs.blocks import ROOT, Block, needs
-from tests.docs.parse import SHELL, split
+from tests.docs.blocks import ROOT, SHELL, Block, needs
+from tests.docs.parse import split
 from tests.serve.fake import made, serving
 from weft.cli import main as front
 from weft.core.errors import MissingError

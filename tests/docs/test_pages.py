@@ -53,7 +53,7 @@ def test_long_commands_run_too(page: str, enter: Enter) -> None:
     run_page(page, enter, soak=True)
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "SECURITY.md", "examples/README.md"])
 def test_commands_in_prose_have_options_that_exist(page: str) -> None:
     for command in inline_commands(page):
         try:
