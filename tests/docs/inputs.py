@@ -133,7 +133,7 @@ INPUTS: dict[str, dict[str, Callable[[Path], None]]] = {
     "docs/training.md": {"runs/shapes": run},
     "messages": {
         "Wan2.1-T2V-1.3B-Diffusers": wan, "wan": wan, "runs/shapes/model": own, "runs/dense/model": own,
-        "train.py": script, "script.py": script,
+        "train.py": script, "script.py": script, "here.toml": topology,
     },
 }  # fmt: skip
 """By page: its files, and how each is made."""

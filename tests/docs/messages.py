@@ -16,7 +16,8 @@ WORD = r"""--?[a-z][\w-]*|"[^"]*"|>|serve|rand|cpu|token|torch|\.?[\w/:,=-]*[\d/
 COMMAND = re.compile(rf"\b((?:weft (?:{'|'.join(front.VERBS)})|pip install|openssl)\b(?: (?:{WORD}))*)")
 SAMPLES = {
     "FILE": "file.json", "MODEL": "wan2.1-14b", "MODEL_DIR": "./wan", "PROMPT": '"a loom"',
-    "SCRIPT": "script.py", "URL": "http://127.0.0.1:8000", "{PROMPT}": "a red circle", "{out}": "out.mp4",
+    "SCRIPT": "script.py", "URL": "http://127.0.0.1:8000", "{PROMPT}": "a red circle",
+    "--topology {out}": "--topology here.toml", "{out}": "out.mp4",
 }  # fmt: skip
 """What stands for the words in capitals, and for expressions of f-strings."""
 
