@@ -31,7 +31,7 @@ LONG = re.compile(
 TESTED_ELSEWHERE = ("make", "pip", "source")
 """CI runs the targets, tests/docs/test_install.py the lines of pip."""
 PORT = 8000
-LIMIT = 1200
+LIMIT = 3600
 """Seconds for one command."""
 
 
