@@ -315,12 +315,14 @@ def made(folder: Path, **options: Any) -> Iterator[Fake]:
 
 
 @contextmanager
-def serving(engine: Any, *, key: str | None = None, limits: RequestLimits | None = None) -> Iterator[str]:
-    """The address of a real server, in a thread, on a free port."""
+def serving(
+    engine: Any, *, key: str | None = None, limits: RequestLimits | None = None, port: int = 0
+) -> Iterator[str]:
+    """The address of a real server, in a thread, by default on a free port."""
     import uvicorn
 
     app = create_app(engine, key=key, limits=limits or RequestLimits())
-    config = server_config(app, host="127.0.0.1", port=0)
+    config = server_config(app, host="127.0.0.1", port=port)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -192,7 +192,7 @@ class Schedule(Value):
         except InputError as error:
             raise InputError(
                 f"{path} holds no schedule: {str(error)[:MAX_REASON]}",
-                hint="weft plan MODEL --save writes one.",
+                hint="weft plan MODEL --save FILE writes one.",
             ) from None
         return schedule
 

@@ -25,7 +25,7 @@ def shipped() -> Path:
     if not (SHIPPED / WEIGHTS).is_file():
         raise InputError(
             "This installation of weft has no model.",
-            hint="Give the directory of a checkpoint: weft generate MODEL_DIR PROMPT.",
+            hint="Give the directory of a checkpoint: weft generate MODEL_DIR PROMPT -o out.mp4",
         )
     return SHIPPED
 
