@@ -65,5 +65,5 @@ def test_without_bitwise_count(monkeypatch, cost):
 
 @pytest.mark.parametrize("costs", [(-1, 2), (1, -1), (0, 0)])
 def test_work_is_not_free(costs):
-    with pytest.raises(InputError, match="free"):
+    with pytest.raises(InputError, match="one of them > 0, got"):
         TileCost(*costs)

@@ -149,7 +149,7 @@ def test_rank_of_another_world_is_named(ranks: _Ranks) -> None:
     rank.send(*encode(replace(HELLO, world=4)))
     with pytest.raises(Closed):
         rank.receive()
-    assert ranks.trouble.startswith("A rank is one of 4, and this server has 1.")
+    assert ranks.trouble.startswith("A rank expects 4 ranks, this server has 1.")
     rank.close()
 
 

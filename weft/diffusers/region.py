@@ -219,7 +219,7 @@ class ShardedRegion:
             step=ctx.step,
             topology=lambda: topology_for(None, tokens.ranks, q.device, ctx.backend),
             strategy=self.plan,
-            loads=None if loads is None else np.tile(loads, mask.heads // len(loads)),
+            shares=None if loads is None else np.tile(loads, mask.heads // len(loads)),
         )
 
     def remove(self) -> None:

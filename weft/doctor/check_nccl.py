@@ -1,4 +1,7 @@
-"""Check NCCL (in a rehearsal gloo): exchange numbers in weft's groups, of all ranks and of halves."""
+"""Check NCCL, or gloo in a rehearsal on CPUs: exchange tensors in a group of all ranks, and in two halves.
+
+Results must be exact: they are integers, computed in float64.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,13 @@ from weft.run.comm.group import GroupComm
 from weft.run.groups import new_group
 
 NUMBERS = 1 << 20
-"""Of each message; small enough to take no time, large enough for more than one packet on any link."""
+"""Elements of each message, 8 MB: quick to send, but more than one packet on any link."""
 TIMEOUT_SECONDS = 30.0
-"""Below the suite's limit, so that the watcher names the rank that is late."""
+"""Below the time limit of the suite, so that the communicator's `Watcher` names the late rank before that."""
 
 
 def checks(ctx: CheckContext) -> Iterator[Check]:
+    """Yield one check for each kind of exchange; every rank runs all of them, in this order."""
     world = dist.group.WORLD
     assert world is not None
     comm = GroupComm(world, TIMEOUT_SECONDS)
@@ -59,7 +63,7 @@ def _ring(ctx: CheckContext, comm: GroupComm) -> tuple[Tensor, Tensor]:
 
 
 def _all_to_all(ctx: CheckContext, comm: GroupComm) -> tuple[Tensor, Tensor]:
-    """Send each rank its own numbers, of different lengths, as ulysses does."""
+    """Send each rank a message of its own length, as ulysses does."""
     lengths = [1000 + 10 * rank for rank in range(comm.size)]
     sends = torch.cat([_values(ctx, comm.rank, length) for length in lengths])
     expected = torch.cat([_values(ctx, rank, lengths[comm.rank]) for rank in range(comm.size)])
@@ -73,7 +77,7 @@ def _all_to_all(ctx: CheckContext, comm: GroupComm) -> tuple[Tensor, Tensor]:
 
 
 def _halves(ctx: CheckContext) -> Iterator[Check]:
-    """Run collectives in both halves of the ranks at once: their groups must not wait for each other."""
+    """Run a collective in both halves of the ranks at once: neither group may wait for the other."""
     if not ctx.begins("halves"):
         return
     if ctx.ranks < 2:

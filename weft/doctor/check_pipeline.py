@@ -1,4 +1,7 @@
-"""Check steps of a small parallelized Diffusers pipeline with random weights against one process."""
+"""Check a parallelized Diffusers pipeline: its latents must be those of one process.
+
+The pipeline is small and has random weights. The reference is computed without parallelism, in float32.
+"""
 
 from __future__ import annotations
 
@@ -17,30 +20,30 @@ from weft.doctor.suite import Check, CheckContext
 from weft.run.measure.compare import TOLERANCE
 
 NAME = "WanPipeline"
-STEPS, WORDS, TEXT = 2, 17, 32
+STEPS, TEXT_TOKENS, TEXT_DIM = 2, 17, 32
 ROUNDING_RATIO = 2.0
-"""Largest error of the ranks, relative to that of one process with the same rounding."""
+"""Largest error that is allowed, relative to that of one process in the same dtype."""
 
 
 def checks(ctx: CheckContext) -> Iterator[Check]:
     if find_spec("diffusers") is None:
         yield Check(name=NAME, status="skipped", note="it needs diffusers (the extra 'models' of weft).")
         return
-    # Weights are representable in the dtype under test, so that float32 differs by rounding alone.
+    # Weights are cast to the dtype under test first: then one process differs from float32 by rounding alone.
     pipe = _pipeline(ctx)
     exact = copy.deepcopy(pipe)
     exact.transformer.float()
-    expected, alone = _latents(exact, ctx), _latents(pipe, ctx)
+    expected, unsharded = _latents(exact, ctx), _latents(pipe, ctx)
     largest = expected.abs().max()
-    rounding = float((alone - expected).abs().max() / largest)
+    rounding = float((unsharded - expected).abs().max() / largest)
     allowed = max(TOLERANCE[ctx.dtype], ROUNDING_RATIO * rounding)
     note = f"one process is off by {rounding:.1e} from float32"
-    for cfg, what in (("off", "tokens split"), ("on", "branches of guidance split, and tokens")):
+    for cfg, what in (("off", "tokens split"), ("on", "guidance branches and tokens split")):
         name = f"{NAME}, {what}"
         if (cfg == "off" or ctx.ranks % 2 == 0) and ctx.begins(name):
             try:
                 actual = _parallel_latents(pipe, cfg, ctx)
-            except CommError as error:  # sampled rows that are wrong
+            except CommError as error:  # of check="first": an attention is wrong
                 yield Check(name=name, status="wrong", note=str(error))
             else:
                 yield ctx.judged(name, actual / largest, expected / largest, allowed=allowed, note=note)
@@ -61,7 +64,7 @@ def _pipeline(ctx: CheckContext) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         transformer = diffusers.WanTransformer3DModel(
-            **sizes, ffn_dim=64, text_dim=TEXT, freq_dim=16, rope_max_seq_len=64
+            **sizes, ffn_dim=64, text_dim=TEXT_DIM, freq_dim=16, rope_max_seq_len=64
         )
         # With the default weights attention would hardly change the result.
         for parameter in transformer.parameters():
@@ -83,10 +86,10 @@ def _cast(transformer: Any, dtype: torch.dtype) -> Any:
 
 @torch.no_grad()
 def _latents(pipe: Any, ctx: CheckContext) -> Tensor:
-    """Run the steps from the same noise and text each time; return the latents in float32."""
+    """Run the pipeline from fixed noise and text embeddings; return the latents in float32."""
     random = torch.Generator().manual_seed(1)
     dtype = pipe.transformer.dtype
-    texts = [torch.randn(1, WORDS, TEXT, generator=random).to(ctx.device, dtype) for _ in range(2)]
+    texts = [torch.randn(1, TEXT_TOKENS, TEXT_DIM, generator=random).to(ctx.device, dtype) for _ in range(2)]
     side = 48 if ctx.is_rehearsal else 240
     return pipe(
         prompt_embeds=texts[0], negative_prompt_embeds=texts[1], guidance_scale=3.0, height=side,

@@ -1,4 +1,8 @@
-"""Digest the arguments of a call: by name, comparable over ranks and over time."""
+"""Describe the arguments of a call by name, with digests of their values.
+
+Equal arguments have equal descriptions on every rank and in every call: ranks compare their inputs, and a
+resumed run its arguments with those of the run that it continues.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +19,10 @@ from weft.hooks.wrap import Args, Kwargs
 
 WORD_BYTES = 8
 CHUNK_WORDS = 1 << 22
-"""Digested at once: a large input needs no copy of its size."""
-MAX_TEXT = 60  # characters of a text in an error
+"""Words that are mixed at a time, which bounds the memory of intermediate results."""
+MAX_TEXT = 60  # characters of a string in an error
 GOLDEN, MIX = -7046029254386353131, -4417276706812531889
-"""Odd numbers with bits all over, as in splitmix64."""
+"""Odd 64-bit multipliers, whose bits look random, as in splitmix64."""
 
 
 def facts(args: Args, kwargs: Kwargs) -> dict[str, str]:
@@ -27,7 +31,7 @@ def facts(args: Args, kwargs: Kwargs) -> dict[str, str]:
 
 
 def leaves_of(args: Args, kwargs: Mapping[str, PyTree], names: Iterable[str] = ()) -> dict[str, PyTree]:
-    """Return the leaves of arguments by name, without devices: those may differ by rank."""
+    """Return the leaves of arguments by name, except arguments named "device", which may differ by rank."""
     ordered = zip_longest(islice(names, len(args)), args)
     named = {name or f"argument {at}": value for at, (name, value) in enumerate(ordered)}
     leaves: dict[str, PyTree] = {}
@@ -38,7 +42,7 @@ def leaves_of(args: Args, kwargs: Mapping[str, PyTree], names: Iterable[str] = (
 
 
 def fact(leaf: PyTree) -> str:
-    """Describe an argument by its values, if they can be read."""
+    """Describe an argument by a digest of its values or by its text; other objects by their type alone."""
     if isinstance(leaf, Tensor):
         return f"{list(leaf.shape)} {hexadecimal(int(digest(leaf)))}"
     if hasattr(leaf, "tobytes"):  # arrays and images
@@ -61,13 +65,14 @@ def words_of(x: Tensor) -> Tensor:
 
 def digest(x: Tensor) -> Tensor:
     """Return an int64, on the device of x, that depends on each bit of x and on its position."""
-    # One number that was expanded is contiguous, whatever its stride, and cannot be viewed; a copy can.
+    # A tensor of one element is contiguous with any stride, but needs stride 1 to be viewed as bytes: a copy
+    # has it.
     words = words_of(x.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format))
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     for start in range(0, len(words), CHUNK_WORDS):
         chunk = words[start : start + CHUNK_WORDS]
         mixed = torch.arange(start + 1, start + 1 + len(chunk), device=x.device).mul_(GOLDEN).add_(chunk)
-        # Sums of products alone would miss values that are exchanged where their bits end in zeros.
+        # Not linear: a sum of word × weight stays the same when two words whose low bits are 0 change places.
         mixed ^= mixed >> 32
         mixed *= MIX
         mixed ^= mixed >> 29
@@ -75,8 +80,8 @@ def digest(x: Tensor) -> Tensor:
     return total
 
 
-def number_of_facts(facts: Mapping[str, str]) -> int:
-    """Return 63 bits that stand for facts."""
+def digest_of_facts(facts: Mapping[str, str]) -> int:
+    """Return a digest of descriptions as a non-negative int64, to be exchanged between ranks."""
     return int(_digest_bytes(repr(sorted(facts.items())).encode()), 16) >> 1
 
 

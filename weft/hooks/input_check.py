@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.core.errors import AgreementError
-from weft.hooks.digest import digest, fact, hexadecimal, leaves_of, number_of_facts
+from weft.hooks.digest import digest, digest_of_facts, fact, hexadecimal, leaves_of
 from weft.hooks.wrap import Args, Kwargs
 from weft.run import streams
 from weft.run.agree import Rows, differences, gather_facts, start_inputs
@@ -89,8 +89,8 @@ class Comparison:
         ready = next((at for at in self._digests if at not in sent), 0)
         if ready and not self._digests[ready].is_ready():
             ready = 0
-        values = number_of_facts(self._digests[ready].facts()) if ready else 0
-        rows = start_inputs(world.comm, number_of_facts(facts), ready, values)
+        values = digest_of_facts(self._digests[ready].facts()) if ready else 0
+        rows = start_inputs(world.comm, digest_of_facts(facts), ready, values)
         return lambda: self._finish(world, facts, rows())
 
     def _finish(self, world: World, facts: dict[str, str], rows: Rows) -> None:

@@ -1,6 +1,6 @@
-"""Loads from a mask: what its active tiles cost, by head, by row and by tile.
+"""Compute loads of a mask: the costs of its active tiles, summed by head, by row or by tile.
 
-Counting works on the packed bits, so a layer of 592 × 592 blocks and 40 heads takes milliseconds. All
+Tiles are counted on the packed bits, so a layer of 592 × 592 blocks and 40 heads takes milliseconds. All
 loads are int64.
 """
 
@@ -28,8 +28,8 @@ class TileCost(Value):
     def __post_init__(self) -> None:
         if min(self.pair, self.tile) < 0 or not self.pair + self.tile:
             raise InputError(
-                f"TileCost(pair={self.pair}, tile={self.tile}) makes work free or less.",
-                hint="Give costs of 0 or more, one of them positive; pair=0, tile=1 counts tiles.",
+                f"`pair` and `tile` must be >= 0, and one of them > 0, got {self.pair} and {self.tile}.",
+                hint="TileCost() counts token pairs, TileCost(pair=0, tile=1) counts tiles.",
             )
 
     def of(self, rows: IntArray, cols: IntArray) -> IntArray:
@@ -38,22 +38,23 @@ class TileCost(Value):
 
 
 PAIRS = TileCost()
+"""The cost of a tile is its number of token pairs."""
 
 
 def head_loads(mask: BlockMask, cost: TileCost = PAIRS) -> IntArray:
-    """[heads] of the cost of all active tiles."""
+    """[heads]: the cost of all active tiles of each head."""
     # Tiles come in four sizes: inner ones, those of the last column and the last row, and the corner.
-    (inner, right), (low, corner) = cost.of(mask.row_sizes[[0, -1]], mask.col_sizes[[0, -1]])
+    (inner, right), (bottom, corner) = cost.of(mask.row_sizes[[0, -1]], mask.col_sizes[[0, -1]])
     last = _last_column(mask)
     loads = count_ones(to_words(mask.bits)) * inner
     loads += last.sum(axis=1) * (right - inner)
-    loads += count_ones(mask.bits[:, -1]) * (low - inner)
-    loads += last[:, -1] * (corner - low - right + inner)
+    loads += count_ones(mask.bits[:, -1]) * (bottom - inner)
+    loads += last[:, -1] * (corner - bottom - right + inner)
     return loads[list(mask.pattern_of)]
 
 
 def row_loads(mask: BlockMask, cost: TileCost = PAIRS) -> IntArray:
-    """[heads, q blocks] of the cost of each row of tiles."""
+    """[heads, q blocks]: the cost of each row of tiles."""
     inner, right = cost.of(mask.row_sizes, mask.col_sizes[[0, -1]]).T
     loads = count_ones(mask.bits) * inner + _last_column(mask) * (right - inner)
     return loads[list(mask.pattern_of)]
@@ -62,11 +63,11 @@ def row_loads(mask: BlockMask, cost: TileCost = PAIRS) -> IntArray:
 def tile_loads(mask: BlockMask, groups: Sequence[Iterable[int]], cost: TileCost = PAIRS) -> IntArray:
     """[groups, q blocks, kv blocks]: the cost of each tile, summed over the heads of each group."""
     table = np.empty((len(groups), mask.q_blocks, mask.kv_blocks), dtype=np.int64)
-    inner, last = cost.of(mask.row_sizes[[0, -1]], mask.col_sizes)
+    inner, bottom = cost.of(mask.row_sizes[[0, -1]], mask.col_sizes)
     for group, loads in zip(groups, table, strict=True):
         counts = mask.counts(group)
         np.multiply(counts[:-1], inner, out=loads[:-1])
-        np.multiply(counts[-1], last, out=loads[-1])
+        np.multiply(counts[-1], bottom, out=loads[-1])
     return table
 
 

@@ -3,11 +3,11 @@
     plan = planner.plan(place, problem, mask, step=step, topology=lambda: topology)
     attention(q, k, v, mask=mask, plan=plan)
 
-All ranks plan the first mask of an attention alike, from what an earlier run has saved. From then on a thread
-of rank 0 plans, from the masks so far, and publishes its plans in the group's store; threads of the others
-fetch them. Whenever a mask is new, the ranks compare it and use the newest plan that all of them hold: they
-change at the same call, and never wait for a plan. Where the loads of heads are known before the masks, as in
-training by budgets, plans are made of them, at once, whenever they have moved: they repeat to the bit.
+All ranks plan the first mask of an attention alike, from what an earlier run has saved, if any. From then on
+a thread of rank 0 plans from the masks so far and publishes its plans in the group's store; others fetch
+them. Whenever a mask is new, the ranks compare it and use the newest plan that all of them hold: they change
+at the same call, and never wait for a plan. If the share of keys that each head computes is known before the
+mask (budgets in training), plans follow from the shares alone, without a thread: runs repeat to the bit.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from weft.run.exchange import broadcast_json
 
 _log = logging.getLogger("weft")
 Args = ParamSpec("Args")
-Loads = npt.NDArray[np.float64]
+Shares = npt.NDArray[np.float64]  # by head, of the keys that it computes
 MAX_ENTRIES = 4096
-"""Layers × branches × sizes whose plans are held."""
+"""Largest number of attentions (layers × branches × sizes) whose plans are held."""
 LOAD_DRIFT = 1 / 16
-"""Largest change of a head's share before its attention is planned again."""
+"""Largest change of a head's share of keys (1 is dense) before its attention is planned again."""
 DIGEST_DIGITS = 15
 """Hexadecimal digits of a digest that are sent as one number of 64 bits."""
 MAX_BACKLOG = 2
-"""Masks of each attention that may wait for rank 0's thread; further ones are skipped."""
+"""Masks that may wait for rank 0's thread, for each attention on average; further ones are skipped."""
 SAVE_SECONDS = 60.0
 """Shortest time between two saves of the plans."""
 _channels = count()
-"""Numbers of planners: each has its own keys in the group's store."""
+"""Numbers of planners, as prefixes of their keys in the group's store."""
 
 EntryKey = tuple[AttentionId, Problem, tuple[int, ...], str]
 """An attention, its problem, the grid of its masks, and the strategy that the caller requested."""
@@ -61,8 +61,8 @@ EntryKey = tuple[AttentionId, Problem, tuple[int, ...], str]
 class Planner:
     """The plans of one world, the same on all ranks.
 
-    `store` opens the store in which rank 0 publishes plans; without one, first plans stay. `change` is called
-    on the model's thread with a plan that will not be used again and the one in its place, if any.
+    `store` opens the store in which rank 0 publishes plans; without one, first plans stay. `prepare` runs on
+    the planner's thread, `change` on the model's, both with a plan and its replacement (None: it is evicted).
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class Planner:
         self.comm, self._open, self._prepare, self._change = comm, store, prepare, change
         self.entries: dict[EntryKey, Entry] = {}
         self.prior: dict[PlanKey, Mapping[tuple[int, int], StoredPlan]] = {}
-        """Of an earlier run, by layer and branch; only rank 0 has their loads."""
-        self.resumed: dict[str, tuple[Loads, str]] = {}
-        """Of a checkpoint: the shares and the strategy of plans by loads, see `state`."""
+        """Plans of an earlier run, by layer and branch; only rank 0 has their loads."""
+        self.resumed: dict[str, tuple[Shares, str]] = {}
+        """The `state` of a checkpoint: shares and strategies."""
         self._saved = PlanStore()
         self._saved_at = -SAVE_SECONDS
         self._channel = next(_channels)
@@ -89,7 +89,7 @@ class Planner:
         self._choices: dict[tuple[str, str, Problem, tuple[int, ...]], StrategyChoice] = {}
         self._forecasts: dict[PlanKey, Forecast] = {}
 
-    def plan(  # noqa: PLR0913 - what an attention is
+    def plan(  # noqa: PLR0913 - what identifies an attention
         self,
         place: AttentionId,
         problem: Problem,
@@ -98,22 +98,22 @@ class Planner:
         step: int,
         topology: Callable[[], Topology],
         strategy: str = "auto",
-        loads: Loads | None = None,
+        shares: Shares | None = None,
     ) -> Planned:
         """Return the plan of a call. All ranks call it in the same order, each with the mask of the call."""
         key = place, problem, mask.grid, strategy
         entry = self.entries.get(key)
-        if entry is None or (loads is not None and _has_moved(entry.shares, loads)):
-            entry = self._begin(key, mask, step, topology(), loads)
+        if entry is None or (shares is not None and _has_moved(entry.shares, shares)):
+            entry = self._begin(key, mask, step, topology(), shares)
         elif mask is not entry.mask:
-            if entry.shares is None and step < entry.step and step <= entry.began:
+            if entry.shares is None and step < entry.step and step <= entry.began:  # another run of the model
                 entry = self._add(key, entry.again(self._count + 1, step))
             entry.mask, entry.step = mask, step
             self._compare(entry)
         return entry.plan
 
     def state(self) -> dict[str, tuple[list[float], str]]:
-        """Return what plans by loads were made of, to go on by the same ones."""
+        """Return the shares and strategies of plans made of shares, for a checkpoint: see `resumed`."""
         return {
             _name(entry.place, entry.problem): (entry.shares.tolist(), str(entry.plan.strategy))
             for entry in self.entries.values()
@@ -137,12 +137,12 @@ class Planner:
         self._background.shutdown(wait=False, cancel_futures=True)
 
     def _begin(
-        self, key: EntryKey, mask: BlockMask, step: int, topology: Topology, shares: Loads | None
+        self, key: EntryKey, mask: BlockMask, step: int, topology: Topology, shares: Shares | None
     ) -> Entry:
         place, problem, _, requested = key
         balancer = Balancer(problem, mask, topology)
         if shares is not None:
-            shares, strategy, why = self._by_loads(key, mask, topology, shares)
+            shares, strategy, why = self._by_shares(key, mask, topology, shares)
             first = strategy, balancer.assign_by(strategy, shares), why
         else:
             stored = self._earlier_run(key_of(place, problem, topology)).get((place.layer, place.branch))
@@ -170,10 +170,10 @@ class Planner:
         self.entries[key] = self._numbers[entry.number] = entry
         return entry
 
-    def _by_loads(
-        self, key: EntryKey, mask: BlockMask, topology: Topology, shares: Loads
-    ) -> tuple[Loads, Strategy, str]:
-        """Go on by a checkpoint's plan, or choose; groups with other masks, and runs that resume, alike."""
+    def _by_shares(
+        self, key: EntryKey, mask: BlockMask, topology: Topology, shares: Shares
+    ) -> tuple[Shares, Strategy, str]:
+        """Return a checkpoint's shares and strategy, or choose: rank 0 of the job does it for all groups."""
         place, problem, _, requested = key
         before, name = self.resumed.pop(_name(place, problem), (None, ""))
         if before is not None and not _has_moved(before, shares):
@@ -186,7 +186,7 @@ class Planner:
     def _choice(
         self, place: AttentionId, problem: Problem, topology: Topology, mask: BlockMask
     ) -> StrategyChoice:
-        """Choose for attentions of one size: the best for one layer is a good start for the others."""
+        """Choose once for attentions of one size: the best for one layer is a good start for the others."""
         kind = place.model, place.sparsity, problem, mask.grid
         if kind not in self._choices:
             self._choices[kind] = StrategyChoice.of(problem, mask, topology)
@@ -203,7 +203,7 @@ class Planner:
         return self.prior.get(key, {})
 
     def _compare(self, entry: Entry) -> None:
-        """Compare a new mask over the ranks, and take the newest plan of its place that all of them hold."""
+        """Compare a new mask over the ranks, and use the newest plan that all of them hold for it."""
         if self.comm.size == 1:
             return
         digest = int(entry.mask.digest[:DIGEST_DIGITS], 16)
@@ -213,7 +213,7 @@ class Planner:
             if odd := [rank for rank, row in enumerate(rows) if row[at] != rows[0][at]]:
                 raise AgreementError(
                     f"Ranks {odd} have another {what} than rank 0: step {entry.step}, {entry.place}.",
-                    hint="Make masks that are the same on all ranks, from equal or exchanged inputs.",
+                    hint="Masks must be the same on all ranks: make them from inputs that all ranks share.",
                 )
         if (old := entry.use(min(row[2] for row in rows))) is not None:
             self._change(old, entry.plan)
@@ -231,7 +231,7 @@ class Planner:
             self._requested = rows[0][3]
 
     def _submit_pending(self) -> None:
-        """Observe the last mask in the background; its call is under way, so its executor exists."""
+        """Observe the last mask in the background: its call has begun, so its executor exists."""
         if self._pending is not None:
             self._background.submit(_logged, self._observe, *self._pending)
             self._pending = None
@@ -244,7 +244,7 @@ class Planner:
         return self._open(self._channel)
 
     def _observe(self, entry: Entry, mask: BlockMask, step: int, plan: Planned, fetched: int) -> None:
-        """Rank 0: judge the plan that a mask was computed by, and publish the next one."""
+        """On rank 0, evaluate the plan that a mask was computed by, and publish a better one, if any."""
         self._observed += 1
         key = entry.key
         if key not in self._forecasts:
@@ -256,8 +256,8 @@ class Planner:
         if draft is not None:
             strategy, assignment, why = draft
             made = entry.hold(entry.newest + 1, draft, self._prepare)
-            facts = entry.number, made.version, made.schedule.digest
-            message = dumps([*facts, str(strategy), assignment.packed(), why])
+            identity = entry.number, made.version, made.schedule.digest
+            message = dumps([*identity, str(strategy), assignment.packed(), why])
             self._store.set(str(self._published + 1), message)
             self._published += 1
         for number in range(self._deleted + 1, fetched + 1):
@@ -265,13 +265,13 @@ class Planner:
             self._deleted = number
 
     def _fetch(self, after: int, until: int) -> None:
-        """Other ranks: make schedules of what rank 0 has planned."""
+        """On other ranks, build the schedules of plans that rank 0 has published."""
         for number in range(after + 1, until + 1):
             message = self._store.get(str(number))
             self._fetched = number
-            place, version, digest, strategy, assignment, why = loads(message)
-            entry = self._numbers.get(place)
-            if entry and version == entry.newest + 1:  # not forgotten, and all before it could be held
+            entry_number, version, digest, strategy, assignment, why = loads(message)
+            entry = self._numbers.get(entry_number)
+            if entry and version == entry.newest + 1:  # not evicted, and no version is missing before it
                 draft = parse(strategy, entry.problem.ranks), assignment, why
                 entry.hold(version, draft, self._prepare, digest)
 
@@ -288,12 +288,12 @@ def _name(place: AttentionId, problem: Problem) -> str:
     return f"layer {place.layer}, {problem.heads} heads on {problem.ranks} ranks"
 
 
-def _has_moved(planned: Loads | None, now: Loads) -> bool:
-    return planned is None or len(planned) != len(now) or bool(np.abs(planned - now).max() > LOAD_DRIFT)
+def _has_moved(before: Shares | None, now: Shares) -> bool:
+    return before is None or len(before) != len(now) or bool(np.abs(before - now).max() > LOAD_DRIFT)
 
 
 def _logged(job: Callable[Args, None], *args: Args.args, **kwargs: Args.kwargs) -> None:
     try:
         job(*args, **kwargs)
-    except Exception:  # the plan in force stays in force
+    except Exception:  # the current plan stays in use
         _log.warning("No new plan could be made", exc_info=True)

@@ -1,4 +1,4 @@
-"""RankSupervisor: the server's connections to its ranks, the agent that starts them, and lost ranks.
+"""RankSupervisor: start the server's ranks by an agent, hold connections to them, and replace lost ranks.
 
 All ranks of a generation join one world together. When one is lost, all are, and a new generation begins.
 """
@@ -32,9 +32,9 @@ RanksEvent = messages.BatchMessage | messages.Ready | messages.RanksLost
 
 SILENCE_SECONDS = 10.0
 """A rank that sends no beat for so long is lost; beats come each second."""
-AGENT_NUMBER = -1
+AGENT_NUMBER = -1  # of the agent on this machine, where failed starts are counted by rank
 START_SECONDS = 120.0
-"""Limit from the start of an agent to the hello of all ranks: torch has to be read from disk."""
+"""Time limit from the start of an agent to the hello of all ranks, which read torch from disk."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class RankConnection:
     number: int
     pid: int
     host: str
-    store_port: int = 0  # of the store that rank 0 of several machines serves on loopback
+    store_port: int = 0  # of the store that rank 0 serves on loopback, if there are several machines
     joined: int | None = None
     facts: ModelFacts | None = None
     last_message: float = field(default_factory=time.monotonic)
@@ -55,8 +55,8 @@ class RankConnection:
 class RankSupervisor:
     """Start the ranks of a server, connect them, and start all of them again when one is lost.
 
-    `configure` takes an address and a token for the agent on this machine. `emit` receives what the leaders
-    of batches send, `Ready` once all ranks are, and `RanksLost`.
+    `configure` returns the configuration of the agent on this machine for an address and a token. `emit`
+    receives `Ready` once all ranks are, `RanksLost`, and what leaders (the lowest rank of each batch) send.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class RankSupervisor:
     ) -> None:
         self.world, self._configure, self._emit = world, configure, emit
         self.nodes = nodes or Nodes()
-        self.all: dict[int, RankConnection] = {}
+        self.all: dict[int, RankConnection] = {}  # the connected ranks, by number
         self.generation = 0
         self.trouble = ""  # why ranks could not start, as they reported it
         self._lock = threading.RLock()
@@ -77,9 +77,9 @@ class RankSupervisor:
         self._listeners: list[Listener] = []
         self._agent: subprocess.Popen[bytes] | None = None
         self._links: set[Channel] = set()
-        """To the agents, which replace their ranks when these are closed."""
+        """To the agents. An agent replaces its ranks when its link is closed."""
         self._token = self.nodes.token or secrets.token_urlsafe(32)
-        self._failures: Counter[int] = Counter()  # failed starts by rank, since all were ready
+        self._failures: Counter[int] = Counter()  # failed starts by rank, since all were last ready
         self._agent_started = self._ranks_lost = 0.0
         self._closing = False
 
@@ -90,14 +90,14 @@ class RankSupervisor:
 
     @property
     def memory(self) -> float:
-        """Bytes of memory of the rank that has least; `inf` if unknown."""
+        """Bytes of memory of the rank that has the least; `inf` if unknown."""
         with self._lock:
             facts = [rank.facts for rank in self.all.values() if rank.facts]
             return min((each.memory or inf for each in facts), default=inf)
 
     @property
     def failures(self) -> int:
-        """Failed starts since all were ready. A rank that fails takes others with it, which counts once."""
+        """Failed starts since all ranks were last ready; ranks that fail together count once."""
         with self._lock:
             return max(self._failures.values(), default=0)
 
@@ -113,7 +113,7 @@ class RankSupervisor:
 
     def start(self) -> None:
         self._folder = self._stack.enter_context(scratch("serve"))
-        # Connections for any other purpose only check that the token fits.
+        # Connections for another purpose ("ping") are authenticated and closed: they only check the token.
         handlers = {"rank": self._serve, "store": self._reach_store, "agent": self._hold}
         if self.nodes.count > 1:
             credentials = self.nodes.credentials(self._folder)
@@ -183,12 +183,12 @@ class RankSupervisor:
 
     def _start_agent(self) -> None:
         if self._agent is not None:
-            end(self._agent)  # it has; but its pipe is still open
+            end(self._agent)  # the process has ended, but its pipe is still open
         self._agent_started = time.monotonic()
         self._agent = start(self._configure(self.address, self._token))
 
     def _hold(self, link: Channel) -> None:
-        """Keep the connection of an agent."""
+        """Hold the connection of an agent until either side closes it."""
         self._links.add(link)
         try:
             link.receive()
@@ -196,7 +196,7 @@ class RankSupervisor:
             self._links.discard(link)
 
     def _reach_store(self, channel: Channel) -> None:
-        """Forward a connection of a rank to the store that rank 0 serves on this machine's loopback."""
+        """Forward a connection of a rank elsewhere to the store that rank 0 serves on loopback here."""
         if (first := self.all.get(0)) is not None and first.store_port:
             forward(socket.create_connection(("127.0.0.1", first.store_port)), channel.socket)
 
@@ -207,13 +207,13 @@ class RankSupervisor:
             message = decode(*channel.receive())
             if isinstance(message, messages.RankFailed):
                 self.trouble = message.message
-                # Without a rank it is an agent: `check` notices the end of ours, others try again.
+                # An agent sends no rank: `check` notices when the one here ends, others start again.
                 if message.rank is not None:
                     self._count_failure(message.rank, self.trouble)
             if not isinstance(message, messages.Hello):
                 return
             if message.world != self.world:
-                self.trouble = f"A rank is one of {message.world}, and this server has {self.world}. "
+                self.trouble = f"A rank expects {message.world} ranks, this server has {self.world}. "
                 self.trouble += "Start weft serve with the same --nodes and --ranks on every machine."
                 return
             rank = RankConnection(channel, message.rank, message.pid, message.host)
@@ -244,7 +244,7 @@ class RankSupervisor:
             self.send(list(self.all), messages.Join(generation=self.generation, store=store))
 
     def _store(self, generation: int) -> Path:
-        """Return the file of the store by which the ranks of a generation on one machine connect."""
+        """Return the file of the store through which the ranks of a generation meet on one machine."""
         return self._folder / f"store{generation}"
 
     def _on_message(self, rank: RankConnection, message: messages.FromRank | messages.ToRank) -> None:
@@ -264,7 +264,7 @@ class RankSupervisor:
             self._emit(message)
 
     def _count_failure(self, number: int, why: str) -> None:
-        """Count a failed start. What ranks reported themselves is more useful than `why`."""
+        """Count a failed start. `why` is shown if no rank has reported a reason itself."""
         with self._lock:
             self._failures[number] += 1
             self.trouble = self.trouble or why

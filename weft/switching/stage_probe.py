@@ -1,8 +1,8 @@
-"""Find out whether stages, and the code between them, compute the rows of a sharded dim one by one.
+"""Check that stages, and the code between them, compute each row of a sharded dim independently of others.
 
-The model runs without its other ranks. Each stage gets a few rows of the model's first tensor instead of its
-input, of the dim that is sharded while it runs; what it and the code behind it compute of them, up to the
-next stage, must be the same with rows of noise around them.
+Each rank runs the model by itself, twice. Instead of its input, each stage gets a few rows of the tensor that
+the first stage got, along the dim that is sharded while the stage runs. The second run has rows of noise
+around them. Up to the input of the next stage, all outputs for the rows of both runs must be the same.
 """
 
 from __future__ import annotations
@@ -30,9 +30,13 @@ ONE_ROW = 1, 1, 2
 
 
 class ProbeActivation(ShardedActivation):
-    """Few rows of the model's first tensor, whatever the stages compute.
+    """A `ShardedActivation` that gives each stage a few rows of the first stage's input, and sends nothing.
 
-    Of the dims that are sharded, that of one axis has noise; of the others there are two rows.
+    trace   records or compares inputs and outputs of stages.
+    axis    of the mesh: noise is added to the dim that is sharded over it. Of dims sharded over other axes
+            there are two rows.
+    noise   where it is added, as in `weft.hooks.probe`.
+    own     use all rows of this rank's shard, for models that cannot run on few.
     """
 
     def __init__(self, real: ShardedActivation, trace: Trace, axis: int, noise: int, *, own: bool) -> None:
@@ -66,7 +70,7 @@ class ProbeActivation(ShardedActivation):
         return x
 
     def run(self, stage: StageModule, forward: Forward, call: StageCall) -> PyTree:
-        # What runs on the whole, or attends over ranks by itself, cannot mix.
+        # A stage that runs on the whole tensor, or attends over ranks by itself (`inside`), may mix: skip it.
         attends = stage.stage.inside and {*self.placement} & {*stage.stage.mixes}
         is_idle = self.placement[self.axis] == WHOLE or attends
         out = call.x if is_idle else super().run(stage, forward, call)
@@ -79,7 +83,7 @@ class ProbeActivation(ShardedActivation):
         return ProbeRows.of(self.sizes[dim], span, self.noise, ONE_ROW, own=self.own)
 
     def compared(self, first: ProbeActivation, dims: set[str]) -> list[RowSpans]:
-        """Return those of some dims of which both runs have rows."""
+        """Return the rows to compare with the first run: those that both have, if any, of each of `dims`."""
         self.sizes = first.sizes
         pairs = [(first.picked(dim, self.axis), self.picked(dim, self.axis)) for dim in dims]
         spans = (RowSpans(len(a.indices), len(b.indices), ((a.front, b.front, a.same),)) for a, b in pairs)
@@ -89,7 +93,7 @@ class ProbeActivation(ShardedActivation):
 def check_mixing(stages: Stages, forward: Forward, args: Args, kwargs: Kwargs) -> InputError | None:
     """Raise on all ranks if rows of a sharded dim depend on others where no stage is declared to mix them.
 
-    Return the error to raise if the model's forward can run, but was not probed.
+    If the probe itself failed, return its error, to be raised after the model's forward if that succeeds.
     """
     real = stages.activation
     if cannot_compare((args, kwargs)):
@@ -135,11 +139,11 @@ def _error(stages: Stages, mixed: MixedRows, cause: str) -> InputError:
             hint=f'Declare that it does: {{"{stage.name}": "{declared}"}}.',
         )
     kind = f"{name} ({type(modules(stages.model)[name]).__name__})" if name else type(stages.model).__name__
-    rows = f"rows of {dim or 'what is sharded'}"
+    rows = f"rows of {dim or 'a sharded dim'}"
     does = f"mixes {dim}" if mixes and dim else f"computes a row from {cause.format(rows)}"
     return InputError(
         f"{kind} {does}, which is sharded while it runs.",
-        hint="Make it a stage, and declare what it mixes."
+        hint="Declare it as a stage, with the dims that it mixes."
         if mixes
-        else "Take positions and sizes from the whole, before the first stage, or in a stage that mixes it.",
+        else "Take positions and sizes from the whole tensor: before all stages, or in one that mixes it.",
     )

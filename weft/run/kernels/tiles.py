@@ -1,4 +1,4 @@
-"""Tiles: the submask that one Attend computes, in the rows and columns of its operands."""
+"""Tiles: the part of a mask that one Attend computes, indexed by the blocks of its operands."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from weft.core.mask import BlockMask, BoolArray, HeadRuns
 from weft.core.schedule import Attend, Piece
 
 Places = tuple[Tensor, ...]
-"""Heads, q blocks and kv blocks of an attend, on a device."""
+"""The indices in the whole mask of an Attend's heads, q blocks and kv blocks, on a device."""
 _HOST = torch.device("cpu")
 TILES_PER_CHUNK = 1 << 24
-"""Tiles converted to a list at a time on a GPU: each takes 16 bytes meanwhile."""
+"""Tiles converted to a list at a time on a GPU: each takes 16 bytes of intermediate results."""
 HOST_TILES_PER_CHUNK = 1 << 18
 """Tiles converted at a time on the host, where they should fit into a cache."""
 
@@ -40,9 +40,10 @@ class Blocks:
 
     @staticmethod
     def of(active: BoolArray | Tensor, room: int | None = None) -> Blocks:
-        """Convert booleans [heads, q blocks, kv blocks] on their device, without reading values back.
+        """Convert booleans [heads, q blocks, kv blocks] on their device, without waiting for it.
 
-        `room` is the length of `kv`: by default the number of active tiles on the host, of all on a device.
+        `room` is the length of `kv`. By default it is the number of active tiles on the host, where that
+        is known, and the number of all tiles on any other device.
         """
         if isinstance(active, np.ndarray):
             return _host_blocks(active)
@@ -58,32 +59,36 @@ class Blocks:
         at_once = max(1, TILES_PER_CHUNK // max(1, q_blocks * kv_blocks))
         for some in (slice(head, head + at_once) for head in range(0, heads, at_once)):
             chunk = tiles[some]
-            # Every active tile has an index of its own; all others share the one behind the end.
-            places = torch.where(chunk, firsts[some] + chunk.cumsum(-1) - 1, room)
-            kv.scatter_(0, places.reshape(-1), columns.expand_as(chunk).reshape(-1))
+            # Every active tile has a target of its own; all others are written behind the end, and dropped.
+            targets = torch.where(chunk, firsts[some] + chunk.cumsum(-1) - 1, room)
+            kv.scatter_(0, targets.reshape(-1), columns.expand_as(chunk).reshape(-1))
         return Blocks(heads, q_blocks, kv_blocks, starts, kv[:room])
 
     @cached_property
     def active(self) -> Tensor:
         """The tiles as booleans [heads, q blocks, kv blocks], on the device of the list."""
-        rows, nowhere = self.heads * self.q_blocks, self.heads * self.q_blocks * self.kv_blocks
+        rows, count = self.heads * self.q_blocks, self.heads * self.q_blocks * self.kv_blocks
         if self.kv.device == _HOST:
-            starts, tiles = self.starts.numpy(), np.zeros(nowhere, dtype=np.bool_)
+            starts, tiles = self.starts.numpy(), np.zeros(count, dtype=np.bool_)
             first = np.repeat(np.arange(rows) * self.kv_blocks, np.diff(starts))
             tiles[first + self.kv.numpy()[: starts[-1]]] = True
             return torch.from_numpy(tiles.reshape(self.heads, self.q_blocks, self.kv_blocks))
         at = torch.arange(self.kv.shape[0], dtype=torch.int32, device=self.kv.device)
         row = torch.searchsorted(self.starts[1:], at, right=True)
-        places = torch.where(row < rows, row * self.kv_blocks + self.kv, nowhere)
-        tiles = torch.zeros(nowhere + 1, dtype=torch.bool, device=self.kv.device)
-        tiles.scatter_(0, places, torch.ones_like(places, dtype=torch.bool))
-        return tiles[:nowhere].view(self.heads, self.q_blocks, self.kv_blocks)
+        # Entries of `kv` behind the last row are written behind the end, and dropped.
+        targets = torch.where(row < rows, row * self.kv_blocks + self.kv, count)
+        tiles = torch.zeros(count + 1, dtype=torch.bool, device=self.kv.device)
+        tiles.scatter_(0, targets, torch.ones_like(targets, dtype=torch.bool))
+        return tiles[:count].view(self.heads, self.q_blocks, self.kv_blocks)
 
     @cached_property
     def inverted(self) -> Blocks:
-        """By kv block: the q blocks that read it. With it gradients of keys need no atomic additions."""
-        turned = self.active.mT
-        return Blocks.of(turned.numpy() if turned.device == _HOST else turned, room=self.kv.shape[0])
+        """The transposed list: the q blocks that read each kv block.
+
+        With it, kernels add up the gradients of keys without atomic operations.
+        """
+        by_kv = self.active.mT
+        return Blocks.of(by_kv.numpy() if by_kv.device == _HOST else by_kv, room=self.kv.shape[0])
 
     @cached_property
     def order(self) -> Tensor:
@@ -97,31 +102,32 @@ class Blocks:
 
 
 def _host_blocks(active: BoolArray) -> Blocks:
-    """Convert tiles on the host by numpy, which is faster; masks that change wait for it."""
+    """Convert tiles on the host by numpy, which is faster: attention waits for the lists of a new mask."""
     heads, q_blocks, kv_blocks = active.shape
     flat = active.reshape(-1, kv_blocks)
     starts = np.zeros(len(flat) + 1, dtype=np.int32)
-    # Torch's memory: NumPy asks for huge pages, and a system that has to make them first takes longer.
+    # Allocated by torch: NumPy requests huge pages, which take longer where the system has none ready.
     listed = torch.empty(int(np.count_nonzero(flat)), dtype=torch.int32)
     kv = listed.numpy()
     # A chunk of rows at a time stays in a cache: fresh memory for all of them would cost more.
     at_once = max(1, HOST_TILES_PER_CHUNK // max(1, kv_blocks))
     for first in range(0, len(flat), at_once):
-        some = flat[first : first + at_once]
-        places, rows = np.flatnonzero(some), np.arange(len(some) + 1) * kv_blocks
-        ends = np.searchsorted(places, rows)
-        places -= np.repeat(rows[:-1], np.diff(ends))
+        chunk = flat[first : first + at_once]
+        columns, rows = np.flatnonzero(chunk), np.arange(len(chunk) + 1) * kv_blocks
+        ends = np.searchsorted(columns, rows)
+        columns -= np.repeat(rows[:-1], np.diff(ends))
         begin = starts[first]
-        kv[begin : begin + len(places)] = places
-        starts[first : first + len(some) + 1] = begin + ends
+        kv[begin : begin + len(columns)] = columns
+        starts[first : first + len(chunk) + 1] = begin + ends
     return Blocks(heads, q_blocks, kv_blocks, torch.from_numpy(starts), listed)
 
 
 @dataclass(frozen=True, eq=False)
 class Tiles:
-    """Active [heads, q blocks, kv blocks] of operands made of blocks, of which only the last may be ragged.
+    """The active tiles [heads, q blocks, kv blocks] of one Attend.
 
-    `active` and `listed` are None where every tile is active.
+    Its operands consist of whole blocks, of which only the last may be ragged. Active tiles are in `active`
+    or, if they are known only on a device, in `listed`; both are None if every tile is active.
     """
 
     active: BoolArray | None
@@ -130,19 +136,20 @@ class Tiles:
     q_len: int
     kv_len: int
     runs: HeadRuns = ()
-    """Runs of heads with and without masked tiles."""
+    """Runs of heads, as `BlockMask.head_runs` returns them."""
     listed: Blocks | None = None
-    """Instead of `active`: tiles that were selected on a device and are known only there."""
+    """Tiles that were selected on a device, instead of `active`."""
     _made: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @staticmethod
     def of(mask: BlockMask, op: Attend) -> Tiles:
+        """Select the tiles of an Attend from a mask on the host; those of a dense mask are one tile."""
         q_len, kv_len = op.q.tokens.size, op.kv.tokens.size
         if mask.is_dense:
             return Tiles(None, q_len, kv_len, q_len, kv_len)
         rows, cols = op.q.tokens.blocks(mask.block_q), op.kv.tokens.blocks(mask.block_k)
         active = torch.empty((op.q.heads.size, rows.size, cols.size), dtype=torch.bool).numpy()
-        for tiles, head in zip(active, op.q.heads, strict=True):  # as `_host_blocks`, in torch's memory
+        for tiles, head in zip(active, op.q.heads, strict=True):  # allocated by torch, as in `_host_blocks`
             tiles[:] = mask.select(Indices.span(head, head + 1), rows, cols)[0]
         if active.all():
             return Tiles(None, mask.block_q, mask.block_k, q_len, kv_len)
@@ -151,7 +158,10 @@ class Tiles:
 
     @cached_property
     def by_heads(self) -> tuple[tuple[int, int, Tiles], ...]:
-        """(first, end, tiles) of groups of heads that a GPU computes by different kernels."""
+        """(first, end, tiles) of groups of heads that a GPU computes by different kernels.
+
+        If there is one group it has all heads, and its `first` and `end` are not used.
+        """
         if len(self.runs) < 2 or self.active is None:
             return ((0, 0, self),)
         sizes = self.block_q, self.block_k, self.q_len, self.kv_len
@@ -169,7 +179,7 @@ class Tiles:
 
     def lists(self, device: torch.device) -> Blocks:
         """Return the lists of blocks on a device."""
-        assert self.sparse, "a dense rectangle has no list of blocks"
+        assert self.sparse, "every tile is active: there is no list of blocks"
         return self.cached(("lists", device), lambda: self._lists(device))
 
     def _lists(self, device: torch.device) -> Blocks:
@@ -183,12 +193,12 @@ class Tiles:
         """The active tiles in host memory; waits for tiles that were selected on a device."""
         if self.active is not None:
             return self.active
-        assert self.listed is not None, "a dense rectangle has no tiles"
+        assert self.listed is not None, "every tile is active: there is no array of tiles"
         return self.listed.active.cpu().numpy()
 
     @cached_property
     def token_mask(self) -> Tensor | None:
-        """[heads, query rows, key rows]; only for the reference kernel, as large as the scores."""
+        """Booleans [heads, query rows, key rows], as large as the scores; only for the reference kernel."""
         if not self.sparse:
             return None
         full = self.host.repeat(self.block_q, axis=1).repeat(self.block_k, axis=2)
@@ -196,10 +206,10 @@ class Tiles:
 
 
 class TileSet:
-    """The tiles of one mask by Attend, made at first use."""
+    """The tiles of one mask for each Attend of a schedule, made at first use."""
 
     def __init__(self, mask: BlockMask, places: dict[int, Places] | None = None) -> None:
-        """`places` (indices of the blocks of each Attend) is shared by the masks of one executor."""
+        """`places`, by id of the Attend, does not depend on the mask: the masks of one executor share it."""
         self.mask = mask
         self.places: dict[int, Places] = {} if places is None else places
         self._by_op: dict[int, tuple[Attend, Tiles]] = {}

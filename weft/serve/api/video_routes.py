@@ -1,4 +1,4 @@
-"""POST /v1/videos: queue a video, or wait for it."""
+"""POST /v1/videos queues a video; POST /v1/videos/sync waits for it and responds with the file."""
 
 from __future__ import annotations
 
@@ -49,7 +49,11 @@ def routes(engine: Engine, limits: RequestLimits) -> APIRouter:
         responses=file_responses("video") | CREATE_ERRORS,
     )  # fmt: skip
     async def sync(request: Request, body: schemas.VideoRequest = parsed) -> Response:
-        """Respond with the video itself. A client that disconnects before it is done cancels it."""
+        """Respond with the video itself.
+
+        If the client disconnects, the job is cancelled, unless the request has an Idempotency-Key, with which
+        it can be repeated.
+        """
         job = await run_in_threadpool(submit, body, request)
         try:
             job = await job_routes.while_connected(request, job_routes.wait_for(engine, job.id))
@@ -64,7 +68,8 @@ def routes(engine: Engine, limits: RequestLimits) -> APIRouter:
     @router.post("/characters", include_in_schema=False)
     def unsupported() -> None:
         message = (
-            "This server has no remix, edits, extensions, characters. POST /v1/videos makes a new video."
+            "This server does not remix, edit or extend videos, and has no characters. "
+            "POST /v1/videos makes a new video."
         )
         raise APIError(404, "not_found", message)
 
