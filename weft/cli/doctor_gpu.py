@@ -23,7 +23,7 @@ REHEARSAL_RANKS = 2
 RESERVED_SECONDS = 20.0
 """Of the minutes, for starting, for a last child that must be killed, and for the files."""
 GRACE_SECONDS = 20.0
-"""From Ctrl-C to SIGKILL, for rank 0 to write what there is."""
+"""Time from Ctrl-C to SIGKILL, in which rank 0 writes the results so far."""
 WIDTH = 80
 NUMBERS = {
     "gbytes_per_s": "up to {} GB/s",

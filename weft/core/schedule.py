@@ -187,7 +187,7 @@ class Schedule(Value):
         try:
             schedule = loads(read_bytes(Path(path), limit=MAX_FILE_BYTES))
             if not isinstance(schedule, Schedule):
-                raise InputError(f"It holds a {type(schedule).__name__}.")
+                raise InputError(f"It must hold a Schedule, got a {type(schedule).__name__}.")
             schedule.check()
         except InputError as error:
             raise InputError(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     Intervals = list[tuple[float, float]]
 
 MAX_RANKS, MAX_BYTES, MAX_SECONDS = 4096, 1 << 50, 1e12
-"""Of a file: a report draws all ranks, adds bytes up in 64 bits, and divides times by each other."""
+"""Limits of a file: a report draws all ranks, adds bytes in 64 bits, and divides times by each other."""
 
 
 class Span(NamedTuple):

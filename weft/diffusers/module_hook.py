@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class ModuleHook(ForwardWrapper):
     """Split the arguments, run the module (as an attention or a dropout), split or gather its output.
 
-    what   the module, in errors; the same for all that one pattern names: torch.compile compiles one of them.
+    what   name for errors, equal for all modules of one pattern, so that torch.compile compiles one graph.
     """
 
     def __init__(self, region: ShardedRegion, what: str) -> None:

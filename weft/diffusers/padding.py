@@ -138,7 +138,6 @@ def _unmasked_keys(name: str, mask: Tensor) -> Tensor:
     if differs.any():
         raise InputError(
             f"{name} has a mask that differs by query or head, or adds to scores.",
-            hint="weft splits attentions whose mask leaves out keys; for sparse ones use sparse= of "
-            "weft.parallelize.",
+            hint="The mask may only leave out keys; for sparse attention use sparse= of weft.parallelize.",
         )
     return keep[:, 0, 0]

@@ -137,7 +137,7 @@ class ShardedRegion:
         """Return whether random numbers are checked: less and less often, once a forward was right."""
         if self.model.training or self.runs == 1:
             return True
-        # Graphs of torch.compile are for one mode each.
+        # A FunctionMode would recompile graphs of torch.compile, which are specific to it.
         return not self.runs & (self.runs - 1) and all(
             module._compiled_call_impl is None for module in self._submodules
         )

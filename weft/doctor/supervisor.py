@@ -130,7 +130,7 @@ class Supervisors:
 
 
 def attempt(spec: AttemptSpec, rank: int, grace: Callable[[], float | None]) -> AttemptResult:
-    """Run a child to its end or its limit, or for the seconds that `grace` returns, once it does."""
+    """Run a child until it ends or its time is up; once `grace` returns seconds, for those at most."""
     deadline, last = time.monotonic() + spec.seconds, "hung"
     running = _Child(spec, rank, deadline)
     try:

@@ -43,7 +43,7 @@ def isolated(model: nn.Module) -> Iterator[None]:
             for hooks in (module._forward_hooks, module._forward_pre_hooks):
                 if others := [key for key, hook in hooks.items() if not _is_of_library(hook)]:
                     stack.callback(hooks.update, dict(hooks))
-                    stack.callback(hooks.clear)  # first, so that they are in their order again
+                    stack.callback(hooks.clear)  # undone last-in first-out: clear, then restore in order
                     for key in others:
                         del hooks[key]
         yield

@@ -26,7 +26,7 @@ from weft.run.comm import Comm
 NOISE_SCALE = 3.0
 """Standard deviation of noise, relative to the mean of the row that it replaces: little mixing shows too."""
 MAX_SAMPLES = 64
-"""Elements that are compared of a longer dim."""
+"""Number of elements that are compared along a longer dim."""
 NONE, AROUND, MOVED = range(3)
 """Noise: so many rows before and so many behind the others, or the other way round."""
 CAUSES = (
@@ -39,7 +39,7 @@ FINE, FAILED, MIXES = range(3)
 
 
 class MixedRows(NamedTuple):
-    """The name of a module whose rows are not computed one by one, and the dim of the rows."""
+    """The name of a module whose rows depend on each other, and the dim of the rows."""
 
     module: str
     dim: str
@@ -56,10 +56,10 @@ ProbeRun = Callable[["Trace", int, bool, R | None], R]
 def find_mixing(
     model: nn.Module, comms: Sequence[Comm], run: ProbeRun[R]
 ) -> tuple[MixedRows, str] | InputError | None:
-    """Return the module whose rows depend on more than themselves, and on what: the same for all ranks.
+    """Return the module whose rows depend on other data, and on which; the same on all ranks.
 
     A model that cannot run on few rows is probed on those that each rank has. If it cannot run on these
-    either, return the error to raise if its forward can.
+    either, return the error to raise in case its forward can run.
     """
 
     def worst(outcome: int) -> int:

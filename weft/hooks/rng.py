@@ -81,7 +81,7 @@ def sharded_dropout(x: Tensor, p: float, training: bool, *, dim: int, layout: La
     index = torch.from_numpy(layout.order(rank)).to(x.device)
     if x.shape[dim] != len(index):
         raise InputError(
-            f"Dropout of {x.shape[dim]} rows on rank {rank}, which has {len(index)} of {layout}."
+            f"Dropout on rank {rank} must have {len(index)} rows, its shard of {layout}, got {x.shape[dim]}."
         )
     shape = list(x.shape)
     shape[dim] = layout.size

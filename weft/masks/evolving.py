@@ -31,7 +31,7 @@ def evolving_mask(
     (a rho of 0.95 to 0.99 looks like real ones).
     """
     if not 0 < density < 1:
-        raise InputError(f"density={density} does not evolve.", hint="Give a number between 0 and 1.")
+        raise InputError(f"density must be in (0, 1) for an evolving mask, got {density}.")
     law = _around(density, SPREAD * drift((heads,), step=step, rho=rho, seed=[seed, 3]))
     text = grid.text(block)
     tiles = np.empty((heads, len(text), len(text)), dtype=np.bool_)

@@ -70,7 +70,7 @@ class Assignment(Value):
         return float(np.mean([(now != then).mean() for now, then in pairs]))
 
     def packed(self) -> Assignment:
-        """Return the same in fewer bytes, to be sent and stored."""
+        """Return a copy in the smallest dtypes, to be sent and stored."""
         rows, cols = (x.astype(np.min_scalar_type(int(x.max(initial=0)))) for x in (self.rows, self.cols))
         return replace(self, rows=rows, cols=cols)
 
@@ -106,7 +106,7 @@ def _is_whole(heads: Heads, count: int, rows: int) -> bool:
 
 
 def _is_within(some: Indices, size: int) -> bool:
-    """Whether they are as indices must be, which those of a file need not be, and below a size."""
+    """Whether indices, which may come from a file, are well-formed, not empty and in [0, size)."""
     runs = some.runs
     return bool(runs) and Indices.from_runs(runs) == some and runs[0][0] >= 0 and runs[-1][1] <= size
 
@@ -200,13 +200,11 @@ def check_fit(problem: Problem, mask: BlockMask, mesh: Mesh) -> None:
     """The mesh and the mask must be those of the problem."""
     if mesh.ranks != problem.ranks:
         raise InputError(
-            f"The mesh {mesh} has {mesh.ranks} ranks, the tensors lie on {problem.ranks}.",
+            f"The mesh {mesh} has {mesh.ranks} ranks, the tensors are on {problem.ranks}.",
             hint=f"Use axes whose product is {problem.ranks}.",
         )
     if unknown := {name for name, _ in mesh.axes} - {"ring", "ulysses"}:
-        raise InputError(
-            f"This strategy knows no mesh axis {sorted(unknown)[0]!r}.", hint="Use ring and ulysses."
-        )
+        raise InputError(f"A mesh axis must be ring or ulysses, got {sorted(unknown)[0]!r}.")
     own = (mask.heads, mask.q_len, mask.kv_len)
     wanted = (problem.heads, problem.q.size, problem.kv.size)
     if own != wanted:

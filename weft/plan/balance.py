@@ -1,4 +1,4 @@
-"""Balance: how much the busiest rank has more than the mean, and the least that anyone could reach.
+"""Balance: the largest load over the mean, and the lower bound of that ratio.
 
 Loads are integers (a cost table's, not counts of tiles), so that all ranks compute the same numbers.
 `tiles[u, a, b]` is the load of Ulysses slice u between row group a and column group b of its ring;

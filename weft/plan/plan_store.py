@@ -25,7 +25,7 @@ from weft.core.files import cache, read_bytes, whole
 from weft.plan.assignment import Assignment
 
 FORMAT = 3
-PLAN_FILE = re.compile(r"-[0-9a-f]{16}(\.\d+\.\d+)?\.json$")  # a folder may hold files of others
+PLAN_FILE = re.compile(r"-[0-9a-f]{16}(\.\d+\.\d+)?\.json$")  # the folder may hold other files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +130,7 @@ def _read(path: Path, key: PlanKey) -> tuple[StoredPlan, ...]:
         raise InputError(f"the format is {table.get('format')}, this weft reads {FORMAT}.")
     plans: Any = table.get("plans")
     if table.get("key") != key or not isinstance(plans, tuple):
-        raise InputError("it holds something else than its name says.")
+        raise InputError("its content does not match its name.")
     if not all(isinstance(plan, StoredPlan) for plan in cast("tuple[Any, ...]", plans)):
-        raise InputError("it holds something else than plans.")
+        raise InputError("it must hold plans only.")
     return cast("tuple[StoredPlan, ...]", plans)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ForwardLowering(AttentionLowering):
-    """Outputs are merged in float32 or better, if they are, and leave in the caller's dtype."""
+    """Lower a forward: merge partial outputs in float32 or better, and send outputs in the caller's dtype."""
 
     def begin(self, attends: list[Attend], ops: Sequence[RankOp]) -> None:
         super().begin(attends, ops)

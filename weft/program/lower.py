@@ -86,7 +86,7 @@ def _ops_by_rank(schedule: Schedule, ranks: Iterable[int], numbers: Pieces) -> d
 def _is_bulk(op: Exchange, problem: Problem | Switch) -> bool:
     """Whether one all_to_all can do an exchange: between any two ranks there is a message."""
     pairs = {(transfer.src, transfer.dst) for transfer in op.transfers}
-    gathers = isinstance(problem, Switch) and problem.dims[1] is None  # all would send the same to each
+    gathers = isinstance(problem, Switch) and problem.dims[1] is None  # every message of a rank is the same
     # The messages lie in one buffer without gaps, so their items must be of one size.
     by_tensor = {transfer.piece.tensor: transfer.piece for transfer in op.transfers}
     mixed = len({piece.is_sum for piece in by_tensor.values()}) > 1

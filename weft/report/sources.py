@@ -30,7 +30,7 @@ def measured(
         if known and known != timeline.ranks:
             raise InputError(
                 f"The trace {timeline.name!r} has {timeline.ranks} ranks, its {what} has {known}.",
-                hint="Give what it ran with, or leave it out.",
+                hint="Pass the one that it ran with, or omit it.",
             )
     timeline = replace(timeline, name=timeline.name or "run")
     call = one_call(timeline)
@@ -77,7 +77,7 @@ def simulated(
     if topology.ranks != schedule.problem.ranks:
         raise InputError(
             f"The schedule is for {schedule.problem.ranks} ranks, {topology.name} has {topology.ranks}.",
-            hint="Give a --topology of as many devices.",
+            hint="Pass a --topology with as many devices.",
         )
     timeline = simulate(schedule, topology)
     own = SweepPoint.of(schedule.name, topology, timeline)

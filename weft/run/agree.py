@@ -37,9 +37,9 @@ def count_rows(comm: Comm, q_rows: int, kv_rows: int) -> tuple[tuple[int, int], 
 
 
 def agree(comm: Comm, facts: dict[str, str], what: str = "attentions", note: str = "") -> list[str]:
-    """Compare facts over all ranks; a difference raises on every rank and names who differs in what.
+    """Compare facts over all ranks; a difference raises on every rank and names the ranks and the facts.
 
-    Return the notes of all ranks, by rank. They travel with the facts and may differ.
+    Return the notes of all ranks, by rank. They are sent with the facts and may differ.
     """
     facts = facts | {"transport": comm.transport}
     try:

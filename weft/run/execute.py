@@ -60,7 +60,7 @@ class Runner:
         collective: bool = False,
         lands: bool = False,
     ) -> Program:
-        """Lower what `kind` asks for, once."""
+        """Return the lowered program of `kind`, which is cached."""
         key = kind, near, collective, lands
         if key not in self._programs:
             target = Target(near=near, collective=collective, save=self.saved_tensors(kind), lands=lands)

@@ -109,7 +109,7 @@ class _Build:
                 gathered[tensor] += gather
                 pulls.append(Exchange(moves, f"pull {tensor} {i}"))
                 passes |= {i: self._passes(i)} if tensor == "kv" else {}
-        # The first queries leave before keys are put together; where there are none, keys are first.
+        # Send the first queries before keys are assembled; without queries to send, start with keys.
         pulls.insert(min(1, len(rows)), Exchange(tuple(gathered["kv"]), "gather kv"))
         ahead = iter(pulls)
         ops: list[Op] = [Exchange(tuple(gathered["q"]), "gather q"), Exchange(scatter, "scatter")]

@@ -96,8 +96,8 @@ def top_k_tiles(
 ) -> BlockMask:
     """Return the `share` of tiles of each row of blocks with the highest scores of block means.
 
-    Each rank chooses for some of the heads, and the choices are exchanged: all ranks have the same mask
-    whatever their roundings are. A batch shares it, by the highest score of its samples.
+    Each rank selects for some of the heads, and the selections are exchanged: all ranks have the same mask,
+    however they round. A batch shares one mask, by the highest score over its samples.
     """
     heads = q.shape[1]
     if k.shape[1] != heads:
@@ -130,7 +130,7 @@ def gather_tiles(tiles: BoolArray, heads: int, world: World, device: torch.devic
     """Gather the tiles that each rank has chosen for its heads."""
     packed = np.packbits(tiles, axis=2)
     words = np.pad(packed, ((0, 0), (0, 0), (0, -packed.shape[2] % 8))).view(np.float64)
-    # As float64, of which a gather moves the bytes: it takes no integers.
+    # Viewed as float64, whose bytes a gather copies unchanged: it does not support integers.
     dims = {"head": heads, "row": tiles.shape[1], "word": words.shape[2]}
     every = gather(torch.from_numpy(words).to(device), "head", dims=dims, mesh=world, stage="masks")
     bits = every.cpu().numpy().view(np.uint8)

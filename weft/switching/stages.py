@@ -279,8 +279,8 @@ class Stages(ForwardWrapper):
         if at not in (0, self._next):
             expected = self.modules[self._next].name if self._next < len(self.modules) else "nothing"
             raise InputError(
-                f"Stage {self.modules[at].name} runs where {expected} was declared to run.",
-                hint="One dict is one loop, whose entries run in turn; give a list of dicts for several.",
+                f"Stage {self.modules[at].name} ran where the declaration expects {expected}.",
+                hint="One dict is one loop, whose entries run in turn; pass a list of dicts for more.",
             )
         self._next = at + 1
 

@@ -164,7 +164,7 @@ class DSV:
             self._losses.setdefault(layer, []).append(stats.learn())
         if profiles:
             self._profiles.setdefault(layer, []).append(stats.profile(budgets))
-        # When annealing begins, all heads have all keys.
+        # When annealing begins, all heads use all keys: dense.
         return None if budgets is None or budgets.min() >= 1 else stats.select(budgets)
 
     def step(self) -> None:

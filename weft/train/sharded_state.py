@@ -141,7 +141,7 @@ def fill(state: StateDict, folder: Path, files: Iterable[str]) -> None:
             left[name] -= count
     if lacking := [name for name, count in left.items() if count]:
         raise InputError(
-            f"{folder} is missing some of {lacking[0]}.", hint="Remove it: the previous one is used."
+            f"{folder} lacks part of {lacking[0]}.", hint="Remove it: the previous checkpoint is used."
         )
 
 
