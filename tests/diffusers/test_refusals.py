@@ -199,7 +199,7 @@ def test_an_argument_by_sample_is_refused_where_samples_are_sharded() -> None:
         model(normal(4, 3, 5, 4), normal(4, 4))
 
     with pytest.raises(
-        InputError, match=r"Stage stage is given a second tensor of shape \[4, 3, 5, 4\], .* batch"
+        InputError, match=r"Stage stage got a second tensor of shape \[4, 3, 5, 4\], .* batch"
     ):
         on_ranks(2, job)
 

@@ -51,7 +51,10 @@ class BlockMask(Value):
         _check_sizes(self.q_len, self.kv_len, self.block_q, self.block_k)
         expected = (self.q_blocks, -(-self.kv_blocks // 8))
         if self.bits.ndim != 3 or self.bits.shape[1:] != expected or self.bits.dtype != np.uint8:
-            raise InputError(f"Mask bits must be uint8 [patterns, *{expected}], got {self.bits.shape}.")
+            raise InputError(
+                f"Mask bits must be uint8 [patterns, *{expected}], got {self.bits.dtype} of shape "
+                f"{self.bits.shape}."
+            )
         if not self.pattern_of or max(self.pattern_of) >= len(self.bits) or min(self.pattern_of) < 0:
             raise InputError(f"pattern_of={self.pattern_of} does not name {len(self.bits)} patterns.")
         self.bits.setflags(write=False)

@@ -120,7 +120,9 @@ class ParallelHandle:
                 verbose=comm.rank == 0,
             )
         elif sparsity is not None:
-            raise InputError(f"A {type(model).__name__} is split by switching dims, without masks.")
+            raise InputError(
+                f"A {type(model).__name__} is split by switching dims, which does not support sparse=."
+            )
         else:
             region = ShardedLatte(model)
         self.regions[name] = region

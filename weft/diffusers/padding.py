@@ -117,7 +117,7 @@ def _unmasked_rows(hook: AttentionHook, mask: Tensor, q: Tensor) -> tuple[Tensor
 
 
 def _counts(hook: AttentionHook, keep: Tensor, rank: int) -> list[int]:
-    """Count the tokens of each sample; -1 where some of the video are left out."""
+    """Count the unmasked tokens of each sample; -1 if any video token is masked."""
     shards = hook.region.shards
     start = shards.rows(hook.streams[: hook.streams.index("video")], rank) if hook.video else 0
     video = keep[:, start : start + shards.rows(hook.video, rank)].all(1)

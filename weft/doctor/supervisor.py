@@ -178,7 +178,7 @@ class _Child:
     def _receive(self) -> None:
         try:
             message = json.loads(self._messages.recv_bytes())
-        except (EOFError, OSError):  # the sentinel has how it ended
+        except (EOFError, OSError):  # the process sentinel reports how it ended
             self._sources.remove(self._messages)
             return
         result = self.result

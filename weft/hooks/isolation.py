@@ -27,7 +27,7 @@ def isolated(model: nn.Module) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(_rng_restored())
-        # Weights that autocast caches would have no gradients later.
+        # Autocast would cache weights cast without gradients, and reuse them in training.
         stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
         if "torch._dynamo" in sys.modules:

@@ -270,7 +270,7 @@ def _error(first: Tensor, second: Tensor, rows: Sequence[RowSpans]) -> Tensor | 
     """Return the largest difference, relative to the largest value; None if the rows' dim is not known."""
     pairs = [pair for each in rows for pair in each.pairs(first, second)]
     if first.shape == second.shape:
-        pairs.append((first, second))  # it may have no rows: then it must not depend on any
+        pairs.append((first, second))  # the output may have no rows; it must then be equal in both runs
     if not pairs:
         return None
     return torch.stack([_difference(a.float(), b.float()) for a, b in pairs]).amin()

@@ -105,7 +105,7 @@ class RandomGuard(FunctionMode):
 
     def call(self, func: Forward, args: Args, kwargs: Kwargs) -> PyTree:
         draws = func not in DROPOUT_FUNCTIONS or _drops(*args, **kwargs)
-        # The error is made for these functions alone: torch.compile makes constants of what is read.
+        # Call `_error` for these functions only: torch.compile would guard on all that it reads.
         if draws and (error := self._error()) is not None:
             raise error
         return run_function(func, args, kwargs)

@@ -66,7 +66,7 @@ def _read(file: str) -> Arrays:
     try:
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as archive:
             unpacked = sum(member.file_size for member in archive.zip.infolist())
-            if unpacked > MAX_BYTES:  # a small file can unpack to anything
+            if unpacked > MAX_BYTES:  # a small file can unpack to any size
                 raise InputError(f"{path} unpacks to {unpacked:,} bytes.", hint=f"At most {MAX_BYTES:,}.")
             arrays = {name: np.asarray(archive[name]) for name in archive.files}
     except InputError:

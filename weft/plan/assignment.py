@@ -63,7 +63,7 @@ class Assignment(Value):
         )
 
     def moved(self, before: Assignment) -> float:
-        """Return the share of blocks that another ring coordinate has than before; all, in another mesh."""
+        """Return the share of blocks whose ring coordinate changed; 1 if the mesh changed."""
         pairs = [(self.rows, before.rows), (self.cols, before.cols)]
         if any(now.shape != then.shape for now, then in pairs):
             return 1.0
@@ -243,7 +243,7 @@ def _zigzag(layout: Layout, unit: int, mesh: Mesh) -> IntArray:
 
 
 def _alike(problem: Problem, mask: BlockMask, mesh: Mesh, rows: IntArray, cols: IntArray) -> Assignment:
-    """The same rows and columns for every slice of heads."""
+    """Return an assignment with the same rows and columns for every slice of heads."""
     slices = mesh.size("ulysses")
     return Assignment(
         whole(natural_groups(problem.heads, slices)),

@@ -234,7 +234,7 @@ def choose(
             assigned.add(key)
             _time(option, balancer, timed)
     best = min(timed.values(), key=lambda each: _penalized_seconds(each, topology)).strategy
-    # How much a torus puts off is finer than a closed form sees: the best is timed with all and none too.
+    # A closed form cannot resolve how much a torus should defer: also time all and none.
     settings = best.tuned(topology)
     for option in (settings[0], settings[-1]):
         if option != best:
@@ -258,7 +258,7 @@ def _tuned(strategy: Strategy, balancer: Balancer) -> tuple[float, Strategy]:
 
 def _penalized_seconds(candidate: Candidate, topology: Topology) -> float:
     factor = COMPLEXITY_PENALTY if candidate.strategy.costly else 1.0
-    if topology.cores:  # ranks that are uneven take turns on shared cores, but the last ones leave some idle
+    if topology.cores:  # uneven ranks leave shared cores idle at the end
         factor += LATENESS_PENALTY * (candidate.imbalance - 1)
     sending = min(candidate.seconds, max(candidate.timing.sending)) if candidate.inter_bytes else 0.0
     return candidate.seconds * factor + LATENESS_PENALTY * sending

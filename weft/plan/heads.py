@@ -146,7 +146,7 @@ def _frozen(groups: list[list[int]]) -> Groups:
 
 
 def checked_loads(loads: npt.ArrayLike, *axes: str) -> IntArray:
-    """The loads, if they are integers of 0 or more, one for each of some things."""
+    """Return the loads; raise unless they are non-negative integers with these axes."""
     array = np.asarray(loads)
     if array.ndim != len(axes) or (array.size and (array.dtype.kind not in "iu" or int(array.min()) < 0)):
         raise InputError(

@@ -90,12 +90,12 @@ class StrategyChoice:
 
     @staticmethod
     def of(problem: Problem, mask: BlockMask, topology: Topology) -> StrategyChoice:
-        """Choose for masks that begin with this one: of balanced plans, for those to come."""
+        """Choose for a sequence of masks that begins with this one, among balanced plans."""
         plan = choose(problem, mask, topology)
         left_out = {name for name, _ in plan.left_out}
         options: dict[Strategy, Candidate] = {}
         for option in sorted(plan.ranked, key=lambda each: each.strategy.balance == "balanced"):
-            # Equal plans have one name: where nothing is to be balanced yet, that of the plain one.
+            # Equal plans share a name: on a balanced mask, that of the plan without a balance.
             balanced = _balanced(option.strategy)
             if balanced == option.strategy or str(balanced) not in left_out:
                 options[balanced] = option

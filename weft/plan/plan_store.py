@@ -40,14 +40,14 @@ class PlanKey(Value):
 
     @property
     def file(self) -> str:
-        """A name that a reader can place, and a digest that tells it from all others."""
+        """A readable name, and a digest that makes it unique."""
         name = re.sub(r"[^A-Za-z0-9.]+", "-", self.model).strip("-.")[-40:]
         return f"{name}-{digest(self)}.json"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StoredPlan(Value):
-    """A layer: its strategy, who had what at the beginning of a run, and the loads of its heads by step."""
+    """A layer's strategy, its assignment at the beginning of a run, and the loads of its heads by step."""
 
     layer: int
     branch: int

@@ -136,7 +136,7 @@ def choose_layouts(
 
 
 class _Costs:
-    """What layouts and the ways between them cost, each worked out once."""
+    """Costs of layouts and of the switches between them, cached."""
 
     def __init__(self, sizes: dict[str, int], ranks: tuple[int, ...], width: int) -> None:
         for name, size in sizes.items():
@@ -152,7 +152,8 @@ class _Costs:
     def check(self, stage: ModelStage) -> None:
         if unknown := [dim for dim in stage.mixes if dim not in self.sizes]:
             raise InputError(
-                f"Stage {stage.name} mixes {unknown[0]!r}.", hint=f"The dims are {', '.join(self.sizes)}."
+                f"Stage {stage.name} mixes an unknown dim {unknown[0]!r}.",
+                hint=f"The dims are {', '.join(self.sizes)}.",
             )
 
     def named(self, layout: str | State, what: str) -> list[State]:

@@ -86,7 +86,7 @@ class ForwardLowering(AttentionLowering):
     def _sums(self, q: Operand) -> tuple[Slot, Slot]:
         keeps = bool(self.target.save)
         memory = "saved" if keeps else "workspace"
-        # One attention is all of it: nothing is merged, so nothing has to be kept in float32.
+        # A single attention computes all of it: without a merge, no float32 sum is needed.
         dtype = self.narrow if q.readers == 1 and not q.partial else self.wide
         out = self.slot(f"out of {q.name}", "workspace", Piece("o", q.hull.heads, q.hull.tokens), dtype)
         if dtype == self.narrow:

@@ -67,7 +67,7 @@ def _ops_by_rank(schedule: Schedule, ranks: Iterable[int], numbers: Pieces) -> d
                 ops[op.rank].append((index, op))
             continue
         collective = len(op.transfers) >= every * (every - 1) > 0 and _is_bulk(op, schedule.problem)
-        if len(ops) < every:  # most transfers are between others
+        if len(ops) < every:  # most transfers involve other ranks only
             op = Exchange(tuple([t for t in op.transfers if t.src in ops or t.dst in ops]), op.label)  # noqa: PLW2901
         tensors = frozenset([transfer.piece.tensor for transfer in op.transfers])
         by_rank: dict[int, Messages] = {}

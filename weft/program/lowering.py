@@ -96,12 +96,12 @@ class Lowering(ABC):
         return True
 
     def own_piece(self, op: Messages) -> Piece | None:
-        """What of an exchange between all ranks stays at home."""
+        """The piece of an exchange between all ranks that stays on this rank."""
         del op
         return None
 
     def cut(self, piece: Piece) -> Slot | None:
-        """The slot of a piece of the input, if it lies there in one stretch."""
+        """The slot of a piece of the input, if it is contiguous there."""
         del piece
         return None
 

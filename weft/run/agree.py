@@ -111,9 +111,9 @@ def check_call(comm: Comm, tag: int, name: str, program: str) -> None:
 
 
 def _facts(name: str, program: str) -> dict[str, str]:
-    """The facts that the name of a call is the text of, and which of its programs is run."""
+    """Parse the facts of a call from its name, and add the program that runs."""
     facts: dict[str, str] = {"call": name}
-    with suppress(ValueError, SyntaxError):  # a name that is none
+    with suppress(ValueError, SyntaxError):  # the name has no facts
         facts = literal_eval(name[: name.rfind("}") + 1])
     return facts | {"program": program}
 

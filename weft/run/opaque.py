@@ -99,7 +99,7 @@ class Saved(np.ndarray):
 
 
 def _with_autograd() -> Any:
-    """Inside of an operation autograd is switched off."""
+    """Enable autograd, which is disabled inside of an operation."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in (DispatchKey.AutogradFunctionality, DispatchKey.ADInplaceOrView):
         excluded = excluded.remove(key)

@@ -130,7 +130,7 @@ class ScheduleProof(ABC):
 
     @abstractmethod
     def arrive(self, transfer: Transfer) -> None:
-        """Check that a piece may arrive at its target now."""
+        """Check that the target can receive the piece at this point of the schedule."""
 
     @abstractmethod
     def end(self) -> None:
@@ -138,7 +138,7 @@ class ScheduleProof(ABC):
 
 
 class AttentionProof(ScheduleProof):
-    """What both directions of an attention share: which tiles are done, and on which rank."""
+    """State of a proof of either direction of an attention: which tiles are done, and on which rank."""
 
     def __init__(self, schedule: Schedule) -> None:
         super().__init__(schedule, "q", "kv")

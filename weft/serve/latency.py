@@ -265,7 +265,7 @@ def _pixels(shape: JobShape) -> int:
 
 
 def _size(shape: JobShape) -> JobShape:
-    """Return the shape with one step: a step takes as long in each number of steps."""
+    """Return the shape with one step: the time of a step does not depend on their number."""
     return replace(shape, steps=1)
 
 

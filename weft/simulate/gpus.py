@@ -125,7 +125,7 @@ SPARSE = _speeds(
         "a100": {"triton": (150, 90), "gather": (60, 45), "exact": (8, 6)},
         "h100": {
             "triton": (300, 220),  # compiled: 0.4-0.55 of FA3 forward, 0.35-0.45 backward
-            # VSA has 85 % of FA3's speed; nobody has published these two on an H100.
+            # VSA reaches 85 % of FA3's speed; no speeds of these two on an H100 are published.
             "cudnn_sparse": (500, 400),
             "fa4": (540, 400),
             "gather": (90, 70),
@@ -141,7 +141,11 @@ SPARSE = _speeds(
         "b200": {
             "triton": (617, 400, "sglang#37676, a Triton VSA on B300; backward an estimate"),
             "cudnn_sparse": (1300, 900),
-            "fa4": (1450, 1000, "flashinfer#4554; backward an estimate"),  # 900-960 is 60-65 % of it
+            "fa4": (
+                1450,
+                1000,
+                "flashinfer#4554; backward an estimate",
+            ),  # 900-960 is 60-65 % of it
             "gather": (110, 90),
             "exact": (12, 10),
         },

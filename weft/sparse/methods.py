@@ -193,7 +193,7 @@ def _method(name: str, own: dict[str, str], block: int) -> SparseAttention:
             hint="It is for weft plan and weft mask. Use topk:0.2 to select by the model's queries and keys.",
         )
     spec = f"{name}:{','.join(own.values())}" if own else name
-    if name in PUBLISHED:  # errors at once; others may fit certain heads only
+    if name in PUBLISHED:  # raise errors now; other masks may need a certain number of heads
         mask_from_spec(spec, heads=1, grid=TokenGrid(1, 1, 1), block=block)
     if name == "svg" and "spatial" not in own:
         kinds = (",".join([*own.values(), f"spatial={flag}"]) for flag in (1, 0))

@@ -33,7 +33,7 @@ class OwnedTokens(NamedTuple):
     places: IntArray
 
     def of(self, x: Tensor) -> Tensor:
-        """[…, these tokens, D] of local tensors."""
+        """Return [..., these tokens, D] of a local tensor."""
         if len(self.rows) == x.shape[-2]:
             return x
         return x.index_select(-2, torch.from_numpy(self.rows).to(x.device))
@@ -63,7 +63,7 @@ def block_means(x: Tensor, layout: Layout, world: World, block: int) -> Tensor:
     batch, heads, _, width = x.shape
     most = max(len(blocks) for blocks, _ in slots)
     sums = x.new_zeros(1, batch, heads, most, width, dtype=torch.float64)
-    for total, one in zip(sums[0], x, strict=True):  # one sample at a time: it is widened
+    for total, one in zip(sums[0], x, strict=True):  # one sample at a time, since it is cast to float64
         total.index_add_(1, blocks_of_rows, own.of(one).double())
     dims = {"rank": world.comm.size, "batch": batch, "head": heads, "block": most, "width": width}
     parts = switch(sums, "rank", "head", dims=dims, mesh=world, stage="masks")
@@ -139,7 +139,7 @@ def gather_tiles(tiles: BoolArray, heads: int, world: World, device: torch.devic
 
 
 def sample_positions(first: int, count: int, wanted: int, seed: int) -> IntArray:
-    """Return some of `count` positions from `first` on, spread evenly, others for each seed."""
+    """Return some of `count` positions from `first` on, spread evenly, different for each seed."""
     stride = max(1, round(count * 0.6180339887))  # the golden ratio never lines up with rows of a frame
     return first + np.unique((seed * 7919 + np.arange(min(wanted, count)) * stride) % count)
 

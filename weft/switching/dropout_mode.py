@@ -97,7 +97,7 @@ class DropoutMode(FunctionMode):
         slices: list[slice] = []
         sizes: list[int] = []
         for at in memory:
-            for dim in dims[at] or ("",):  # "": a dim that is none of the activation's
+            for dim in dims[at] or ("",):  # "": not a dim of the activation
                 shape.append(local.get(dim, x.shape[at]))
                 sizes.append(self.activation.sizes[dim] if dim in sharded else shape[-1])
                 slices.append(slice(*sharded[dim]) if dim in sharded else slice(None))

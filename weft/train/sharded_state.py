@@ -237,7 +237,7 @@ def _value(packed: Any, expected: Any, name: str) -> Any:
         value = ...
     if not _same_type(value, expected):
         raise InputError(
-            f"{name} is {str(value)[:80]}, this run's is {str(expected)[:80]}.", hint=MISMATCH_HINT
+            f"{name} must be like this run's {str(expected)[:80]}, got {str(value)[:80]}.", hint=MISMATCH_HINT
         )
     return value
 

@@ -86,7 +86,7 @@ class DiTConfig(DiTSizes):
             )
         if self.phrase < 0 or (self.phrase and self.length % self.phrase):
             raise InputError(
-                f"phrase={self.phrase} with prompts of {self.length} words.",
+                f"phrase={self.phrase} does not fit prompts of {self.length} words.",
                 hint="phrase must divide the length of a prompt; 0 is for words that stand alone.",
             )
         self.grid(self.video)

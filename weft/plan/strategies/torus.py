@@ -78,7 +78,7 @@ class Torus(Strategy):
         return float(max(staged + moving, shared, self._launches(topology)))
 
     def _launches(self, topology: Topology) -> float:
-        """Of what `_stages` goes through: queries pulled and sent back, stages of keys, rings of each."""
+        """Return the host seconds of the launches in `_stages`: pulls of queries and keys, outputs, rings."""
         machines = topology.machines
         torus = most_machines(self.ulysses, machines, topology.devices)
         inside = self.ulysses // torus
