@@ -228,7 +228,7 @@ def test_it_tells_what_it_does() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"stages": [ModelStage("x", ("u",))]}, "Stage x mixes 'u'"),
+        ({"stages": [ModelStage("x", ("u",))]}, "Stage x mixes an unknown dim 'u'"),
         ({"entry": "u"}, "entry='u' is no layout"),
         ({"exit": ("t", "s")}, "is no layout over 1 axes"),
         ({"ranks": 0}, "ranks must be >= 1 on each axis"),

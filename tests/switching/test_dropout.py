@@ -204,7 +204,7 @@ def test_dims_are_read_off_sizes(shape: tuple[int, ...], groups: str, way: Any) 
     if groups:
         draws.groups = (("b", "s"), ("t",), ("c",))
     if way is None:
-        with pytest.raises(InputError, match="cannot tell where t lie"):
+        with pytest.raises(InputError, match="cannot locate t in it"):
             draws._agree(torch.zeros(shape))
     else:
         found = draws._agree(torch.zeros(shape))
