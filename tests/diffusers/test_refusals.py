@@ -131,8 +131,8 @@ SAME = (torch.arange(N) < 5).expand(N, -1)
         ("attn has a mask that differs by query or head, or adds", {"attn_mask": torch.ones(1, 1, 1, N)}),
         ("attn has a mask that leaves out tokens of the video", {"attn_mask": SAME}),
         ("attn has a mask of 5 keys; there are 7", {"attn_mask": torch.ones(5, 5).bool()}),
-        ("attn asks for attention with is_causal=True", {"is_causal": True}),
-        ("attn asks for attention with dropout_p=0.5", {"dropout_p": 0.5}),
+        ("attn calls attention with is_causal=True", {"is_causal": True}),
+        ("attn calls attention with dropout_p=0.5", {"dropout_p": 0.5}),
     ],
 )
 def test_refuses_what_it_cannot_split(words: str, how: dict[str, Any]) -> None:

@@ -31,7 +31,7 @@ NUMBERS = {
     "error": "error {}",
     "output_error": "error {}",
 }
-"""What a line says of a part that holds: the largest of the first that its checks have."""
+"""The number of a passed part in its line: the largest of the first kind that its checks have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +136,7 @@ def _plan(suites: Sequence[CheckSuite], ranks: int, options: GpuOptions) -> str:
 
 
 def _line(suite: dict[str, Any]) -> str:
-    """Return name, status, seconds, and what tells most, in lines of at most 80 columns."""
+    """Return name, status, seconds and the main number, in lines of at most 80 columns."""
     status = suite["status"]
     first = f"{suite['name']:<20}{status:<9}{suite['seconds']:>6.1f} s  "
     text = fill(_summary(suite), WIDTH, initial_indent=first, subsequent_indent=" " * len(first))

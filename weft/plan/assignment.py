@@ -150,7 +150,7 @@ def replicated(layout: Layout, unit: int, mesh: Mesh) -> Indices:
 
 
 def assemble(problem: Problem, mask: BlockMask, mesh: Mesh, assignment: Assignment) -> Partition:
-    """The partition of an assignment. Replicated keys are read in place, so nobody brings them."""
+    """The partition of an assignment. Replicated keys are read in place, so no rank sends them."""
     check_fit(problem, mask, mesh)
     in_place = replicated(problem.kv, assignment.kv_unit, mesh)
     rows = _tokens(assignment.rows, assignment.q_unit, problem.q.size, mesh)

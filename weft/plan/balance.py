@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 
 def ratio(loads: npt.ArrayLike) -> float:
-    """max / mean over ranks: the slowdown against perfect balance when nobody waits in between.
+    """max / mean over ranks: the slowdown against perfect balance if ranks wait only at the end.
 
     >>> ratio([4, 2, 3, 3])
     1.3333333333333333

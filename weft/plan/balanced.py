@@ -166,7 +166,7 @@ class Balancer:
             counts = grid.counts(heads)
             taken = rows
             if blocks is not None:
-                taken = np.full(rows.shape, ring)  # nobody's
+                taken = np.full(rows.shape, ring)  # unassigned
                 taken[blocks.array] = rows[blocks.array]
             for rank in range(ring):
                 sums[rank] += counts[:-1][taken[:-1] == rank].sum(axis=0, dtype=np.int64) * inner

@@ -113,7 +113,7 @@ class _Search:
         return True
 
     def offer(self, place: int) -> IntArray:
-        """Twice the load of every pick of a group; made when first asked for, as most never are."""
+        """Twice the load of every pick of a group; computed at first use, as most are never used."""
         if place not in self.offers:
             group = self.groups[place]
             self.offers[place] = _subsets(len(group)) @ self.doubled[group]

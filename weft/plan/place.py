@@ -35,7 +35,7 @@ MIN_SPEEDUP = 1.02
 
 
 Draft = tuple[Strategy, Assignment, str]
-"""What a plan is made of: who computes what by which strategy, and why that one."""
+"""The decisions of a plan: the assignment, its strategy, and the reason for it."""
 
 
 class AttentionId(NamedTuple):

@@ -161,7 +161,7 @@ def _shift(rows: SwapSide, cols: SwapSide) -> int:
 
 @lru_cache
 def _tournament(ring: int, slices: int) -> tuple[Pairs, ...]:
-    """Rounds of pairs of groups: everyone meets everyone once, and nobody two in one round."""
+    """Return rounds of pairs of groups: every two groups meet once, each at most one other in a round."""
     seats = list(range(ring + ring % 2))
     rounds: list[Pairs] = []
     for _ in seats[1:]:

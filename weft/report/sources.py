@@ -70,7 +70,7 @@ def simulated(
 ) -> Case:
     """Return the case of a simulated schedule, with a scaling sweep and the named other plans.
 
-    `model` and `asked`, its mask, are the words that it was asked for with.
+    `model` and `asked` (its mask) are as written on the command line.
     """
     from weft.simulate.events import simulate
 
@@ -99,5 +99,5 @@ def _scaling(
     clusters = [resized(topology, gpus) for gpus in (sizes if len(plans) == 1 else sizes[:-1])]
     problem, mask = schedule.attention
     points = [result.point for result in sweep(partial(on_ranks, problem), mask, clusters)]
-    # The planner has been asked for the whole cluster already, if there are other plans.
+    # If there are other plans, the planner has already run for the whole cluster.
     return (*points, *dict.fromkeys((plans[0], own)))

@@ -1,4 +1,4 @@
-"""Agreement before movement: every rank says what it will run; nobody moves unless all say the same."""
+"""Agreement: before anything is sent, all ranks compare what they will run; a difference raises on all."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def check_same(all_facts: list[dict[str, str]], names: tuple[str, ...], what: st
 
 
 def _described(all_facts: list[dict[str, str]], names: Iterable[str]) -> str:
-    """Say who differs in what; empty if nobody does."""
+    """Return a sentence that names the ranks that differ and the facts; empty if none differs."""
     texts: list[str] = []
     for name, (usual, odd) in differences(all_facts, names).items():
         have = [f"rank {rank} has {name} {one}" for rank, one in odd.items()]
@@ -89,7 +89,7 @@ def differences(
 
 
 def name_difference(comm: Comm, name: str, program: str, error: CommError) -> CommError:
-    """Return the error of a wait, with who runs what if that differs: ranks that fail tell it by the store.
+    """Return the error of a wait, with the calls of the ranks if they differ, exchanged over the store.
 
     name   the text of the facts that were agreed on, or are to be: then `program` is NEW.
     """
@@ -119,7 +119,7 @@ def _facts(name: str, program: str) -> dict[str, str]:
 
 
 def _say(comm: GroupComm, call: int, facts: dict[str, str]) -> list[dict[str, str] | None]:
-    """Return what each rank says that it runs as its n-th call, as far as they say so in time."""
+    """Return the n-th call of each rank that reports it in time."""
     all_facts: list[dict[str, str] | None] = [None] * comm.size
     deadline = time.monotonic() + SIGN_SECONDS
     try:
@@ -138,7 +138,7 @@ def _say(comm: GroupComm, call: int, facts: dict[str, str]) -> list[dict[str, st
 
 
 def abort(comm: Comm, error: WeftError) -> None:
-    """Tell the others, who may be waiting to agree, that this rank cannot; it raises its own error next."""
+    """Notify ranks that may be waiting to agree that this rank failed; it raises its own error next."""
     with suppress(CommError, AgreementError):
         gather_text(comm, json.dumps({"error": str(error)}))
 

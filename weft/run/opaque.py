@@ -53,7 +53,7 @@ class Callee(Protocol):
 
 
 def number_of(callee: object) -> int:
-    """Number an object, which somebody else has to hold."""
+    """Return a number for an object; the caller keeps the object alive."""
     number = next(_numbers)
     _callees[number] = callee
     return number

@@ -82,7 +82,7 @@ class Latency:
             seconds = self.observed_steps.estimate(key, cost)
             if (
                 len(estimates) < MAX_CACHED_PREDICTIONS
-            ):  # clients may ask of any size, and nothing may be observed
+            ):  # clients may request any size, and none may be observed
                 estimates[key] = seconds
         return seconds
 

@@ -8,7 +8,7 @@
         …forward and backward of every micro-batch; optimizer.step()
         dsv.step()
 
-It learns in the forward of attention modules in training mode; none of its gradients reaches the model.
+It is trained in the forward of attention modules in training mode; none of its gradients reaches the model.
 Blocks that are recomputed for their gradients reuse their masks.
 """
 

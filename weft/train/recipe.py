@@ -152,7 +152,7 @@ class SparseConfig:
     anneal: int = 0
     """Steps in which the budget falls from 1 to its value."""
     stage1: int = 200
-    """The most steps that a block stays dense while its predictor learns."""
+    """Maximum number of steps that a block stays dense while its predictor is trained."""
     profile_every: int = 25
     profile_rarely: int = 100
     """The same once a block's predictor is good."""
