@@ -56,8 +56,8 @@ def examine_gpus(options: GpuOptions) -> int:
     suites = _parts(options.only)
     if options.device not in DEVICES or options.minutes <= 0 or options.ranks < 0:
         raise InputError(
-            f"--device {options.device}, --minutes {options.minutes:g}, --ranks {options.ranks}.",
-            hint=f"The device is one of {', '.join(DEVICES)}; minutes and ranks are more than 0.",
+            f"Invalid --device {options.device}, --minutes {options.minutes:g} or --ranks {options.ranks}.",
+            hint=f"--device is one of {', '.join(DEVICES)}; --minutes must be > 0, --ranks >= 0.",
         )
     if is_launched() or is_torchelastic_launched():
         return _supervise(options, suites)

@@ -125,7 +125,7 @@ class BlockMask(Value):
     def select(self, heads: Indices, rows: Indices, cols: Indices) -> BoolArray:
         """Return the tiles of some heads, q *blocks* and kv *blocks*."""
         patterns = np.asarray(self.pattern_of)[heads.array]
-        # Rows are taken as packed bits, an eighth of the bytes; of most pieces the columns are a run.
+        # Select rows as packed bits, an eighth of the bytes; the columns of most pieces are contiguous.
         packed = self.bits[patterns].take(rows.array, axis=1)
         tiles = np.unpackbits(packed, axis=2, count=self.kv_blocks).view(np.bool_)
         if len(cols.runs) == 1:

@@ -288,7 +288,7 @@ class Schedule(Value):
 
 
 def _exact(op: Op) -> tuple[object, ...]:
-    """All fields of an operation; the readable form of a piece leaves runs out."""
+    """Return all fields of an operation exactly; the readable form of a piece omits runs."""
 
     def piece(p: Piece) -> tuple[object, ...]:
         return p.tensor, p.heads.runs, p.tokens.runs

@@ -208,7 +208,7 @@ def _span(table: Any, line: str, ranks: int) -> Span:
     if not (0 <= span.rank < ranks and -1 <= span.peer < ranks and 0 <= span.num_bytes <= MAX_BYTES):
         raise InputError(f"{line}: rank {span.rank}, peer {span.peer} and {span.num_bytes} bytes.")
     if not (abs(span.start) <= MAX_SECONDS and abs(span.end) <= MAX_SECONDS):
-        raise InputError(f"{line}: it lasts from {span.start} to {span.end}.")
+        raise InputError(f"{line}: times must be within ±{MAX_SECONDS:g} s, got {span.start} to {span.end}.")
     return span
 
 

@@ -223,7 +223,7 @@ class ShardedRegion:
         )
 
     def remove(self) -> None:
-        """Unwrap all modules; what others have put on since stays."""
+        """Unwrap all modules; keep wrappers that other libraries added since."""
         for module, _ in self.wrapped.values():
             unwrap_module(module)
             restore_backend(module)

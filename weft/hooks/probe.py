@@ -148,7 +148,7 @@ class Trace:
         self.complete_sizes: set[int] = set()
         """Sizes of dims of which all rows are compared, however many."""
         self.limit = 1 / 8
-        """Of the root of the rounding error: differences up to it are rounding."""
+        """Times the root of the rounding error: smaller differences count as rounding."""
         self.errors: dict[tuple[str, str, int], tuple[str, Tensor]] = {}
         self._first: dict[tuple[str, str, int], Tensor] = {}
         self._count: Counter[tuple[str, str]] = Counter()

@@ -87,7 +87,7 @@ class Assignment(Value):
 
     @property
     def widest(self) -> float:
-        """The slice that has most heads, whole or in part, over the mean of whole heads."""
+        """The largest number of heads in a slice, counting parts as heads, over the mean of whole heads."""
         counts = [len(group) for group in self.heads]
         heads = {piece.head for group in self.heads for piece in group}
         return max(counts) * len(counts) / len(heads)

@@ -144,7 +144,7 @@ class Balancer:
     def _sums(self, heads: Heads, rows: IntArray, cols: IntArray, ring: int) -> tuple[IntArray, float]:
         """Return loads [slices, row groups, column groups], and the share of others' keys that a rank reads.
 
-        As `tile_sums` of `tiles`, without the table of them.
+        The same as `tile_sums` of `tiles`, without that table.
         """
         totals = np.empty((len(heads), ring, ring), dtype=np.int64)
         shares: list[float] = []

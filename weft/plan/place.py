@@ -1,4 +1,4 @@
-"""Place: an attention of a model whose masks change; its plan in force, the next one, and how they did."""
+"""Place: an attention of a model whose masks change, with its current and next plan and their results."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Draft = tuple[Strategy, Assignment, str]
 
 
 class AttentionId(NamedTuple):
-    """An attention of a model, as its plans are kept for it."""
+    """The key of an attention of a model, under which its plans are stored."""
 
     model: str
     layer: int
@@ -66,7 +66,7 @@ Prepare = Callable[[Planned, Planned], None]
 
 
 class StepReport(NamedTuple):
-    """A step of a place: by the plan in force, and by the first one of the run (static)."""
+    """Results of one step of a place with the current plan, and with the first plan of the run (static)."""
 
     step: int
     imbalance: float

@@ -168,7 +168,7 @@ class _Costs:
         ]
         if not states:
             raise InputError(
-                f"{what}={layout!r} is no layout over {len(self.ranks)} axes.",
+                f"{what}={layout!r} is not a layout over {len(self.ranks)} axes.",
                 hint=f"Give for each axis one of {', '.join(self.sizes)}, {WHOLE}, {FREE}.",
             )
         return states

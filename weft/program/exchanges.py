@@ -18,7 +18,7 @@ Received = tuple[Slot, list[Slot]]
 def exchange(lowering: Lowering, index: int, op: Messages) -> None:
     """Add the steps of one rank's messages of an exchange to its program."""
     if not lowering.schedule.problem.row_elements:
-        return  # another axis of the mesh leaves all ranks of this one with nothing
+        return  # shards of another mesh axis are empty, so there is nothing to send
     if op.collective and lowering.target.collective:
         _collective(lowering, index, op)
         return
@@ -118,7 +118,7 @@ def _post(  # noqa: PLR0913 - both ends of an exchange
 
 
 def _as_they_lie(lowering: Lowering, op: Messages) -> dict[int, Slot]:
-    """Messages that need no packing: equal to one that came, or to an operand."""
+    """Messages that need no packing: equal to a received message or to an operand."""
     sends: dict[int, Slot] = {}
     for peer, pieces in op.sends.items():
         slot = lowering.whole.get(pieces.numbers)

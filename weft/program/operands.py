@@ -44,7 +44,7 @@ class Operand:
 
 
 class AttentionLowering(Lowering):
-    """What both directions of an attention share."""
+    """Base of both directions of an attention."""
 
     kept: frozenset[str] = frozenset()
     """Tensors of which the forward saved what it received."""

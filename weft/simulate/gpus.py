@@ -14,7 +14,7 @@ from weft.core.topology import Host
 
 
 class Device(NamedTuple):
-    """TFLOP/s dense BF16, TB/s of its memory, GB/s to the other devices of its machine and of 8 to others."""
+    """TFLOP/s dense BF16, TB/s of memory, GB/s inside a machine, and GB/s of 8 devices to other machines."""
 
     arch: str
     tflops: float

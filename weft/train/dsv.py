@@ -252,7 +252,7 @@ def _checked_plans(table: dict[str, Any], heads: int) -> dict[str, Any]:
     plan_type = tuple[tuple[float, ...], str]
     plans = {key: tables.entry(plan_type, plan, "The plans", key) for key, plan in table.items()}
     if any(len(shares) % heads for shares, _ in plans.values()):
-        raise InputError(f"The plans are not of {heads} heads.")
+        raise InputError(f"The plans must have {heads} heads.")
     return plans
 
 

@@ -220,7 +220,7 @@ class Calibration:
         target, turn = torch.zeros_like(source), count()
 
         def copy() -> None:
-            # Others each time: the tensors that attention has just read are no longer in the cache.
+            # Other memory each time, since the operands of an attention are not in the cache either.
             i = next(turn) % pieces
             target[-i, 0].copy_(source[i, 1])
 
