@@ -229,7 +229,7 @@ def test_it_tells_what_it_does() -> None:
     ("given", "said"),
     [
         ({"stages": [ModelStage("x", ("u",))]}, "Stage x mixes an unknown dim 'u'"),
-        ({"entry": "u"}, "entry='u' is no layout"),
+        ({"entry": "u"}, "entry='u' is not a layout"),
         ({"exit": ("t", "s")}, "is not a layout over 1 axes"),
         ({"ranks": 0}, "ranks must be >= 1 on each axis"),
         ({"ranks": (2, 2), "stages": [], "entry": ("t", "s"), "exit": ("s", "t")}, "cannot swap"),
