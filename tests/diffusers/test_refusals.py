@@ -131,8 +131,8 @@ SAME = (torch.arange(N) < 5).expand(N, -1)
         ("attn has a mask that differs by query or head, or adds", {"attn_mask": torch.ones(1, 1, 1, N)}),
         ("attn has a mask that leaves out tokens of the video", {"attn_mask": SAME}),
         ("attn has a mask of 5 keys; there are 7", {"attn_mask": torch.ones(5, 5).bool()}),
-        ("attn asks for attention with is_causal=True", {"is_causal": True}),
-        ("attn asks for attention with dropout_p=0.5", {"dropout_p": 0.5}),
+        ("attn calls attention with is_causal=True", {"is_causal": True}),
+        ("attn calls attention with dropout_p=0.5", {"dropout_p": 0.5}),
     ],
 )
 def test_refuses_what_it_cannot_split(words: str, how: dict[str, Any]) -> None:
@@ -199,7 +199,7 @@ def test_an_argument_by_sample_is_refused_where_samples_are_sharded() -> None:
         model(normal(4, 3, 5, 4), normal(4, 4))
 
     with pytest.raises(
-        InputError, match=r"Stage stage is given a second tensor of shape \[4, 3, 5, 4\], .* batch"
+        InputError, match=r"Stage stage got a second tensor of shape \[4, 3, 5, 4\], .* batch"
     ):
         on_ranks(2, job)
 

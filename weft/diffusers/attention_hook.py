@@ -81,7 +81,7 @@ class AttentionHook:
         """
         if dropout_p or is_causal:
             option = f"dropout_p={dropout_p}" if dropout_p else "is_causal=True"
-            raise InputError(f"{self.name} asks for attention with {option}, which weft cannot split.")
+            raise InputError(f"{self.name} calls attention with {option}, which weft cannot split.")
         if (probe := self.region.shards.probe_attention) is not None:
             return probe(self, query, key, value, scale)
         if not query.dtype == key.dtype == value.dtype and torch.is_autocast_enabled(query.device.type):

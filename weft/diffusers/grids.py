@@ -33,7 +33,7 @@ def from_sizes(_: Target, arguments: Arguments) -> Extent:
 
 
 def from_ids(_: Target, arguments: Arguments) -> Extent:
-    """Of position ids [tokens, (image, row, column, …)]; images one after another are frames."""
+    """Return the grid of position ids [tokens, (image, row, column, …)]; consecutive images are frames."""
     ids = arguments["img_ids"]
     cells = (ids if ids.dim() == 2 else ids[0])[:, 1:3]
     rows, columns = (len(each.unique()) for each in cells.T)

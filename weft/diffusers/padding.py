@@ -117,7 +117,7 @@ def _unmasked_rows(hook: AttentionHook, mask: Tensor, q: Tensor) -> tuple[Tensor
 
 
 def _counts(hook: AttentionHook, keep: Tensor, rank: int) -> list[int]:
-    """Count the tokens of each sample; -1 where some of the video are left out."""
+    """Count the unmasked tokens of each sample; -1 if any video token is masked."""
     shards = hook.region.shards
     start = shards.rows(hook.streams[: hook.streams.index("video")], rank) if hook.video else 0
     video = keep[:, start : start + shards.rows(hook.video, rank)].all(1)
@@ -138,7 +138,6 @@ def _unmasked_keys(name: str, mask: Tensor) -> Tensor:
     if differs.any():
         raise InputError(
             f"{name} has a mask that differs by query or head, or adds to scores.",
-            hint="weft splits attentions whose mask leaves out keys; for sparse ones use sparse= of "
-            "weft.parallelize.",
+            hint="The mask may only leave out keys; for sparse attention use sparse= of weft.parallelize.",
         )
     return keep[:, 0, 0]

@@ -137,7 +137,7 @@ class ShardedRegion:
         """Return whether random numbers are checked: less and less often, once a forward was right."""
         if self.model.training or self.runs == 1:
             return True
-        # Graphs of torch.compile are for one mode each.
+        # A FunctionMode would recompile graphs of torch.compile, which are specific to it.
         return not self.runs & (self.runs - 1) and all(
             module._compiled_call_impl is None for module in self._submodules
         )
@@ -223,7 +223,7 @@ class ShardedRegion:
         )
 
     def remove(self) -> None:
-        """Unwrap all modules; what others have put on since stays."""
+        """Unwrap all modules; keep wrappers that other libraries added since."""
         for module, _ in self.wrapped.values():
             unwrap_module(module)
             restore_backend(module)

@@ -150,7 +150,7 @@ def _(handle: Tensor, x: Tensor, stream: str, dim: int, rank: int, ranks: int) -
 
 
 def _span(size: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Return what `TokenShards.spans` gives a rank, of a size that may be a symbol."""
+    """Return a rank's entry of `TokenShards.spans`, for a size that may be symbolic."""
     if size < ranks:
         return 0, size
     first: Callable[[int, int], int] = torch.sym_min  # pyright: ignore - of ints and symbols

@@ -72,7 +72,7 @@ class ProbeTokens(TokenShards):
         return self.picked(stream).pick(x, dim, seed=int(self.before is not None) if is_noisy else None)
 
     def gather(self, x: Tensor, spec: Shard, name: str) -> Tensor:
-        """Repeat few tokens to as many as there are; the same in both runs, as later modules may mix them."""
+        """Repeat the probe's tokens to the full number; both runs use the tokens of the first."""
         if spec.stream not in self.sizes or self.is_replicated(spec.stream):
             return super().gather(x, spec, name)
         assert spec.dim is not None

@@ -26,7 +26,7 @@ _NAMES = (
     "video_coords width x"
 )
 REPLICATED = frozenset(_NAMES.split())
-"""Arguments of models in Diffusers that are no tokens, or become tokens that are split."""
+"""Arguments of Diffusers' models that are not tokens, or from which the model makes the tokens to split."""
 
 
 def load_adapters() -> dict[str, Adapter]:
