@@ -32,6 +32,16 @@ def from_sizes(_: Target, arguments: Arguments) -> Extent:
     return arguments["num_frames"], arguments["height"], arguments["width"]
 
 
+def from_shape(model: Target, arguments: Arguments) -> Extent:
+    return patches(model, arguments, "thwc")
+
+
+def from_packed(_: Target, arguments: Arguments) -> Extent:
+    """Of position ids [text and image tokens, (image, row, column)]."""
+    tokens = arguments["hidden_states"].shape[1]
+    return from_ids(_, {"img_ids": arguments["position_ids"][-tokens:]})
+
+
 def from_ids(_: Target, arguments: Arguments) -> Extent:
     """Of position ids [tokens, (image, row, column, …)]; images one after another are frames."""
     ids = arguments["img_ids"]
