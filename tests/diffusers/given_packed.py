@@ -109,4 +109,24 @@ def longcat_audio(size: Size) -> dict[str, Any]:
         "encoder_attention_mask": size.padding().bool(),
         "timestep": size.time(1.0),
         "attention_mask": torch.arange(size.tokens) < lengths[:, None],
+        "latent_cond": size.tokens_of() / 2,
     }
+
+
+def joyimage_plus(size: Size) -> dict[str, Any]:
+    """Patches of two images in one sequence, padded by one."""
+    frames, rows, columns = size.grid
+    shapes = [(frames, rows, columns), (1, 2, 2)]
+    return {
+        "hidden_states": size.normal(size.batch, size.tokens + 5, CHANNELS, 1, 2, 2),
+        "timestep": size.time(),
+        "encoder_hidden_states": size.words(),
+        "encoder_hidden_states_mask": size.padding(),
+        "shape_list": [shapes] * size.batch,
+    }
+
+
+def forced(size: Size) -> dict[str, Any]:
+    """Diffusion forcing: each frame has its own time."""
+    times = torch.linspace(0.1, 0.9, size.batch * size.grid[0], dtype=size.dtype).view(size.batch, -1)
+    return {**given.wan(size), "timestep": times * 1000, "enable_diffusion_forcing": True}

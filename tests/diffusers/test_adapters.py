@@ -43,7 +43,16 @@ PROOFS = [
     for case in CASES
 ]
 FIVE = ["wan", "hunyuan", "cogvideox", "flux", "sd3-dual", "ltx", "mochi", "allegro", "qwen-padded", "zimage"]
-SCORED = {"chroma", "ideogram4", "omnigen", "ace-step", "qwen21", "wan-animate2"}
+SCORED = {
+    "chroma",
+    "ideogram4",
+    "omnigen",
+    "ace-step",
+    "qwen21",
+    "wan-animate2",
+    "skyreels-causal",
+    "joyimage-plus",
+}
 """Models with masks of their own, for which keys are gathered."""
 NEVER_AGAIN = {"hunyuan-image", "hunyuan-dit", "wan-animate2", "chroma", "dit", "hidream"}
 """Diffusers cannot checkpoint their blocks, or computes something else in training."""
@@ -56,6 +65,7 @@ def everything_in_float64() -> Iterator[None]:
     meshgrid = torch.meshgrid
 
     def widened(*axes: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        axes = tuple(axes[0]) if isinstance(axes[0], list | tuple) else axes
         return meshgrid(*(axis.double() if axis.is_floating_point() else axis for axis in axes), **kwargs)
 
     def exact(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -150,7 +160,7 @@ def test_every_adapter_is_proven() -> None:
 def test_grid_has_a_cell_for_every_token(name: str) -> None:
     model, given = ZOO[name].make(), ZOO[name].inputs(grid=(2, 3, 5))
     grid = adapter_of(model).grid
-    if grid is None or name in ("dit", "wan-animate"):  # square images, one frame more
+    if grid is None or name in ("dit", "wan-animate", "skyreels-causal"):  # sizes of their own
         return
     if name == "qwen-edit":
         with pytest.raises(InputError, match="90 tokens of images of different sizes"):
@@ -222,6 +232,26 @@ def test_what_a_controlnet_adds(name: str, arguments: str) -> None:
     expected = job(None)
     assert (expected[0] - alone(name)[0]).abs().max() > 0.1
     check(expected, on_ranks(2, job), 1e-11)
+
+
+@pytest.mark.parametrize("name", ["cosmos", "zimage"])
+def test_what_a_controlnet_adds_inside_of_blocks(name: str) -> None:
+    """To Cosmos by block; to Z-Image by the number of a layer, to text and image in one tensor."""
+    inputs = ZOO[name].inputs(batch=1)
+    entry = ZOO[name]
+    if name == "cosmos":
+        entry = replace(entry, config={**entry.config, "controlnet_block_every_n": 2})
+        inputs["block_controlnet_hidden_states"] = [normal(1, 45, 36, seed=9)]
+    else:  # which pads image and text each to a multiple of 32
+        inputs["controlnet_block_samples"] = {0: normal(1, 96, 36, seed=9)}
+
+    def job(world: Any) -> Any:
+        model = entry.make()
+        if world is not None:
+            sharded(model, world)
+        return step(model, inputs)
+
+    check(job(None), on_ranks(2, job), 1e-11)
 
 
 def test_an_ip_adapter_attends_to_images_beside_the_attention_of_its_module() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from tests.diffusers import given
@@ -190,6 +192,17 @@ SEQUENCES: dict[str, Entry] = {
          "mlp_width_ratio": 1.0, "num_layers": 2, "rope_dim_list": [4, 4, 4], "rope_type": "mrope"},
         given.wan,
     ),
+    "joyimage-plus": Entry(
+        "JoyImageEditPlusTransformer3DModel",
+        {"in_channels": CHANNELS, "hidden_size": 36, "num_attention_heads": 3, "text_dim": WORDS,
+         "mlp_width_ratio": 1.0, "num_layers": 2, "rope_dim_list": [4, 4, 4]},
+        packed.joyimage_plus,
+    ),
+    "skyreels-forced": Entry("SkyReelsV2Transformer3DModel", _WAN, packed.forced),
+    "skyreels-causal": Entry(
+        "SkyReelsV2Transformer3DModel", {**_WAN, "num_frame_per_block": 3},
+        lambda size: packed.forced(replace(size, grid=(6, *size.grid[1:]))),
+    ),
     "prx": Entry(
         "PRXTransformer2DModel",
         {"in_channels": CHANNELS, "context_in_dim": WORDS, "hidden_size": 36, "mlp_ratio": 1.0,
@@ -206,7 +219,7 @@ SEQUENCES: dict[str, Entry] = {
     "longcat-audio": Entry(
         "LongCatAudioDiTTransformer",
         {"dit_dim": 36, "dit_depth": 2, "dit_heads": 3, "dit_text_dim": WORDS, "latent_dim": CHANNELS,
-         "ff_mult": 1.0, "use_latent_condition": False},
+         "ff_mult": 1.0},
         packed.longcat_audio,
     ),
     "dit": Entry(

@@ -11,7 +11,6 @@ REFUSED = {
     "AnyFlowFARTransformer3DModel": NO_ADAPTER,
     "BriaFibo2Transformer2DModel": NO_ADAPTER,
     "ConsisIDTransformer3DModel": NO_ADAPTER,
-    "JoyImageEditPlusTransformer3DModel": NO_ADAPTER,
     "Kandinsky6SRTransformer3DModel": NO_ADAPTER,
     "MotifVideoTransformer3DModel": NO_ADAPTER,
     "NucleusMoEImageTransformer2DModel": NO_ADAPTER,

@@ -18,6 +18,7 @@ def _refined(
     return Adapter(
         model,
         inputs={
+            "": {"controlnet_block_samples": JOINT},
             "noise_refiner.0": {tokens: VIDEO},
             "noise_refiner.*": {mask: VIDEO, rope: VIDEO},
             "layers.0": {tokens: JOINT},
@@ -83,6 +84,12 @@ ADAPTERS = (
         gather={"double_blocks.-1": (VIDEO, TEXT)},
         attention={"double_blocks.*.attn": "video text"},
         grid=patches,
+    ),
+    Adapter(
+        "JoyImageEditPlusTransformer3DModel",
+        inputs={"double_blocks.0": BLOCK, "double_blocks.*": {"image_rotary_emb": VIDEO}},
+        gather={"double_blocks.-1": (VIDEO, TEXT)},
+        attention={"double_blocks.*.attn": "video text"},
     ),
     Adapter(
         "PRXTransformer2DModel",
