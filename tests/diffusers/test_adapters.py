@@ -23,6 +23,7 @@ from weft.diffusers import attention_hook  # noqa: E402
 from weft.diffusers.adapters import ADAPTERS, adapter_of  # noqa: E402
 from weft.diffusers.refused import REFUSED  # noqa: E402
 from weft.diffusers.region import ShardedRegion  # noqa: E402
+from weft.sparse.mask_cache import sparse_attention  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:CPU Autocast", "ignore:In CPU autocast", "ignore:.FluxPosEmbed. is deprecated"
@@ -284,6 +285,24 @@ def test_learned_positions_of_cosmos(monkeypatch: pytest.MonkeyPatch) -> None:
         return step(model, entry.inputs())
 
     check(job(None), on_ranks(3, job), 1e-11)
+
+
+@pytest.mark.parametrize("name", ["minimax-h3", "ltx2", "krea2", "kandinsky5", "flux3-edit"])
+def test_sparse_attention_beside_other_streams(name: str) -> None:
+    """Text, audio and references are attended to by all; ranks give what one with the same mask gives."""
+
+    @torch.no_grad()
+    def job(world: Any) -> Tensor:
+        model: Any = ZOO[name].make()
+        sparsity = sparse_attention("topk:0.5,block=4,dense_steps=0,dense_layers=0")
+        region = ShardedRegion(model, adapter_of(model), plan="auto", sparsity=sparsity)
+        outputs = tree_leaves(region.run(world, (), ZOO[name].inputs(batch=1)))
+        return torch.cat([each.flatten() for each in outputs])
+
+    (expected,) = on_ranks(1, job)
+    for out in on_ranks(3, job):
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-11)
+    assert (expected - alone(name, batch=1)[0]).abs().max() > 1e-5
 
 
 def test_masks_with_holes() -> None:

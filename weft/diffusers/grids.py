@@ -42,6 +42,15 @@ def from_packed(_: Target, arguments: Arguments) -> Extent:
     return from_ids(_, {"img_ids": arguments["position_ids"][-tokens:]})
 
 
+def from_rows(_: Target, arguments: Arguments) -> Extent:
+    """Of rows of all kinds of tokens, the last of which are the video: those of one kind and one time."""
+    tags, times = arguments["token_tags"], arguments["timestep_indices"]
+    other = ((tags != tags[-1]) | (times != times[-1])).nonzero().flatten()
+    count = len(tags) - (int(other[-1]) + 1 if len(other) else 0)
+    frames, rows, columns = (len(axis.unique()) for axis in arguments["position_ids"][-count:].T)
+    return (frames, rows, columns) if frames * rows * columns == count else (1, 1, count)
+
+
 def from_ids(_: Target, arguments: Arguments) -> Extent:
     """Of position ids [tokens, (image, row, column, …)]; images one after another are frames."""
     ids = arguments["img_ids"]

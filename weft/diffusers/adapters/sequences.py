@@ -7,13 +7,14 @@ from dataclasses import replace
 from weft.diffusers.adapter import BLOCK, END, ROPE, SELF, TEXT, VIDEO, Adapter, Shard, Whole
 from weft.diffusers.adapters.images import FLUX
 from weft.diffusers.adapters.videos import COG, HUNYUAN, WAN
-from weft.diffusers.grids import frames_first, from_packed, from_shape, from_sizes, patches
+from weft.diffusers.grids import frames_first, from_packed, from_rows, from_shape, from_sizes, patches
 
 AUDIO = Shard("audio", 1)
 SEQUENCE = Shard("sequence", 1)
 """Tokens in an order that the caller chose, or with others that are no text before them."""
 ROTARY = Shard("sequence", -2)
 BOTH = Shard("text video", 1)
+PACKED = Shard("context video", 1)
 
 
 def _names(names: str) -> frozenset[str]:
@@ -105,7 +106,15 @@ ADAPTERS = (
     ),
     Adapter(
         "MiniMaxH3Transformer3DModel",
-        attention={"transformer_blocks.*.attn": "video"},
+        inputs={
+            "transformer_blocks.0": {"hidden_states": PACKED},
+            "transformer_blocks.*": {"adaln_indices": PACKED._replace(dim=0)},
+            "norm_out": {"timestep_indices": PACKED._replace(dim=0)},
+        },
+        outputs={"rope": PACKED._replace(dim=0)},
+        gather={"proj_out": PACKED, "audio_proj_out": PACKED},
+        attention={"transformer_blocks.*.attn": "context video"},
+        grid=from_rows,
         local=("token_refiner.refiner_blocks.*.attn",),
         note="video and audio",
     ),
