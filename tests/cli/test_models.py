@@ -29,7 +29,7 @@ def test_every_adapter_has_a_line_that_fits_a_terminal(capsys, monkeypatch) -> N
         assert any(line.startswith(f"{name} ") for line in lines)
     for row in ("CogVideoXTransformer3DModel joint yes", "LatteTransformer3DModel switching – yes"):
         assert any(line.startswith(row) for line in lines)
-    assert any(line.startswith("WanTransformer3DModel self + cross yes yes yes 2.1") for line in lines)
+    assert any(line.startswith("WanTransformer3DModel self + cross yes yes yes") for line in lines)
 
 
 def test_what_is_not_split_has_a_reason(capsys) -> None:
