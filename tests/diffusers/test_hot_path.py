@@ -20,7 +20,8 @@ from weft.diffusers import attention_hook, padding  # noqa: E402
 from weft.run.world import World  # noqa: E402
 
 SELECT_BY_VALUE = (
-    "mochi", "hunyuan-1.5", "chroma", "glm-image", "krea2", "ideogram4", "framepack", "minimax-music",
+    "mochi", "hunyuan-1.5", "chroma", "glm-image", "krea2", "ideogram4", "framepack", "minimax-h3",
+    "minimax-music",
     "stable-audio", "ace-step", "qwen21", "wan-animate2", "stable-audio3", "longcat-audio", "lumina-next",
     "hidream",
 )  # fmt: skip

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from math import prod
 
 from torch.utils._pytree import PyTree
+from torch.utils.weak import WeakIdKeyDictionary
 
 from weft.core.errors import InputError
 from weft.core.voxels import Extent
+from weft.hooks.digest import version_of
 from weft.hooks.wrap import Target
 
 Arguments = Mapping[str, PyTree]
@@ -42,13 +44,20 @@ def from_packed(_: Target, arguments: Arguments) -> Extent:
     return from_ids(_, {"img_ids": arguments["position_ids"][-tokens:]})
 
 
+_extents = WeakIdKeyDictionary()
+"""Of packed rows, by the tensor of their positions, which all steps have: reading it waits for the device."""
+
+
 def from_rows(_: Target, arguments: Arguments) -> Extent:
     """Of rows of all kinds of tokens, the last of which are the video: those of one kind and one time."""
-    tags, times = arguments["token_tags"], arguments["timestep_indices"]
-    other = ((tags != tags[-1]) | (times != times[-1])).nonzero().flatten()
-    count = len(tags) - (int(other[-1]) + 1 if len(other) else 0)
-    frames, rows, columns = (len(axis.unique()) for axis in arguments["position_ids"][-count:].T)
-    return (frames, rows, columns) if frames * rows * columns == count else (1, 1, count)
+    ids, tags, times = (arguments[name] for name in ("position_ids", "token_tags", "timestep_indices"))
+    version = version_of(ids), version_of(tags), version_of(times)
+    if ids not in _extents or _extents[ids][0] != version:
+        other = ((tags != tags[-1]) | (times != times[-1])).nonzero().flatten()
+        count = len(tags) - (int(other[-1]) + 1 if len(other) else 0)
+        extent = tuple(len(axis.unique()) for axis in ids[-count:].T)
+        _extents[ids] = version, extent if prod(extent) == count else (1, 1, count)
+    return _extents[ids][1]
 
 
 def from_ids(_: Target, arguments: Arguments) -> Extent:

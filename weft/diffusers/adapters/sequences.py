@@ -41,10 +41,8 @@ ADAPTERS = (
     replace(COG, model="GlmImageTransformer2DModel", grid=patches),
     Adapter(
         "Krea2Transformer2DModel",
-        inputs={
-            "transformer_blocks.0": {"hidden_states": BOTH},
-            "transformer_blocks.*": {"image_rotary_emb": BOTH._replace(dim=0)},
-        },
+        inputs={"transformer_blocks.*": {"image_rotary_emb": BOTH._replace(dim=0)}},
+        outputs={"txt_in": TEXT, "img_in": VIDEO},
         gather={"transformer_blocks.-1": BOTH},
         attention={"transformer_blocks.*.attn": "text video"},
         local=("text_fusion.layerwise_blocks.*.attn", "text_fusion.refiner_blocks.*.attn"),
