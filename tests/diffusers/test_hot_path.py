@@ -23,7 +23,7 @@ SELECT_BY_VALUE = (
     "mochi", "hunyuan-1.5", "chroma", "glm-image", "krea2", "ideogram4", "framepack", "minimax-h3",
     "minimax-music",
     "stable-audio", "ace-step", "qwen21", "wan-animate2", "stable-audio3", "longcat-audio", "lumina-next",
-    "hidream",
+    "hidream", "flux3",
 )  # fmt: skip
 """Their own forward reads values, as those of a mask, or calls what FakeTensor on no GPU cannot do."""
 
