@@ -19,8 +19,13 @@ from tests.run.hot_path import Seen, fake_cuda  # noqa: E402
 from weft.diffusers import attention_hook, padding  # noqa: E402
 from weft.run.world import World  # noqa: E402
 
-SELECT_BY_VALUE = ("mochi", "hunyuan-1.5")
-"""Their own forward selects tokens by the values of a mask, which FakeTensor cannot do."""
+SELECT_BY_VALUE = (
+    "mochi", "hunyuan-1.5", "chroma", "glm-image", "krea2", "ideogram4", "framepack", "minimax-h3",
+    "minimax-music",
+    "stable-audio", "ace-step", "qwen21", "wan-animate2", "stable-audio3", "longcat-audio", "lumina-next",
+    "hidream", "flux3",
+)  # fmt: skip
+"""Their own forward reads values, as those of a mask, or calls what FakeTensor on no GPU cannot do."""
 
 
 def on_device(name: str) -> tuple[Any, dict[str, Any]]:

@@ -11,7 +11,7 @@ from torch.utils._pytree import PyTree, tree_leaves
 
 from weft.core.errors import InputError
 from weft.core.layout import Layout
-from weft.diffusers.adapter import Shard, ShardSpec
+from weft.diffusers.adapter import GatherSpec, ShardSpec
 from weft.hooks.input_check import is_recomputing
 from weft.hooks.rng import sharded_dropout
 from weft.hooks.wrap import Args, Forward, ForwardWrapper, Kwargs
@@ -35,7 +35,7 @@ class ModuleHook(ForwardWrapper):
         """The names of the module's arguments."""
         self.inputs: Mapping[str, ShardSpec] = {}
         self.output: ShardSpec = None
-        self.gather: Shard | None = None
+        self.gather: GatherSpec | None = None
 
     def around(self, forward: Forward, args: Args, kwargs: Kwargs) -> PyTree:
         region = self.region
@@ -47,7 +47,7 @@ class ModuleHook(ForwardWrapper):
         if self.output is not None:
             out = region.shards.split(out, self.output, f"The output of {self.what}")
         if self.gather is not None:
-            out = region.shards.gather(out, self.gather, f"The output of {self.what}")
+            out = region.shards.gather_all(out, self.gather, f"The output of {self.what}")
             region.restore_in_backward(out)
         return out
 

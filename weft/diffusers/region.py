@@ -10,12 +10,13 @@ import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import PyTree
+from torch.utils._pytree import PyTree, tree_leaves
 
 from weft.core.errors import InputError
 from weft.core.layout import Layout
@@ -105,6 +106,8 @@ class ShardedRegion:
         check_caches(self.model, self._submodules)
         check_arguments(self.adapter, self.model, arguments)
         self.shards = TokenShards(mesh)
+        if self.adapter.grid is not None:
+            self.shards.grid = partial(self.adapter.grid, self.model, arguments)
         self.runs = self.run_now = self.runs + 1
         self.mask_inputs = mask_inputs(arguments)
         world = self.shards.world  # looked up here: blocks that are compiled cannot
@@ -181,8 +184,9 @@ class ShardedRegion:
             self.active = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
-        if isinstance(out, Tensor) and out.requires_grad:
-            out.register_hook(restore)
+        for each in tree_leaves(out):
+            if isinstance(each, Tensor) and each.requires_grad:
+                each.register_hook(restore)
 
     def _end_backward(self) -> None:
         self.active = False
@@ -280,7 +284,8 @@ class ShardedRegion:
         inner: dict[str, AttentionHook | DropoutHook | ShardedRegion] = dict.fromkeys(local, self)
         for layer, (name, module, streams) in enumerate(attentions):
             check_processor(name, module)
-            inner[name] = AttentionHook(self, name, module, streams, layer)
+            hook = AttentionHook(self, name, module, streams, layer)
+            inner[name] = self if streams == "whole" else hook
         dropouts = {
             name: DropoutHook(self, name, module)
             for name, module in by_name.items()
@@ -289,4 +294,4 @@ class ShardedRegion:
         for name, hook in {**inner, **dropouts}.items():
             hooks.setdefault(name, ModuleHook(self, name)).inner = hook
         self.layers, self.has_dropout = len(attentions), bool(dropouts)
-        self.orders = {tuple(streams.rstrip("?").split()) for _, _, streams in attentions}
+        self.orders = {hook.streams for hook in inner.values() if isinstance(hook, AttentionHook)}
