@@ -25,8 +25,8 @@ SELECT_BY_VALUE = (
     "stable-audio", "ace-step", "qwen21", "wan-animate2", "stable-audio3", "longcat-audio", "lumina-next",
     "hidream", "flux3", "flux3-edit",
 )  # fmt: skip
-"""Not watched here. Most read values in their own forward, as those of a mask, or call what FakeTensor cannot do
-without a GPU; weft reads the layout of minimax-h3 once, and why wan-animate2 fails is not known."""
+"""Not watched here. Most read values in their own forward, as those of a mask, or call what FakeTensor cannot
+do without a GPU; weft reads the layout of minimax-h3 once, and why wan-animate2 fails is not known."""
 
 
 def on_device(name: str) -> tuple[Any, dict[str, Any]]:
