@@ -263,5 +263,5 @@ def test_latents_that_cannot_be_used_are_counted_and_named(tmp_path) -> None:
     )
     assert clips.batch([1])[1] == ["good"]
     assert clips.skipped[-1] == ("b.safetensors[1]", "has numbers that are not finite")
-    with pytest.raises(InputError, match="no usable clip in .*nowhere. It has none"):
+    with pytest.raises(InputError, match="no usable clip in .*nowhere. The folder has no clips"):
         LatentFolder(tmp_path / "nowhere")
