@@ -19,6 +19,7 @@ from weft.core.mask import BlockMask
 from weft.diffusers.checks import PlanSpec
 from weft.diffusers.padding import Padding, padding_of
 from weft.diffusers.shards import Counts
+from weft.hooks.step_cache import cache_hooks
 from weft.hooks.wrap import Args, Forward, FunctionMode, Kwargs
 from weft.run.attention import attention
 from weft.run.opaque import QKV, CallOptions, call, handle_of
@@ -57,7 +58,7 @@ class AttentionHook:
                 out = self.region.around(forward, args, kwargs)
         finally:
             self.hidden = None
-        if not mode.is_used:
+        if not mode.is_used and not any(cache_hooks([self.module])):  # which may have skipped it
             raise InputError(
                 f"{self.name} computed an attention that weft did not see, on this rank's tokens only.",
                 hint="Give it a processor that calls scaled_dot_product_attention or dispatch_attention_fn.",
@@ -102,6 +103,7 @@ class AttentionHook:
 
     def _attend(self, qkv: QKV, mask: Tensor | None, scale: float | None) -> Tensor:
         shards, rows, keys = self.region.shards, qkv[0].shape[2], qkv[1].shape[2]
+        self.region.caches.computed += 1
         most = shards.rows(self.streams)
         if keys != rows or rows > most or (rows < most and not self.drops_padding):
             raise InputError(

@@ -25,7 +25,6 @@ from weft.diffusers.attention_hook import AttentionHook, restore_backend, use_na
 from weft.diffusers.checks import (
     PlanSpec,
     check_arguments,
-    check_caches,
     check_declared,
     check_processor,
     running_module,
@@ -34,6 +33,7 @@ from weft.diffusers.module_hook import DropoutHook, ModuleHook, full_sizes
 from weft.diffusers.padding import MaskInputs, mask_inputs
 from weft.diffusers.sampled_check import SampledCheck
 from weft.diffusers.shards import TokenShards
+from weft.diffusers.step_caches import StepCaches
 from weft.diffusers.step_counter import StepCounter
 from weft.diffusers.token_probe import check_mixing
 from weft.hooks.module_tree import forward_parameters, matching, module_at, modules
@@ -90,6 +90,7 @@ class ShardedRegion:
         """How many tokens there may be of inputs that are not split, such as a text."""
         self.wrapped: dict[str, tuple[nn.Module, ModuleHook]] = {}
         """By name, for as long as a module of that name is there."""
+        self.caches = StepCaches(self)
         try:
             self._install()
         except BaseException:
@@ -102,7 +103,7 @@ class ShardedRegion:
             self._install()
             self._probed.clear()
         arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        check_caches(self.model, self._submodules)
+        self.caches.prepare()
         check_arguments(self.adapter, self.model, arguments)
         self.shards = TokenShards(mesh)
         self.runs = self.run_now = self.runs + 1
@@ -127,6 +128,7 @@ class ShardedRegion:
         if unprobed is not None:
             raise unprobed
         self._probed.add(kind)
+        self.caches.count()
         if self.sampled_check is not None:
             if self.verbose:
                 sys.stderr.write(f"weft: {self.sampled_check}\n")
@@ -139,7 +141,7 @@ class ShardedRegion:
             return True
         # Graphs of torch.compile are for one mode each.
         return not self.runs & (self.runs - 1) and all(
-            module._compiled_call_impl is None for module in self._submodules
+            module._compiled_call_impl is None for module in self.submodules
         )
 
     def random_error(self) -> InputError | None:
@@ -228,6 +230,7 @@ class ShardedRegion:
             unwrap_module(module)
             restore_backend(module)
         self.wrapped = {}
+        self.caches.remove()
 
     def _is_changed(self) -> bool:
         """Return whether a wrapped module was replaced, as by one with LoRA, or a dropout is new."""
@@ -261,7 +264,7 @@ class ShardedRegion:
         by_name = modules(self.model)
         self._add_inner(hooks, by_name)
         self.remove()
-        self.enter, self._submodules = hooks.pop(""), [*by_name.values()]
+        self.enter, self.submodules = hooks.pop(""), [*by_name.values()]
         for name, hook in hooks.items():
             self.wrapped[name] = by_name[name], hook
             wrap_module(by_name[name], hook)
