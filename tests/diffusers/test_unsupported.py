@@ -140,6 +140,15 @@ def test_caches_that_mix_tokens_are_refused_by_name(name: str, when: str) -> Non
         run(model, **{when: change})
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_cache_dit_is_refused_by_name(when: str) -> None:
+    cache_dit = pytest.importorskip("cache_dit")
+    with pytest.raises(
+        InputError, match=r"cache-dit is enabled on this WanTransformer3DModel: .*disable_cache"
+    ):
+        run("wan", **{when: cache_dit.enable_cache})
+
+
 def test_what_the_sentence_says_takes_a_cache_off() -> None:
     def off(model: Any) -> None:
         own_cache(model)

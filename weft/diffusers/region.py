@@ -33,7 +33,7 @@ from weft.diffusers.module_hook import DropoutHook, ModuleHook, full_sizes
 from weft.diffusers.padding import MaskInputs, mask_inputs
 from weft.diffusers.sampled_check import SampledCheck
 from weft.diffusers.shards import TokenShards
-from weft.diffusers.step_caches import StepCaches
+from weft.diffusers.step_caches import StepCaches, check_cache_dit
 from weft.diffusers.step_counter import StepCounter
 from weft.diffusers.token_probe import check_mixing
 from weft.hooks.module_tree import forward_parameters, matching, module_at, modules
@@ -99,11 +99,12 @@ class ShardedRegion:
 
     def run(self, mesh: MeshLike, args: Args, kwargs: Kwargs) -> PyTree:
         """Return the model's output, full on every rank of a mesh; each rank computes its tokens of it."""
+        check_cache_dit(self.model)
         if self._is_changed():
             self._install()
             self._probed.clear()
-        arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
         self.caches.prepare()
+        arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
         check_arguments(self.adapter, self.model, arguments)
         self.shards = TokenShards(mesh)
         self.runs = self.run_now = self.runs + 1

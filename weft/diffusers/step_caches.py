@@ -1,9 +1,11 @@
-"""StepCaches: the step caches of one sharded model, of Diffusers or cache-dit, and what they skip."""
+"""StepCaches: the step caches of one sharded model, and what they skip."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from torch import nn
 
 from weft.core.errors import InputError
 from weft.diffusers.module_hook import ModuleHook
@@ -112,3 +114,13 @@ class StepCaches:
                 hint=f"Use at most {min(shards.sizes.values())} ranks, or no cache.",
             )
         return shards.world.comm
+
+
+def check_cache_dit(model: nn.Module) -> None:
+    """Refuse cache-dit, before its blocks are taken for those of the model."""
+    if type(vars(model).get("_context_manager")).__module__.startswith("cache_dit."):
+        raise InputError(
+            f"cache-dit is enabled on this {type(model).__name__}: it runs all blocks in a module of its "
+            "own, before whose first block tokens are not sharded.",
+            hint="Call cache_dit.disable_cache(…); model.enable_cache(FirstBlockCacheConfig(…)) is similar.",
+        )
