@@ -191,3 +191,22 @@ def divisive_threshold(name: str, ranks: int) -> float:
     seen = decisions(name, ranks, 0.0)
     whole = seen.whole[0]
     return (whole + max(seen.ranks[0], key=lambda own: abs(own - whole))) / 2
+
+
+def blocks(threshold: float) -> Apply:
+    """cache-dit: as first-block caching, after a step of warm-up."""
+
+    def apply(model: Any, _: Clock) -> None:
+        import cache_dit
+
+        config = cache_dit.DBCacheConfig(
+            Fn_compute_blocks=1,
+            Bn_compute_blocks=0,
+            residual_diff_threshold=threshold,
+            max_warmup_steps=1,
+            enable_separate_cfg=False,
+            num_inference_steps=STEPS,
+        )
+        cache_dit.enable_cache(model, cache_config=config)
+
+    return apply

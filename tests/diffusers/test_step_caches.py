@@ -18,6 +18,7 @@ from tests.diffusers.caching import (  # noqa: E402
     Clock,
     Run,
     alone,
+    blocks,
     decisions,
     divisive_threshold,
     faster,
@@ -82,6 +83,16 @@ def test_a_cache_that_decides_by_tokens(name: str, ranks: int) -> None:
     assert not all(each == together for each in own), "one rank would decide otherwise"
     first = alone(name, first_block(threshold))
     check(first, on(ranks, name, first_block(threshold)))
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"), sampled(FIRST_BLOCK, {row for at, row in enumerate(FIRST_BLOCK) if at % 4 == 0})
+)
+def test_cache_dit(name: str, ranks: int) -> None:
+    """At the same thresholds: it compares the same residuals of the first block."""
+    pytest.importorskip("cache_dit")
+    apply = blocks(min(divisive_threshold(name, ranks), 0.99))
+    check(alone(name, apply), on(ranks, name, apply))
 
 
 def test_without_shared_decisions_the_ranks_part(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,13 +140,17 @@ def test_caches_that_mix_tokens_are_refused_by_name(name: str, when: str) -> Non
         run(model, **{when: change})
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_cache_dit_is_refused_by_name(when: str) -> None:
+def test_cache_dit_on_a_parallelized_model_is_refused() -> None:
     cache_dit = pytest.importorskip("cache_dit")
-    with pytest.raises(
-        InputError, match=r"cache-dit is enabled on this WanTransformer3DModel: .*disable_cache"
-    ):
-        run("wan", **{when: cache_dit.enable_cache})
+    with pytest.raises(InputError, match=r"(?s)enabled on a parallelized Wan.* before weft.parallelize"):
+        run("wan", after=cache_dit.enable_cache)
+
+
+def test_cache_dit_that_fits_over_tokens_is_refused() -> None:
+    cache_dit = pytest.importorskip("cache_dit")
+    config = cache_dit.DMDCalibratorConfig()
+    with pytest.raises(InputError, match=r"(?s)CachedContextManager with DMD.* TaylorSeerCalibratorConfig"):
+        run("wan", before=lambda model: cache_dit.enable_cache(model, calibrator_config=config))
 
 
 def test_what_the_sentence_says_takes_a_cache_off() -> None:

@@ -22,6 +22,7 @@ from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.diffusers.adapter import Adapter
 from weft.diffusers.attention_hook import AttentionHook, restore_backend, use_native_backend
+from weft.diffusers.cache_dit import check_cache_dit
 from weft.diffusers.checks import (
     PlanSpec,
     check_arguments,
@@ -33,7 +34,7 @@ from weft.diffusers.module_hook import DropoutHook, ModuleHook, full_sizes
 from weft.diffusers.padding import MaskInputs, mask_inputs
 from weft.diffusers.sampled_check import SampledCheck
 from weft.diffusers.shards import TokenShards
-from weft.diffusers.step_caches import StepCaches, check_cache_dit
+from weft.diffusers.step_caches import StepCaches
 from weft.diffusers.step_counter import StepCounter
 from weft.diffusers.token_probe import check_mixing
 from weft.hooks.module_tree import forward_parameters, matching, module_at, modules

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from torch import nn
-
 from weft.core.errors import InputError
+from weft.diffusers.cache_dit import share_cache_dit, unshare_cache_dit
 from weft.diffusers.module_hook import ModuleHook
 from weft.hooks.step_cache import (
     CACHE_HOOKS,
@@ -62,6 +61,7 @@ class StepCaches:
         self.computed = 0
         """Attentions of this forward."""
         self._hooks: list[CacheHook] = []
+        self._has_cache_dit = False
         self._summary = CacheSummary()
 
     def reset(self) -> None:
@@ -88,18 +88,21 @@ class StepCaches:
                 share_decision(cache.hook, method, self._comm)
             if isinstance(vars(cache.module).get(WRAPPER), ModuleHook):  # tokens are split before
                 put_outside(cache.module)
+        self._has_cache_dit = share_cache_dit(self.region, self._comm)
 
     def count(self) -> None:
         """Note a forward."""
-        if self._hooks:
-            self._summary.caches = tuple(dict.fromkeys(cache.kind for cache in self._hooks))
+        if self._hooks or self._has_cache_dit:
+            kinds = [cache.kind for cache in self._hooks] + ["cache-dit"] * self._has_cache_dit
+            self._summary.caches = tuple(dict.fromkeys(kinds))
             self._summary.attentions = self.region.layers
             self._summary.forwards.append(self.computed)
 
     def remove(self) -> None:
         for cache in self._hooks:
             unshare_decision(cache.hook)
-        self._hooks = []
+        unshare_cache_dit(self.region.model)
+        self._hooks, self._has_cache_dit = [], False
 
     def _comm(self) -> Comm | None:
         """Return the ranks that tokens are reduced over now."""
@@ -114,13 +117,3 @@ class StepCaches:
                 hint=f"Use at most {min(shards.sizes.values())} ranks, or no cache.",
             )
         return shards.world.comm
-
-
-def check_cache_dit(model: nn.Module) -> None:
-    """Refuse cache-dit, before its blocks are taken for those of the model."""
-    if type(vars(model).get("_context_manager")).__module__.startswith("cache_dit."):
-        raise InputError(
-            f"cache-dit is enabled on this {type(model).__name__}: it runs all blocks in a module of its "
-            "own, before whose first block tokens are not sharded.",
-            hint="Call cache_dit.disable_cache(…); model.enable_cache(FirstBlockCacheConfig(…)) is similar.",
-        )

@@ -12,7 +12,7 @@ from weft.core.errors import InputError
 from weft.generate.cache_spec import parse_cache
 from weft.generate.pretrained import PretrainedPipeline
 from weft.hooks.module_tree import unwrapped
-from weft.hooks.step_cache import cache_hooks
+from weft.hooks.step_cache import cache_dit_manager, cache_hooks
 
 Config = Any
 """The configuration of a cache of Diffusers."""
@@ -55,7 +55,10 @@ def disable_cache(pipe: PretrainedPipeline) -> None:
 
 def has_cache(pipe: PretrainedPipeline) -> bool:
     """Return whether a transformer of a pipeline has a step cache."""
-    return any(next(cache_hooks(model.modules()), None) is not None for model in _transformers(pipe))
+    return any(
+        cache_dit_manager(model) is not None or any(cache_hooks(model.modules()))
+        for model in _transformers(pipe)
+    )
 
 
 def _transformers(pipe: PretrainedPipeline) -> list[Any]:

@@ -74,6 +74,12 @@ def cache_hooks(modules: Iterable[nn.Module]) -> Iterator[CacheHook]:
                 yield CacheHook(module, name, hook)
 
 
+def cache_dit_manager(model: nn.Module) -> Hook | None:
+    """Return the object with which cache-dit decides for a model."""
+    manager = vars(model).get("_context_manager")
+    return manager if type(manager).__module__.startswith("cache_dit.") else None
+
+
 def check_cache(cache: CacheHook) -> None:
     """Refuse a cache that is not known to treat each token by itself."""
     plain = getattr(type(cache.hook), "_weft_plain", type(cache.hook))
@@ -154,6 +160,8 @@ class Decision(ForwardWrapper):
         comm = self.comm()
         if comm is None:
             return forward(*args, **kwargs)
+        if "parallelized" in kwargs:  # cache-dit would average over all processes
+            kwargs = {**kwargs, "parallelized": False}
         with WholeReductions(comm):
             return forward(*args, **kwargs)
 

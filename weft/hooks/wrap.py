@@ -95,11 +95,12 @@ def put_outside(target: Target) -> None:
     own = vars(target)
     method = own[WRAPPER].method
     inner = own.get(method)
-    if inner is not None and not _is_outside(inner):
+    if inner is not None and not is_outside(inner):
         own[method] = _with_signature(partial(_run, target, inner), inner)
 
 
-def _is_outside(method: Forward) -> bool:
+def is_outside(method: Forward | None) -> bool:
+    """Return whether a method of an instance runs its wrapper first."""
     return isinstance(method, partial) and method.func is _run
 
 
@@ -110,7 +111,7 @@ def unwrap_module(target: Target) -> None:
     if wrapper is None:
         return
     inner = own.get(wrapper.method)
-    if inner is not None and _is_outside(inner):
+    if isinstance(inner, partial) and is_outside(inner):
         own[wrapper.method] = inner.args[1]
     plain = type(target)._weft_plain
     _rebind(target, getattr(type(target), wrapper.method), getattr(plain, wrapper.method))
@@ -154,7 +155,7 @@ def _calls_wrapper(method: Forward | None) -> bool:
     """Return whether a method runs the wrapper, perhaps inside of decorators."""
     while method is not None:
         function = getattr(method, "__func__", method)
-        if getattr(function, "_weft", False) or _is_outside(method):
+        if getattr(function, "_weft", False) or is_outside(method):
             return True
         method = getattr(method, "__wrapped__", None)
     return False
