@@ -140,7 +140,7 @@ def __getattr__(name: str) -> object:
             f"weft.{name} needs torch, which is not installed.",
             hint=f"Add it with: {install_command('torch')}",
         ) from error
-    globals()[name] = value  # asked once: the next access does not come through here
+    globals()[name] = value  # cached: the next access does not call this function
     return value
 
 

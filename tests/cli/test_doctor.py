@@ -120,7 +120,7 @@ def test_a_gpu_that_torch_does_not_see_is_limited(monkeypatch: pytest.MonkeyPatc
     [
         ("--only nccl,lniks --device cpu", "Did you mean 'links'?"),
         ("--device tpu", "one of cuda, cpu"),
-        ("--device cpu --minutes 0", "more than 0"),
+        ("--device cpu --minutes 0", "--minutes must be > 0"),
         ("", "weft doctor --gpu --device cpu"),
         ("--ranks 3", "At most 2."),
     ],

@@ -253,7 +253,7 @@ def test_what_the_pipeline_itself_refuses_is_one_sentence(models, tmp_path, capf
     words = ("--size", "95x64", "--frames", "9", "--steps", "1")
     assert ended("generate", models / "ltx", "a loom", "-o", tmp_path / "out.mp4", *words) == 2
     said = capfd.readouterr().err
-    assert said.startswith("weft: A LTXPipeline refuses this: `height` and `width`")
+    assert said.startswith("weft: LTXPipeline refused its arguments: `height` and `width`")
     assert said.count("divisible") == 1
     assert list(tmp_path.iterdir()) == []
 

@@ -62,7 +62,7 @@ def ended(*words: str) -> object:
         ((__file__, "--ranks", "0"), "--ranks must be >= 1, got 0."),
         ((__file__, "--nodes", "2", "--node", "2"), "--node 2"),
         ((__file__, "--nodes", "2", "--master", "127.0.0.1:29500"), "--nodes 2 requires --token-file"),
-        ((__file__, "--nodes", "2"), "--master is ''"),
+        ((__file__, "--nodes", "2"), "--master must be HOST or HOST:PORT of machine 0 of 2, got ''"),
         ((__file__, "--nodes", "2", "--master", "10.0.0.1:"), "HOST:PORT"),
         ((__file__, "--nodes", "2", "--master", "10.0.0.1:70000"), "HOST:PORT"),
     ],

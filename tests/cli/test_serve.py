@@ -48,7 +48,7 @@ def engines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
         (("--max-queue", "0"), "--max-queue must be >= 1, got 0"),
         (("--port", "65536"), "--port must be in 0 … 65535, got 65536"),
         (("--nodes", "2", "--node", "2"), "--node 2"),
-        (("--nodes", "2"), "--master is ''"),
+        (("--nodes", "2"), "--master must be HOST or HOST:PORT of machine 0 of 2, got ''"),
         (("--nodes", "2", "--master", "10.0.0.1:65536"), "10.0.0.1:65536"),
         (("--nodes", "2", "--master", "10.0.0.1:29500"), "--token-file"),
         (("--policy", "fifo"), "elastic, all, one"),

@@ -93,7 +93,10 @@ def test_a_report_has_the_curve_of_the_sweep(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--devices", "3"), "3 devices are no whole machines of 2x2xh100, which have 2 each. Try 2 or 4"),
+        (
+            ("--devices", "3"),
+            "must be a multiple of 2, the devices of one machine of 2x2xh100, got 3. Try 2 or 4",
+        ),
         (("--devices", "two"), "devices='two' is not a list of counts"),
         (("--plan", "usp:4x4"), "usp:4x4 needs 16 ranks; there are 4"),
         (("--plan", "rign"), "no strategy 'rign'"),

@@ -127,8 +127,11 @@ def test_repr_says_heads_tokens_blocks_and_density():
             lambda: of(np.ones((1, 3, 3))) | of(np.ones((2, 3, 3))),
             "must have equal heads",
         ),
-        (lambda: BlockMask(5, 5, 5, 5, (0,), np.zeros((1, 1, 2), np.uint8)), "do not fit"),
-        (lambda: BlockMask(5, 5, 5, 5, (0,), np.zeros((1, 1, 1), np.int64)), "do not fit"),
+        (
+            lambda: BlockMask(5, 5, 5, 5, (0,), np.zeros((1, 1, 2), np.uint8)),
+            r"got uint8 of shape \(1, 1, 2\)",
+        ),
+        (lambda: BlockMask(5, 5, 5, 5, (0,), np.zeros((1, 1, 1), np.int64)), "must be uint8 .* got int64"),
         (lambda: BlockMask(5, 5, 5, 5, (1,), np.zeros((1, 1, 1), np.uint8)), "does not name 1 patterns"),
         (lambda: BlockMask(0, 5, 5, 5, (0,), np.zeros((1, 0, 1), np.uint8)), "0 × 5 tokens"),
         (

@@ -119,7 +119,10 @@ def test_bytes_are_those_of_two_switches_a_layer_and_a_gather() -> None:
     ("given", "said"),
     [
         ({"encoder_attention_mask": torch.ones(5, 1, WORDS)}, "takes no encoder_attention_mask"),
-        ({"enable_temporal_attentions": False}, "transformer_blocks.1 runs where temporal"),
+        (
+            {"enable_temporal_attentions": False},
+            "transformer_blocks.1 ran where the declaration expects temporal",
+        ),
         (video(1, 5, side=2), "1 patches cannot be sharded over 2 ranks"),
     ],
 )

@@ -127,17 +127,32 @@ SAME = (torch.arange(N) < 5).expand(N, -1)
             {"change": partial(swap, OwnProcessor())},
         ),
         ("attn computed an attention that weft did not see", {"change": partial(swap, SlyProcessor())}),
-        ("attn has a mask that differs by query", {"attn_mask": LATER}),
-        ("attn has a mask that differs by query or head, or adds", {"attn_mask": torch.ones(1, 1, 1, N)}),
-        ("attn has a mask that leaves out tokens of the video", {"attn_mask": SAME}),
+        (
+            "attn has a mask that differs by query .* of some tokens only",
+            {"attn_mask": torch.ones(5, 5).tril()},
+        ),
         ("attn has a mask of 5 keys; there are 7", {"attn_mask": torch.ones(5, 5).bool()}),
-        ("attn asks for attention with is_causal=True", {"is_causal": True}),
-        ("attn asks for attention with dropout_p=0.5", {"dropout_p": 0.5}),
+        ("attn calls attention with is_causal=True", {"is_causal": True}),
+        ("attn calls attention with dropout_p=0.5", {"dropout_p": 0.5}),
     ],
 )
 def test_refuses_what_it_cannot_split(words: str, how: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=words):
         run_toy(**how)
+
+
+@pytest.mark.parametrize("mask", [LATER, torch.ones(1, 1, 1, N), SAME, normal(2, 1, N, N, seed=3)])
+def test_masks_of_all_queries_and_keys_are_exact(mask: Tensor) -> None:
+    """Causal, added to scores, without some tokens of the video: keys are gathered."""
+
+    def job(world: Any) -> Tensor:
+        model = seeded(Toy())
+        if world is not None:
+            sharded(model, world, TOY)
+        return model(normal(2, N, 4), attn_mask=mask)
+
+    for found in on_ranks(3, job):
+        torch.testing.assert_close(found, job(None), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("rounded", [torch.float64, torch.bfloat16])
@@ -199,7 +214,7 @@ def test_an_argument_by_sample_is_refused_where_samples_are_sharded() -> None:
         model(normal(4, 3, 5, 4), normal(4, 4))
 
     with pytest.raises(
-        InputError, match=r"Stage stage is given a second tensor of shape \[4, 3, 5, 4\], .* batch"
+        InputError, match=r"Stage stage got a second tensor of shape \[4, 3, 5, 4\], .* batch"
     ):
         on_ranks(2, job)
 

@@ -51,10 +51,9 @@ def run(
 
 
 REFUSED = {
-    "skyreels": {"enable_diffusion_forcing": True},
-    "zimage": {"controlnet_block_samples": {0: normal(2, 4, 36)}},
+    "zimage": {"siglip_feats": [[normal(2, 4, 36)]]},
     "flux2": {"kv_cache_mode": "extract", "num_ref_tokens": 3},
-    "cosmos": {"block_controlnet_hidden_states": [normal(2, 45, 36)]},
+    "ltx2": {"spatio_temporal_guidance_blocks": [0]},
 }
 
 
@@ -67,7 +66,7 @@ def test_arguments_that_are_not_cut_are_refused_by_name(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "given"),
     [
-        ("skyreels", {"enable_diffusion_forcing": False}),
+        ("ltx2", {"spatio_temporal_guidance_blocks": None}),
         ("flux2", {"kv_cache": None, "kv_cache_mode": None, "num_ref_tokens": 0, "ref_fixed_timestep": 0.0}),
     ],
 )
@@ -88,10 +87,16 @@ def test_every_argument_of_the_models_is_known() -> None:
         if unknown := set(signature(kind.forward).parameters) - known:
             left[name] = unknown
     assert left == {
-        "SkyReelsV2Transformer3DModel": {"enable_diffusion_forcing"},
         "Flux2Transformer2DModel": {"kv_cache", "kv_cache_mode", "num_ref_tokens", "ref_fixed_timestep"},
-        "CosmosTransformer3DModel": {"block_controlnet_hidden_states"},
-        "ZImageTransformer2DModel": {"controlnet_block_samples", "siglip_feats", "image_noise_mask"},
+        "GlmImageTransformer2DModel": {"kv_caches"},
+        "Kandinsky5Transformer3DModel": {"sparse_params"},
+        "LTX2VideoTransformer3DModel": {
+            "perturbation_mask",
+            "spatio_temporal_guidance_blocks",
+            "video_self_attention_mask",
+        },
+        "StableAudio3DiTModel": {"local_add_cond"},
+        "ZImageTransformer2DModel": {"image_noise_mask", "siglip_feats"},
     }
 
 

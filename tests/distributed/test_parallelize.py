@@ -57,9 +57,7 @@ def _own_processor() -> None:
 
 
 def _unknown() -> None:
-    weft.parallelize(
-        diffusers.DiTTransformer2DModel(num_attention_heads=2, attention_head_dim=4, num_layers=1)
-    )
+    weft.parallelize(torch.nn.TransformerEncoderLayer(8, 2))
 
 
 def _unet() -> None:
@@ -98,7 +96,7 @@ WRONG: dict[str, tuple[Callable[[], None], str]] = {
         _own_processor,
         "transformer_blocks.1.attn1 has a AttnProcessor, which computes attention by",
     ),
-    "a model": (_unknown, r"no adapter for a DiTTransformer2DModel.*adapter=weft.Adapter\("),
+    "a model": (_unknown, r"no adapter for a TransformerEncoderLayer.*adapter=weft.Adapter\("),
     "a UNet": (_unet, "A DDPMPipeline has no transformer; its parts are unet"),
     "a thing": (lambda: weft.parallelize(3), "weft.parallelize needs a Diffusers pipeline.*got a int"),
     "restored": (lambda: weft.restore(pipeline("wan")), "This WanPipeline is not parallelized"),
@@ -111,7 +109,7 @@ WRONG: dict[str, tuple[Callable[[], None], str]] = {
     "a plan": (_options(plan="rign"), "rign"),
     "a mask": (_options(sparse="stta"), "stta"),
     "a share": (_options(sparse="topk:much"), "topk:much cannot be parsed"),
-    "a mask's type": (_options(sparse=3), "sparse must be a name or an object.*got a int"),
+    "a mask's type": (_options(sparse=3), "sparse must be a name, a BlockMask or an object.*got a int"),
     "a mesh": (_options(mesh="all"), "mesh='all' is a str"),
 }
 ODD = "cfg='on' needs two halves of the ranks, of which there are 3.*Start 2 or 4 ranks"

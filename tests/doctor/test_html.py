@@ -45,7 +45,7 @@ def test_what_never_ran_stands_before_everything_that_was_asked(report: dict[str
 def test_nothing_counts_as_run_on_a_gpu_in_a_rehearsal(report: dict[str, Any]) -> None:
     report |= {"is_rehearsal": True, "made_up": False}
     text = page(report)
-    assert "CPUs stood in for GPUs" in text
+    assert "A rehearsal on CPUs." in text
     claims = text[text.index("What had never run") : text.index("What was checked")]
     assert claims.count("not run on a GPU") == len(report["never_ran"]) and "holds" not in claims
 

@@ -138,7 +138,7 @@ def test_explain_has_a_line_a_candidate_the_best_first():
 
 
 def test_a_topology_of_other_ranks_is_refused():
-    with pytest.raises(InputError, match="topology local has 5 ranks, the tensors lie on 6"):
+    with pytest.raises(InputError, match="topology local has 5 ranks, the tensors are on 6"):
         choose(of(6), BlockMask.dense(6, 240), Topology.local(5))
 
 

@@ -113,10 +113,10 @@ def test_skewed_heads_reach_near_perfect_balance():
         (lambda: refined([1, -1], 2), "non-negative integer per head"),
         (lambda: refined([1.5, 2.0], 2), "float64"),
         (lambda: refined([[1, 2]], 2), "shape"),
-        (lambda: greedy([1, 2], 0), "at least one group; got 0"),
+        (lambda: greedy([1, 2], 0), "groups must be >= 1, got 0"),
         (lambda: split([1, 2], 2), "per head and q block"),
         (lambda: split([[0.5]], 2), "float64"),
-        (lambda: split([[1]], 0), "at least one group"),
+        (lambda: split([[1]], 0), "groups must be >= 1"),
     ],
 )
 def test_wrong_input_is_named(call, words):

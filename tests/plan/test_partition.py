@@ -124,8 +124,8 @@ def test_zigzag_pairs_early_and_late_blocks():
 @pytest.mark.parametrize(
     ("mask", "mesh", "words"),
     [
-        (BlockMask.dense(3, 11), Mesh.of(ring=3), "ring 3 has 3 ranks, the tensors lie on 2. Use axes whose"),
-        (BlockMask.dense(3, 11), Mesh.of(torus=2), "no mesh axis 'torus'. Use ring and ulysses"),
+        (BlockMask.dense(3, 11), Mesh.of(ring=3), "ring 3 has 3 ranks, the tensors are on 2. Use axes whose"),
+        (BlockMask.dense(3, 11), Mesh.of(torus=2), "A mesh axis must be ring or ulysses, got 'torus'"),
         (BlockMask.dense(3, 7), Mesh.of(ring=2), "3 heads, 7 × 7 tokens; the tensors have 3 heads, 11 × 11"),
         (BlockMask.dense(2, 11), Mesh.of(ring=2), "for 2 heads.*Make the mask for the whole sequence"),
     ],

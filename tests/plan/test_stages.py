@@ -228,10 +228,10 @@ def test_it_tells_what_it_does() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"stages": [ModelStage("x", ("u",))]}, "Stage x mixes 'u'"),
-        ({"entry": "u"}, "entry='u' is no layout"),
-        ({"exit": ("t", "s")}, "is no layout over 1 axes"),
-        ({"ranks": 0}, "Give 1 rank or more"),
+        ({"stages": [ModelStage("x", ("u",))]}, "Stage x mixes an unknown dim 'u'"),
+        ({"entry": "u"}, "entry='u' is not a layout"),
+        ({"exit": ("t", "s")}, "is not a layout over 1 axes"),
+        ({"ranks": 0}, "ranks must be >= 1 on each axis"),
         ({"ranks": (2, 2), "stages": [], "entry": ("t", "s"), "exit": ("s", "t")}, "cannot swap"),
         ({"sizes": {"t": 0}}, "of size 0 cannot be sharded"),
     ],

@@ -58,7 +58,7 @@ def test_the_inner_axis_runs_fastest(name, mesh):
         ("ulises", "no strategy 'ulises'.*ring, ulysses"),
         ("ring+blocks", "no balance 'blocks'.*balanced, cuts"),
         ("usp:0x6", "needs 0 ranks"),
-        ("zigzag+balanced", "zigzag is a balance itself"),
+        ("zigzag+balanced", "zigzag takes no other balance"),
         ("zigzag+foo", "no balance 'foo'"),
     ],
 )

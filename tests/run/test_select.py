@@ -216,7 +216,7 @@ def test_what_cannot_be_chosen_from_is_refused() -> None:
         (lambda: Keep(own=(0, 1)), "own must be"),
         (lambda: top_k(scores[0], 1), "cannot be selected from"),
         (lambda: Proxies(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 5)), "do not fit"),
-        (lambda: pool(torch.zeros(3, 4), 0), "Cannot pool"),
+        (lambda: pool(torch.zeros(3, 4), 0), "block must be >= 1"),
     ]
     for call, message in refused:
         with pytest.raises(InputError, match=message):

@@ -69,7 +69,7 @@ def test_ranks_without_symmetric_memory_go_on_as_by_default_and_say_why(
 
     with caplog.at_level(logging.WARNING, "weft.run"):
         assert run_threads(2, job) == [(True, False)] * 2
-    expected = "No symmetric memory, which WEFT_TOPOLOGY asks for: symmetric memory needs a GPU."
+    expected = "No symmetric memory, which WEFT_TOPOLOGY requests: symmetric memory needs a GPU."
     assert [record.getMessage() for record in caplog.records] == [expected] * 2
 
 

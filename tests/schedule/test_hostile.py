@@ -148,7 +148,7 @@ def changed(**fields: Any) -> str:
         (changed(kept=[[]] * 9), r"len\(kept\)"),
         ("[" * 100_000, "nested too deeply"),
         ('{"kind": "Schedule", "kind": "Mesh"}', "duplicate key 'kind'"),
-        ('{"kind": "Mesh", "axes": []}', "holds a Mesh"),
+        ('{"kind": "Mesh", "axes": []}', "must hold a Schedule, got a Mesh"),
         ("9" * 5000, "digits"),
         ("", "not JSON"),
         (json.dumps({"kind": "x" * 99_999}), "Unknown kind of value"),

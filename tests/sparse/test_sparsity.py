@@ -388,7 +388,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(InputError, match="mask"):
         sparse_attention(3)
     q = k = torch.zeros(1, HEADS, 7, 6)
-    with pytest.raises(InputError, match="116 tokens, the attention 7"):
+    with pytest.raises(InputError, match="116 tokens, but the attention has 7"):
         MaskCache("random").mask(here(ALONE, Layout.even(7, 1)), q, k)
 
     class Wrong:

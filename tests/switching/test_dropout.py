@@ -173,10 +173,10 @@ def draw(kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("noise", "randn_like draws numbers of which this rank has a part, [2, 2, 2, 8]"),
-        ("feature", "alpha_dropout draws numbers of which this rank has a part"),
+        ("noise", "randn_like draws random numbers for the shard [2, 2, 2, 8]"),
+        ("feature", "alpha_dropout draws random numbers for the shard"),
         ("attention", "scaled_dot_product_attention with dropout draws"),
-        ("folded", "Dropout of a tensor of shape [4, 2, 8]: weft cannot tell where time lie"),
+        ("folded", "Dropout of a tensor of shape [4, 2, 8]: weft cannot locate time in it"),
     ],
 )
 def test_other_draws_are_refused(worlds: Callable[[int], Pool], kind: str, words: str) -> None:
@@ -204,7 +204,7 @@ def test_dims_are_read_off_sizes(shape: tuple[int, ...], groups: str, way: Any) 
     if groups:
         draws.groups = (("b", "s"), ("t",), ("c",))
     if way is None:
-        with pytest.raises(InputError, match="cannot tell where t lie"):
+        with pytest.raises(InputError, match="cannot locate t in it"):
             draws._agree(torch.zeros(shape))
     else:
         found = draws._agree(torch.zeros(shape))

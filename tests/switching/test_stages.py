@@ -444,7 +444,7 @@ def test_a_module_that_changes_shapes_is_found_out() -> None:
 def test_stages_that_run_in_another_order_are_found_out() -> None:
     refused(
         Video,
-        "Stage blocks.0.temporal runs where blocks.1.spatial was declared to run",
+        "Stage blocks.0.temporal ran where the declaration expects blocks.1.spatial",
         declared=[{"blocks.*.spatial": "space"}, {"blocks.*.temporal": "time"}],
     )
 
@@ -455,7 +455,7 @@ def test_names_that_do_not_exist_are_refused() -> None:
         ({"blocks.*.spatail": "space"}, DIMS, "Did you mean blocks.0.spatial"),
         ({"blocks.*.spatial": "spice"}, DIMS, "Stage blocks.0.spatial is declared to mix 'spice'"),
         ({"blocks.*.spatial": Mixes("space", dims="batch space channel")}, DIMS, "each of batch, time"),
-        ({"blocks.*": "space", "blocks.*.spatial": "space"}, DIMS, "lies in stage blocks.0"),
+        ({"blocks.*": "space", "blocks.*.spatial": "space"}, DIMS, "is inside stage blocks.0"),
         ([TURNS, TURNS], DIMS, "declared twice"),
         ({}, DIMS, "0 stages"),
         (TURNS, "batch time time channel", "declared to mix 'space'"),

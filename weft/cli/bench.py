@@ -51,7 +51,7 @@ def run(
     at the end.
     """
     if target != "serve":
-        raise InputError(f"Unknown benchmark {target!r}.", hint="weft bench serve URL")
+        raise InputError(f"Unknown benchmark {target!r}.", hint="Use: weft bench serve URL")
     need("httpx", *(["matplotlib"] if plot else []))
     if slo <= 0:
         raise InputError(f"--slo must be > 0, got {slo:g}.", hint="For example 3.")

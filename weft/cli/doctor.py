@@ -41,8 +41,8 @@ class Finding:
 def run(options: doctor_gpu.GpuOptions, *, read: Read = None) -> None:
     """Show what this machine can do, and the commands that add what it lacks.
 
-    With --gpu, run all that weft has on all GPUs, check it against float64, and write a page, a JSON to send
-    and the topology for the planner. Under torchrun its ranks are used, over several machines.
+    With --gpu, run every part of weft on all GPUs, check it against float64, and write a page, a JSON to send
+    and the topology for the planner. Under torchrun, use its ranks, also over several machines.
     """
     if options.gpu:
         sys.exit(doctor_gpu.examine_gpus(options))

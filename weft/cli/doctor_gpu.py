@@ -23,7 +23,7 @@ REHEARSAL_RANKS = 2
 RESERVED_SECONDS = 20.0
 """Of the minutes, for starting, for a last child that must be killed, and for the files."""
 GRACE_SECONDS = 20.0
-"""From Ctrl-C to SIGKILL, for rank 0 to write what there is."""
+"""Time from Ctrl-C to SIGKILL, in which rank 0 writes the results so far."""
 WIDTH = 80
 NUMBERS = {
     "gbytes_per_s": "up to {} GB/s",
@@ -31,7 +31,7 @@ NUMBERS = {
     "error": "error {}",
     "output_error": "error {}",
 }
-"""What a line says of a part that holds: the largest of the first that its checks have."""
+"""The number of a passed part in its line: the largest of the first kind that its checks have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +56,8 @@ def examine_gpus(options: GpuOptions) -> int:
     suites = _parts(options.only)
     if options.device not in DEVICES or options.minutes <= 0 or options.ranks < 0:
         raise InputError(
-            f"--device {options.device}, --minutes {options.minutes:g}, --ranks {options.ranks}.",
-            hint=f"The device is one of {', '.join(DEVICES)}; minutes and ranks are more than 0.",
+            f"Invalid --device {options.device}, --minutes {options.minutes:g} or --ranks {options.ranks}.",
+            hint=f"--device is one of {', '.join(DEVICES)}; --minutes must be > 0, --ranks >= 0.",
         )
     if is_launched() or is_torchelastic_launched():
         return _supervise(options, suites)
@@ -136,7 +136,7 @@ def _plan(suites: Sequence[CheckSuite], ranks: int, options: GpuOptions) -> str:
 
 
 def _line(suite: dict[str, Any]) -> str:
-    """Return name, status, seconds, and what tells most, in lines of at most 80 columns."""
+    """Return name, status, seconds and the main number, in lines of at most 80 columns."""
     status = suite["status"]
     first = f"{suite['name']:<20}{status:<9}{suite['seconds']:>6.1f} s  "
     text = fill(_summary(suite), WIDTH, initial_indent=first, subsequent_indent=" " * len(first))

@@ -58,6 +58,8 @@ def _decoders() -> dict[str, set[str]]:
 
 
 def _show(rows: list[dict[str, Any]]) -> None:
+    from weft.diffusers.refused import REFUSED
+
     words = {True: "yes", False: "–", None: "?"}
     output.table(
         [
@@ -77,3 +79,5 @@ def _show(rows: list[dict[str, Any]]) -> None:
         "all ranks, after vae.enable_tiling()\n"
         "any other model: weft.parallelize(model, adapter=…), see docs/models.md"
     )
+    lines = (f"  {name}: {reason}" for name, reason in sorted(REFUSED.items()))
+    output.note("\n".join(("of Diffusers, not split:", *lines)))

@@ -1,6 +1,6 @@
 """Options of commands that run on several machines, validated together.
 
-Their defaults are the variables by which a cluster tells a process its place: those of LeaderWorkerSet,
+Their defaults are the variables by which a cluster passes a process its position: those of LeaderWorkerSet,
 of Slurm (one task per node), and those that torchrun reads (PET_*, as Kubeflow sets them).
 """
 

@@ -44,7 +44,8 @@ def duration(text: str, name: str) -> float:
 
 
 def amount(text: str, name: str) -> int:
-    """
+    """Parse a number of bytes with a unit.
+
     >>> amount("10GiB", "quota"), amount("500 MB", "quota")
     (10737418240, 500000000)
     """
@@ -63,8 +64,8 @@ def meeting_point(master: str, nodes: int) -> tuple[str, int]:
         host, port = first, os.environ.get("PET_MASTER_PORT") or MASTER_PORT
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise InputError(
-            f"{nodes} machines meet at machine 0, and --master is {master!r}.",
-            hint="Give its HOST or HOST:PORT, the same on every machine, such as 10.0.0.1:29500.",
+            f"--master must be HOST or HOST:PORT of machine 0 of {nodes}, got {master!r}.",
+            hint="Pass the same address on every machine, such as 10.0.0.1:29500.",
         )
     return host.strip("[]"), int(port)
 

@@ -1,1 +1,1 @@
-"""The words everyone uses: topology, mesh, layout, mask, problem, partition, schedule, errors."""
+"""The shared values: topology, mesh, layout, mask, problem, partition, schedule, errors."""

@@ -34,7 +34,7 @@ def add_up(patterns: Sequence[Words], times: Sequence[int]) -> npt.NDArray[np.in
         for digit in range(sum(times).bit_length())
     ]
     for digit, plane in enumerate(planes):
-        # Three bits of one weight are one of this weight and one of the next; so are two.
+        # A full adder: three bits (or two) of one weight become one of this weight and one of the next.
         while len(plane) > 1:
             odd, carry = plane[-1] ^ plane[-2], plane.pop() & plane.pop()
             if plane:
@@ -47,7 +47,7 @@ def add_up(patterns: Sequence[Words], times: Sequence[int]) -> npt.NDArray[np.in
 
 def _unpack(planes: Sequence[Bytes]) -> npt.NDArray[np.integer]:
     """Return the numbers whose binary digits are the planes, lowest first."""
-    if len(planes) > 8:  # more than a byte holds
+    if len(planes) > 8:  # counts that do not fit into a byte
         return (_unpack(planes[8:]).astype(np.int64) << 8) + _unpack(planes[:8])
     total = np.unpackbits(planes[-1]).view(np.uint64)
     for plane in planes[-2::-1]:

@@ -44,7 +44,7 @@ def read_bytes(path: Path, *, limit: int = MAX_BYTES) -> bytes:
         if not stat.S_ISREG(status.st_mode):
             raise InputError(f"{path} is not a regular file.")
         with path.open("rb") as stream:
-            size = os.fstat(stream.fileno()).st_size  # of the open file: the path may name another by now
+            size = os.fstat(stream.fileno()).st_size  # the open file's: the path may name another now
             data = stream.read(min(limit, size) + 1)  # allocates that much
     except (OSError, ValueError) as error:  # ValueError: a name with a null byte
         if isinstance(error, InputError):
@@ -78,7 +78,7 @@ def parse_json(data: bytes | str, source: str) -> Any:
     try:
         text = data if isinstance(data, str) else data.decode("utf-8-sig")
         value = json.loads(text, object_pairs_hook=_unique)
-        if re.search(r"\\u[dD]", text):  # half a character, which nothing can print or write
+        if re.search(r"\\u[dD]", text):  # a lone surrogate cannot be encoded
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise InputError(f"{source} is not JSON: it is nested too deeply.") from None

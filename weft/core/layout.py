@@ -170,7 +170,7 @@ class Layout(Value):
         if not wanted.runs:
             return []
         starts, stops, furthest, ranks = self._runs_by_start
-        if not self._overlaps:  # then all runs at once: those from the first to the last have some of it
+        if not self._overlaps:  # then all runs between two bisections overlap with a wanted run
             edges = np.array(wanted.runs, dtype=np.int64)
             first, last = (
                 furthest.searchsorted(edges[:, 0], "right"),

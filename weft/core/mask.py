@@ -51,7 +51,10 @@ class BlockMask(Value):
         _check_sizes(self.q_len, self.kv_len, self.block_q, self.block_k)
         expected = (self.q_blocks, -(-self.kv_blocks // 8))
         if self.bits.ndim != 3 or self.bits.shape[1:] != expected or self.bits.dtype != np.uint8:
-            raise InputError(f"Mask bits of shape {self.bits.shape} do not fit {expected} bytes a pattern.")
+            raise InputError(
+                f"Mask bits must be uint8 [patterns, *{expected}], got {self.bits.dtype} of shape "
+                f"{self.bits.shape}."
+            )
         if not self.pattern_of or max(self.pattern_of) >= len(self.bits) or min(self.pattern_of) < 0:
             raise InputError(f"pattern_of={self.pattern_of} does not name {len(self.bits)} patterns.")
         self.bits.setflags(write=False)
@@ -122,7 +125,7 @@ class BlockMask(Value):
     def select(self, heads: Indices, rows: Indices, cols: Indices) -> BoolArray:
         """Return the tiles of some heads, q *blocks* and kv *blocks*."""
         patterns = np.asarray(self.pattern_of)[heads.array]
-        # Rows are taken as packed bits, an eighth of the bytes; of most pieces the columns are a run.
+        # Select rows as packed bits, an eighth of the bytes; the columns of most pieces are contiguous.
         packed = self.bits[patterns].take(rows.array, axis=1)
         tiles = np.unpackbits(packed, axis=2, count=self.kv_blocks).view(np.bool_)
         if len(cols.runs) == 1:
@@ -230,7 +233,7 @@ class BlockMask(Value):
 
     @cached_property
     def digest(self) -> str:
-        # The bytes themselves: the codec's text of a large mask would take longer than the hash.
+        # Hash the raw bytes: encoding a large mask as text would take longer than the hash.
         state = hashlib.sha256(repr((self.grid, self.pattern_of)).encode())
         state.update(np.ascontiguousarray(self.bits).data)
         return state.hexdigest()[:16]

@@ -23,7 +23,7 @@ def check_dtype(name: str) -> None:
 
 
 class _WithDtype(Value):
-    """A tensor of a dtype: the bytes of an element, and of one that is summed."""
+    """A dtype, with the bytes of an element and of an element of a sum."""
 
     dtype: str
 

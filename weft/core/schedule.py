@@ -187,7 +187,7 @@ class Schedule(Value):
         try:
             schedule = loads(read_bytes(Path(path), limit=MAX_FILE_BYTES))
             if not isinstance(schedule, Schedule):
-                raise InputError(f"It holds a {type(schedule).__name__}.")
+                raise InputError(f"It must hold a Schedule, got a {type(schedule).__name__}.")
             schedule.check()
         except InputError as error:
             raise InputError(
@@ -288,7 +288,7 @@ class Schedule(Value):
 
 
 def _exact(op: Op) -> tuple[object, ...]:
-    """All fields of an operation; the readable form of a piece leaves runs out."""
+    """Return all fields of an operation exactly; the readable form of a piece omits runs."""
 
     def piece(p: Piece) -> tuple[object, ...]:
         return p.tensor, p.heads.runs, p.tokens.runs

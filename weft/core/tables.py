@@ -64,7 +64,7 @@ def entry(kind: Any, value: Any, source: str, name: str) -> Any:
 def shown(value: Any) -> str:
     """Return a value as a message shows it, however large it is."""
     try:
-        text = " ".join(repr(value).split())  # arrays have lines
+        text = " ".join(repr(value).split())  # arrays print several lines
     except (ValueError, RecursionError):  # a whole number of more digits than Python prints
         return "too large to show"
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]} …"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     Intervals = list[tuple[float, float]]
 
 MAX_RANKS, MAX_BYTES, MAX_SECONDS = 4096, 1 << 50, 1e12
-"""Of a file: a report draws all ranks, adds bytes up in 64 bits, and divides times by each other."""
+"""Limits of a file: a report draws all ranks, adds bytes in 64 bits, and divides times by each other."""
 
 
 class Span(NamedTuple):
@@ -208,7 +208,7 @@ def _span(table: Any, line: str, ranks: int) -> Span:
     if not (0 <= span.rank < ranks and -1 <= span.peer < ranks and 0 <= span.num_bytes <= MAX_BYTES):
         raise InputError(f"{line}: rank {span.rank}, peer {span.peer} and {span.num_bytes} bytes.")
     if not (abs(span.start) <= MAX_SECONDS and abs(span.end) <= MAX_SECONDS):
-        raise InputError(f"{line}: it lasts from {span.start} to {span.end}.")
+        raise InputError(f"{line}: times must be within ±{MAX_SECONDS:g} s, got {span.start} to {span.end}.")
     return span
 
 

@@ -131,7 +131,7 @@ class Topology(Value):
     """The kernel of the dense speeds, and their source."""
     sparse_kernel: str = ""
     host: Host = Host()
-    """The cost of starting a step, where a host launches what a device computes."""
+    """The cost of launching each kind of step, if a host launches the kernels of a device."""
     cores: int = 0
     """Cores that the devices of a machine share, where devices are processes on a CPU; 0: none to share."""
     call_seconds: float = 1e-4

@@ -31,20 +31,31 @@ from weft.hooks.wrap import Target
 class Shard(NamedTuple):
     """The placement of a tensor whose dim `dim` is the tokens of a stream; of a list or tuple, of each item.
 
-    ndim   tensors of any other number of dims are replicated.
-    dim    None for an int: the number of tokens from the first one on.
+    stream   several, as "text video", are one after another.
+    dim      None for an int: the number of tokens from the first one on.
+    ndim     tensors of any other number of dims are replicated.
+    last     of an int: the number of tokens before the end.
 
     >>> Shard("video", 1)
-    Shard(stream='video', dim=1, ndim=0)
+    Shard(stream='video', dim=1, ndim=0, last=False)
     """
 
     stream: str
     dim: int | None
     ndim: int = 0
+    last: bool = False
 
 
-ShardSpec = Shard | tuple[Shard | None, ...] | None
+class Whole(NamedTuple):
+    """An argument that is gathered, for a module that runs on all tokens of a stream on every rank."""
+
+    stream: str
+    dim: int
+
+
+ShardSpec = Shard | Whole | tuple[Shard | None, ...] | None
 """Of each item of a tuple, where they differ; None: replicated."""
+GatherSpec = Shard | tuple[Shard | None, ...]
 
 
 @dataclass(frozen=True)
@@ -54,10 +65,12 @@ class Adapter:
     inputs, outputs   arguments and results of modules that are split; without gather, besides those of
                       Diffusers' `_cp_plan`.
     streams           with `_cp_plan`: the names in it that are of another stream than "video".
-    gather            outputs that are gathered again.
+    gather            outputs that are gathered again; of a tuple, each item.
     attention         attention modules with the streams of their tokens in order; "video text?" where the
-                      module itself leaves out padded text tokens. Masks may leave out tokens of all streams
-                      but "video".
+                      module itself leaves out padded text tokens; "video <- audio" where video attends to
+                      audio, "video <- * video" to keys that are whole on every rank before its own; "local;
+                      video" where the first of two attentions has whole keys alone; "whole" where the module
+                      runs on all tokens, which `inputs` gather.
     local             attention modules whose keys are replicated, such as text: left alone.
     grid              the (frames, rows, columns) of the video tokens, from the model and its arguments.
     replicated        arguments of the model that need not be split; others than those raise an error.
@@ -78,7 +91,7 @@ class Adapter:
     attention: Mapping[str, str]
     inputs: Mapping[str, Mapping[str, ShardSpec]] = field(default_factory=dict)
     outputs: Mapping[str, ShardSpec] = field(default_factory=dict)
-    gather: Mapping[str, Shard] = field(default_factory=dict)
+    gather: Mapping[str, GatherSpec] = field(default_factory=dict)
     streams: Mapping[str, str] = field(default_factory=dict)
     local: tuple[str, ...] = ()
     grid: Callable[[Target, Mapping[str, PyTree]], Extent] | None = None
@@ -108,7 +121,7 @@ class Adapter:
         """Add Diffusers' `_cp_plan`; inputs and outputs of the adapter take precedence."""
         inputs: dict[str, Mapping[str, ShardSpec]] = {}
         outputs: dict[str, ShardSpec] = {}
-        gather: dict[str, Shard] = {}
+        gather: dict[str, GatherSpec] = {}
         for module, planned in plan.items():
             if not isinstance(planned, Mapping):
                 gather[module] = Shard("video", planned.gather_dim)

@@ -16,6 +16,7 @@ from torch.utils._pytree import PyTree
 from weft.core.errors import InputError
 from weft.core.layout import Layout
 from weft.core.mask import BlockMask
+from weft.diffusers.adapter import Shard
 from weft.diffusers.checks import PlanSpec
 from weft.diffusers.padding import Padding, padding_of
 from weft.diffusers.shards import Counts
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 BACKEND = "_weft_attention_backend"
 """Where a processor holds the backend that it was set to."""
 
+IP_ADAPTERS = frozenset({"FluxIPAdapterAttnProcessor", "FluxIPAdapterJointAttnProcessor2_0"})
+"""Processors that attend to the tokens of images after the attention of their module."""
+
 _layout = lru_cache(1024)(Layout)
 
 
@@ -43,8 +47,17 @@ class AttentionHook:
         """The module's first tensor argument, while it runs."""
         self.padding: Padding | None = None
         """The last attention mask that was read."""
+        calls = [each.strip() for each in streams.split(";")]
+        self.turn = next(turn for turn, each in enumerate(calls) if each != "local")
+        """Which of the module's attentions is over tokens of all ranks; the others have their keys whole."""
+        processor = type(getattr(module, "processor", None)).__name__
+        self.has_others = len(calls) > 1 or processor in IP_ADAPTERS
         self.drops_padding = streams.endswith("?")
-        self.streams = tuple(streams.rstrip("?").split())
+        queries, _, keys = calls[self.turn].rstrip("?").partition("<-")
+        self.streams = tuple(queries.split())
+        self.keys = tuple(each for each in keys.split() if each != "*") or self.streams
+        self.whole_keys = 0 if "*" in keys.split() else None
+        """How many keys before the others are whole on every rank; None if none can be."""
         self.video = [stream for stream in self.streams if stream == "video"]
         self.handle = handle_of(self)
 
@@ -58,7 +71,7 @@ class AttentionHook:
                 out = self.region.around(forward, args, kwargs)
         finally:
             self.hidden = None
-        if not mode.is_used and not any(cache_hooks([self.module])):  # which may have skipped it
+        if not mode.calls and not any(cache_hooks([self.module])):  # which may have skipped it
             raise InputError(
                 f"{self.name} computed an attention that weft did not see, on this rank's tokens only.",
                 hint="Give it a processor that calls scaled_dot_product_attention or dispatch_attention_fn.",
@@ -82,7 +95,7 @@ class AttentionHook:
         """
         if dropout_p or is_causal:
             option = f"dropout_p={dropout_p}" if dropout_p else "is_causal=True"
-            raise InputError(f"{self.name} asks for attention with {option}, which weft cannot split.")
+            raise InputError(f"{self.name} calls attention with {option}, which weft cannot split.")
         if (probe := self.region.shards.probe_attention) is not None:
             return probe(self, query, key, value, scale)
         if not query.dtype == key.dtype == value.dtype and torch.is_autocast_enabled(query.device.type):
@@ -104,8 +117,11 @@ class AttentionHook:
     def _attend(self, qkv: QKV, mask: Tensor | None, scale: float | None) -> Tensor:
         shards, rows, keys = self.region.shards, qkv[0].shape[2], qkv[1].shape[2]
         self.region.caches.computed += 1
-        most = shards.rows(self.streams)
-        if keys != rows or rows > most or (rows < most and not self.drops_padding):
+        most, most_keys = shards.rows(self.streams), shards.rows(self.keys)
+        if self.whole_keys is not None and keys >= most_keys:
+            self.whole_keys, most_keys = keys - most_keys, keys
+        is_short = self.drops_padding and rows == keys
+        if rows > most or ((rows, keys) != (most, most_keys) and not is_short):
             raise InputError(
                 f"{self.name} attends from {rows} to {keys} tokens; this rank has {most} of "
                 f"{' and '.join(self.streams)}.",
@@ -115,9 +131,24 @@ class AttentionHook:
             return self._sparse(qkv, scale, self._text_left(rows - shards.rows(self.video)))
         if mask is not None:
             return self._padded(qkv, mask, scale)
+        if not self.is_self or not (self.video or self.region.adapter.grid is None):
+            return self._attention(qkv, scale, _layout(*shards.runs(self.streams)), self.region.plan)
         if self.region.sparsity is not None or self.region.sampled_check is not None:
             return self._sparse(qkv, scale)
         return self._attention(qkv, scale, _layout(*shards.runs(self.streams)), self.region.plan)
+
+    @property
+    def is_self(self) -> bool:
+        """Whether queries and keys are of the same tokens."""
+        return self.keys == self.streams and self.whole_keys is None
+
+    @property
+    def key_layout(self) -> Layout:
+        size, ranks = self.region.shards.runs(self.keys)
+        if not (whole := self.whole_keys):
+            return _layout(size, ranks)
+        moved = (tuple((start + whole, stop + whole) for start, stop in runs) for runs in ranks)
+        return _layout(size + whole, tuple(((0, whole), *runs) for runs in moved))
 
     # What has gradients of its own inside, as a gate of DSV's, torch.compile must not trace.
     vars(_attend)["_torchdynamo_disable"] = True
@@ -169,11 +200,12 @@ class AttentionHook:
     ) -> Tensor:
         """Call `weft.attention`: the one place where a parallelized model does."""
         region, shards = self.region, self.region.shards
+        kv_tokens = tokens if self.is_self else self.key_layout
         out = attention(
-            *qkv, mask=mask, tokens=tokens, kv_tokens=tokens,
+            *qkv, mask=mask, tokens=tokens, kv_tokens=kv_tokens,
             plan=plan, backend=region.backend, mesh=shards.mesh, scale=scale,
         )  # fmt: skip
-        if region.sampled_check is not None:
+        if region.sampled_check is not None and self.is_self:
             region.sampled_check.check(self.name, qkv, out, scale, mask, tokens, shards.world)
         return out
 
@@ -181,6 +213,8 @@ class AttentionHook:
         """Leave out the keys that a mask leaves out, and their queries, whose outputs are 0: none is read."""
         q, k, v = qkv
         padding = self.padding = padding_of(self, mask, q, self.padding)
+        if padding.groups is None:
+            return self._scored(qkv, mask, scale)
         if not padding.groups:
             return self._sparse(qkv, scale)
         out = torch.zeros_like(q)
@@ -192,6 +226,21 @@ class AttentionHook:
             out = out.index_add(0, samples, full)
         return out
 
+    def _scored(self, qkv: QKV, mask: Tensor, scale: float | None) -> Tensor:
+        """Attend to all keys, which are gathered, with this rank's rows of a mask of all queries."""
+        shards, (q, k, v) = self.region.shards, qkv
+        if self.region.sparsity is not None:
+            raise InputError(
+                f"{self.name} has a mask of its own, beside which sparse= cannot be used.",
+                hint="Leave out sparse=, or call the model without that mask.",
+            )
+        keys = Shard(" ".join(self.keys), 2)
+        k, v = shards.gather(k, keys, self.name), shards.gather(v, keys, self.name)
+        if mask.shape[-2] > 1:
+            rows = _layout(*shards.runs(self.streams)).order(shards.world.comm.rank)
+            mask = mask.index_select(-2, torch.from_numpy(rows).to(mask.device))
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+
 
 class AttentionMode(FunctionMode):
     """Replaces `scaled_dot_product_attention` by the attention of a hook."""
@@ -200,11 +249,12 @@ class AttentionMode(FunctionMode):
 
     def __init__(self, hook: AttentionHook) -> None:
         super().__init__()
-        self.hook, self.is_used = hook, False
+        self.hook, self.calls = hook, 0
 
     def call(self, func: Forward, args: Args, kwargs: Kwargs) -> PyTree:
-        del func
-        self.is_used = True
+        self.calls += 1
+        if self.hook.has_others and self.calls != self.hook.turn + 1:
+            return func(*args, **kwargs)
         return self.hook.attend(*args, **kwargs)
 
 

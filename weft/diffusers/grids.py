@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from math import prod
 
 from torch.utils._pytree import PyTree
+from torch.utils.weak import WeakIdKeyDictionary
 
 from weft.core.errors import InputError
 from weft.core.voxels import Extent
+from weft.hooks.digest import version_of
 from weft.hooks.wrap import Target
 
 Arguments = Mapping[str, PyTree]
@@ -32,8 +34,34 @@ def from_sizes(_: Target, arguments: Arguments) -> Extent:
     return arguments["num_frames"], arguments["height"], arguments["width"]
 
 
+def from_shape(model: Target, arguments: Arguments) -> Extent:
+    return patches(model, arguments, "thwc")
+
+
+def from_packed(_: Target, arguments: Arguments) -> Extent:
+    """Of position ids [text and image tokens, (image, row, column)]."""
+    tokens = arguments["hidden_states"].shape[1]
+    return from_ids(_, {"img_ids": arguments["position_ids"][-tokens:]})
+
+
+_extents = WeakIdKeyDictionary()
+"""Of packed rows, by the tensor of their positions, which all steps have: reading it waits for the device."""
+
+
+def from_rows(_: Target, arguments: Arguments) -> Extent:
+    """Of rows of all kinds of tokens, the last of which are the video: those of one kind and one time."""
+    ids, tags, times = (arguments[name] for name in ("position_ids", "token_tags", "timestep_indices"))
+    version = version_of(ids), version_of(tags), version_of(times)
+    if ids not in _extents or _extents[ids][0] != version:
+        other = ((tags != tags[-1]) | (times != times[-1])).nonzero().flatten()
+        count = len(tags) - (int(other[-1]) + 1 if len(other) else 0)
+        extent = tuple(len(axis.unique()) for axis in ids[-count:].T)
+        _extents[ids] = version, extent if prod(extent) == count else (1, 1, count)
+    return _extents[ids][1]
+
+
 def from_ids(_: Target, arguments: Arguments) -> Extent:
-    """Of position ids [tokens, (image, row, column, …)]; images one after another are frames."""
+    """Return the grid of position ids [tokens, (image, row, column, …)]; consecutive images are frames."""
     ids = arguments["img_ids"]
     cells = (ids if ids.dim() == 2 else ids[0])[:, 1:3]
     rows, columns = (len(each.unique()) for each in cells.T)

@@ -48,7 +48,7 @@ UNBATCHED = frozenset(
 BATCH_LISTS = frozenset({"img_shapes"})
 """Arguments that are lists with an item for each of the batch."""
 PLAIN_TYPES = (type(None), bool, int, float, str, torch.dtype, torch.device)
-MAX_FAULTS = 3  # wrong predictions before predicting ends: each has cost as much as a call
+MAX_FAULTS = 3  # wrong predictions until prediction is disabled: each costs one call
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Guidance:
 
     @staticmethod
     def of(module: nn.Module, mesh: MeshLike, mode: str = "auto") -> Guidance:
-        """auto: halves if the number of ranks is even; on: or else it raises; off: no halves."""
+        """auto: split over two halves if the number of ranks is even; on: split or raise; off: never."""
         if mode not in MODES:
             raise InputError(f"cfg must be one of {', '.join(MODES)}, got {mode!r}.")
         comm = world_of(mesh, 60.0).comm

@@ -122,7 +122,9 @@ class ParallelHandle:
                 verbose=comm.rank == 0,
             )
         elif sparsity is not None:
-            raise InputError(f"A {type(model).__name__} is split by switching dims, without masks.")
+            raise InputError(
+                f"A {type(model).__name__} is split by switching dims, which does not support sparse=."
+            )
         else:
             region = ShardedLatte(model)
         self.regions[name] = region
@@ -185,7 +187,7 @@ class ParallelHandle:
             save_plans(explained(self))
 
     def undo(self) -> None:
-        """Undo `apply`, `mark` and `share`; what others have put on since stays."""
+        """Undo `apply`, `mark` and `share`; keep wrappers that other libraries added since."""
         for cache in self.step_caches:
             cache.reset()
         for region in self.regions.values():
@@ -214,7 +216,7 @@ class ModelHook(ForwardWrapper):
     def around(self, forward: Forward, args: Args, kwargs: Kwargs) -> PyTree:
         check_call(f"A parallelized {type(self.region.model).__name__}")
         self.region.forward = forward
-        # A pipeline that is called has compared its arguments, and its ranks draw the same numbers.
+        # A pipeline has already compared its arguments, and its ranks draw the same random numbers.
         values = not self.handle.step_counter.is_announced
         with self.inputs(self.handle.world, self.region.model, args, kwargs, values=values):
             return self.guidance(self.region.run, args, kwargs)

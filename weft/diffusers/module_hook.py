@@ -11,7 +11,7 @@ from torch.utils._pytree import PyTree, tree_leaves
 
 from weft.core.errors import InputError
 from weft.core.layout import Layout
-from weft.diffusers.adapter import Shard, ShardSpec
+from weft.diffusers.adapter import GatherSpec, ShardSpec
 from weft.hooks.input_check import is_recomputing
 from weft.hooks.rng import sharded_dropout
 from weft.hooks.wrap import Args, Forward, ForwardWrapper, Kwargs
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class ModuleHook(ForwardWrapper):
     """Split the arguments, run the module (as an attention or a dropout), split or gather its output.
 
-    what   the module, in errors; the same for all that one pattern names: torch.compile compiles one of them.
+    what   name for errors, equal for all modules of one pattern, so that torch.compile compiles one graph.
     """
 
     def __init__(self, region: ShardedRegion, what: str) -> None:
@@ -35,7 +35,7 @@ class ModuleHook(ForwardWrapper):
         """The names of the module's arguments."""
         self.inputs: Mapping[str, ShardSpec] = {}
         self.output: ShardSpec = None
-        self.gather: Shard | None = None
+        self.gather: GatherSpec | None = None
 
     def around(self, forward: Forward, args: Args, kwargs: Kwargs) -> PyTree:
         region = self.region
@@ -47,7 +47,7 @@ class ModuleHook(ForwardWrapper):
         if self.output is not None:
             out = region.shards.split(out, self.output, f"The output of {self.what}")
         if self.gather is not None:
-            out = region.shards.gather(out, self.gather, f"The output of {self.what}")
+            out = region.shards.gather_all(out, self.gather, f"The output of {self.what}")
             region.restore_in_backward(out)
         return out
 
@@ -82,7 +82,7 @@ class DropoutHook:
         layouts = {Layout(*shards.runs(streams)) for streams in known}
         rank, tokens = shards.world.comm.rank, x.shape[-2]
         split = set(shards.sizes.values())
-        # All ranks must come to the same answer, though each has another number of tokens.
+        # All ranks must decide alike, though their numbers of tokens differ.
         is_shard = any(tokens == layout.rows(each) for layout in layouts for each in range(shards.ranks))
         is_full = tokens in self.region.full_sizes - split or (not is_shard and tokens in split)
         if not layouts or (is_full and not is_shard):  # before anything is split, or beside it

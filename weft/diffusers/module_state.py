@@ -28,7 +28,7 @@ from weft.hooks.wrap import Kwargs
 
 DEPTH = 3
 """Of objects in objects: a registry has hooks, a hook has a config."""
-MAX_SNAPSHOTS = 4  # a guider may have as many states in a step
+MAX_SNAPSHOTS = 4  # a guider may use up to four states per step
 OPAQUE = frozenset({"torch", "weft", "builtins", "numpy"})
 """Packages whose objects are compared by identity only."""
 UNUSED = frozenset(vars(nn.Module())) - {

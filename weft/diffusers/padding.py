@@ -46,12 +46,15 @@ class MaskInputs(NamedTuple):
 
 
 class Padding(NamedTuple):
-    """A mask that was read: the groups of samples, or none if no token is left out."""
+    """A mask that was read: the groups of samples, or none if no token is left out.
+
+    groups   None: the mask differs by query or head, adds to scores or leaves out video.
+    """
 
     inputs: MaskInputs
     key: tuple[PyTree, ...]
     mask: Tensor
-    groups: tuple[SampleGroup, ...]
+    groups: tuple[SampleGroup, ...] | None
 
 
 def mask_inputs(arguments: Mapping[str, PyTree]) -> MaskInputs:
@@ -74,7 +77,10 @@ def padding_of(hook: AttentionHook, mask: Tensor, q: Tensor, cached: Padding | N
             same = (mask == cached.mask).all()
             torch.ops.aten._assert_async.msg(same, f"The attention mask of {hook.name} has changed.")
         return cached
-    keep, counts = _unmasked_rows(hook, mask, q)
+    read = _unmasked_rows(hook, mask, q)
+    if read is None:
+        return Padding(inputs, key, mask, None)
+    keep, counts = read
     full = all(row == [shards.rows(hook.streams, rank)] * len(row) for rank, row in enumerate(counts))
     groups = () if full else tuple(_groups(hook, keep, counts))
     return Padding(inputs, key, mask, groups)
@@ -92,11 +98,23 @@ def _groups(hook: AttentionHook, keep: Tensor, counts: list[list[int]]) -> list[
     return groups
 
 
-def _unmasked_rows(hook: AttentionHook, mask: Tensor, q: Tensor) -> tuple[Tensor, list[list[int]]]:
-    """Return [B, rows]: the tokens of this rank that count; and by rank and sample, how many do."""
+def _unmasked_rows(hook: AttentionHook, mask: Tensor, q: Tensor) -> tuple[Tensor, list[list[int]]] | None:
+    """Return [B, rows]: the tokens of this rank that count; and by rank and sample, how many do.
+
+    None: the mask of all queries and keys is more than that.
+    """
     shards = hook.region.shards
     layout, own_rank = Layout(*shards.runs(hook.streams)), shards.world.comm.rank
-    keep = _unmasked_keys(hook.name, mask).expand(len(q), -1)
+    of_all = mask.shape[-1] == hook.key_layout.size and mask.shape[-2] in (1, layout.size)
+    keep = _unmasked_keys(mask) if hook.is_self else None
+    if keep is None:
+        if of_all:
+            return None
+        raise InputError(
+            f"{hook.name} has a mask that differs by query or head, or adds to scores, of some tokens only.",
+            hint="weft splits such attentions if their mask has all queries and all keys on every rank.",
+        )
+    keep = keep.expand(len(q), -1)
     if keep.shape[1] == layout.size and layout.size != q.shape[2]:
         orders = [torch.from_numpy(layout.order(rank)).to(keep.device) for rank in range(shards.ranks)]
         counts = [_counts(hook, keep[:, order], rank) for rank, order in enumerate(orders)]
@@ -109,6 +127,8 @@ def _unmasked_rows(hook: AttentionHook, mask: Tensor, q: Tensor) -> tuple[Tensor
             "them on this rank."
         )
     if any(-1 in row for row in counts):
+        if of_all:
+            return None
         raise InputError(
             f"{hook.name} has a mask that leaves out tokens of the video.",
             hint="weft leaves out padded text; for sparse attention use sparse= of weft.parallelize.",
@@ -117,15 +137,15 @@ def _unmasked_rows(hook: AttentionHook, mask: Tensor, q: Tensor) -> tuple[Tensor
 
 
 def _counts(hook: AttentionHook, keep: Tensor, rank: int) -> list[int]:
-    """Count the tokens of each sample; -1 where some of the video are left out."""
+    """Count the unmasked tokens of each sample; -1 if any video token is masked."""
     shards = hook.region.shards
     start = shards.rows(hook.streams[: hook.streams.index("video")], rank) if hook.video else 0
     video = keep[:, start : start + shards.rows(hook.video, rank)].all(1)
     return torch.where(video, keep.sum(1), -1).tolist()
 
 
-def _unmasked_keys(name: str, mask: Tensor) -> Tensor:
-    """Return [B or 1, keys]: whether a key counts; all heads and all queries that count must agree."""
+def _unmasked_keys(mask: Tensor) -> Tensor | None:
+    """Return [B or 1, keys]: whether a key counts; None if heads, or queries that count, do not agree."""
     mask = mask[(None,) * (4 - mask.dim())]
     is_bool = mask.dtype == torch.bool
     unmasked = mask if is_bool else mask > MASKED_SCORE
@@ -135,10 +155,4 @@ def _unmasked_keys(name: str, mask: Tensor) -> Tensor:
         differs |= mask.masked_fill(~unmasked, 0) != 0
     if mask.shape[2] == mask.shape[3]:
         differs = differs & keep.transpose(2, 3)
-    if differs.any():
-        raise InputError(
-            f"{name} has a mask that differs by query or head, or adds to scores.",
-            hint="weft splits attentions whose mask leaves out keys; for sparse ones use sparse= of "
-            "weft.parallelize.",
-        )
-    return keep[:, 0, 0]
+    return None if differs.any() else keep[:, 0, 0]

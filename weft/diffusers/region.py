@@ -10,12 +10,13 @@ import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import PyTree
+from torch.utils._pytree import PyTree, tree_leaves
 
 from weft.core.errors import InputError
 from weft.core.layout import Layout
@@ -108,6 +109,8 @@ class ShardedRegion:
         arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
         check_arguments(self.adapter, self.model, arguments)
         self.shards = TokenShards(mesh)
+        if self.adapter.grid is not None:
+            self.shards.grid = partial(self.adapter.grid, self.model, arguments)
         self.runs = self.run_now = self.runs + 1
         self.mask_inputs = mask_inputs(arguments)
         world = self.shards.world  # looked up here: blocks that are compiled cannot
@@ -141,7 +144,7 @@ class ShardedRegion:
         """Return whether random numbers are checked: less and less often, once a forward was right."""
         if self.model.training or self.runs == 1:
             return True
-        # Graphs of torch.compile are for one mode each.
+        # A FunctionMode would recompile graphs of torch.compile, which are specific to it.
         return not self.runs & (self.runs - 1) and all(
             module._compiled_call_impl is None for module in self.submodules
         )
@@ -185,8 +188,9 @@ class ShardedRegion:
             self.active = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
-        if isinstance(out, Tensor) and out.requires_grad:
-            out.register_hook(restore)
+        for each in tree_leaves(out):
+            if isinstance(each, Tensor) and each.requires_grad:
+                each.register_hook(restore)
 
     def _end_backward(self) -> None:
         self.active = False
@@ -227,7 +231,7 @@ class ShardedRegion:
         )
 
     def remove(self) -> None:
-        """Unwrap all modules; what others have put on since stays."""
+        """Unwrap all modules; keep wrappers that other libraries added since."""
         for module, _ in self.wrapped.values():
             unwrap_module(module)
             restore_backend(module)
@@ -285,7 +289,8 @@ class ShardedRegion:
         inner: dict[str, AttentionHook | DropoutHook | ShardedRegion] = dict.fromkeys(local, self)
         for layer, (name, module, streams) in enumerate(attentions):
             check_processor(name, module)
-            inner[name] = AttentionHook(self, name, module, streams, layer)
+            hook = AttentionHook(self, name, module, streams, layer)
+            inner[name] = self if streams == "whole" else hook
         dropouts = {
             name: DropoutHook(self, name, module)
             for name, module in by_name.items()
@@ -294,4 +299,4 @@ class ShardedRegion:
         for name, hook in {**inner, **dropouts}.items():
             hooks.setdefault(name, ModuleHook(self, name)).inner = hook
         self.layers, self.has_dropout = len(attentions), bool(dropouts)
-        self.orders = {tuple(streams.rstrip("?").split()) for _, _, streams in attentions}
+        self.orders = {hook.streams for hook in inner.values() if isinstance(hook, AttentionHook)}

@@ -57,7 +57,7 @@ class ProbeTokens(TokenShards):
         return [each for n in range(1, len(self.sizes) + 1) for each in permutations(self.sizes, n)]
 
     def rows(self, streams: Sequence[str], rank: int | None = None) -> int:  # noqa: ARG002 - equal on all ranks
-        return sum(len(self.picked(stream).indices) for stream in streams)
+        return sum(len(self.picked(stream).indices) for stream in streams if stream in self.sizes)
 
     def first(self, stream: str, count: int) -> int:
         return sum(token < count for token in self.picked(stream).indices)
@@ -72,7 +72,7 @@ class ProbeTokens(TokenShards):
         return self.picked(stream).pick(x, dim, seed=int(self.before is not None) if is_noisy else None)
 
     def gather(self, x: Tensor, spec: Shard, name: str) -> Tensor:
-        """Repeat few tokens to as many as there are; the same in both runs, as later modules may mix them."""
+        """Repeat the probe's tokens to the full number; both runs use the tokens of the first."""
         if spec.stream not in self.sizes or self.is_replicated(spec.stream):
             return super().gather(x, spec, name)
         assert spec.dim is not None
@@ -93,6 +93,8 @@ class ProbeTokens(TokenShards):
             raise InputError(
                 f"{hook.name} attends from {q.shape[2]} tokens."
             )  # the forward's error is better
+        if not hook.is_self:
+            return q[..., :1].expand(*q.shape[:3], v.shape[3])
         return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
 
     def compared(self, before: ProbeTokens) -> list[RowSpans]:
@@ -123,6 +125,7 @@ def check_mixing(region: ShardedRegion, args: Args, kwargs: Kwargs) -> InputErro
 
     def run(trace: Trace, noise: int, own: bool, first: ProbeTokens | None) -> ProbeTokens:  # noqa: FBT001
         shards = ProbeTokens(mesh, trace, noise, own=own, before=first)
+        shards.grid = region.shards.grid
         rows = None if first is None else shards.compared(first)
         before = region.shards, region.active
         region.shards, region.active = shards, True

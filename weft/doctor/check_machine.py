@@ -46,7 +46,7 @@ def _facts(ctx: CheckContext) -> dict[str, Any]:
 
 
 def _guarded(fact: Callable[[], Any]) -> Any:
-    # A driver may raise anything; that costs one fact.
+    # A driver may raise any error; only this fact is then missing.
     try:
         return fact()
     except Exception as error:

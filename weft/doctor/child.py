@@ -124,7 +124,7 @@ def _join(spec: AttemptSpec, ctx: CheckContext, emit: Emit) -> None:
 
     emit(under_way="the ranks join", is_check=False)
     store = PrefixStore(f"doctor {spec.number}", open_store())
-    # Beyond the limit: a rank that waits for another must hang, not fail.
+    # Longer than the limit, so that a rank that waits for another hangs instead of failing.
     join_world(timedelta(seconds=spec.seconds + 60), store=store, rank=ctx.rank, world_size=ctx.ranks)
     emit(under_way="", is_check=False)
 
@@ -137,6 +137,6 @@ def _leave(ctx: CheckContext, emit: Emit) -> None:
     emit(under_way="the ranks leave", is_check=False)
     if ctx.device.type == "cuda":
         torch.cuda.synchronize()
-    dist.all_reduce(torch.zeros(1))  # by gloo, whatever has become of NCCL
+    dist.all_reduce(torch.zeros(1))  # over gloo, since NCCL may have failed
     emit(end=True)
     dist.destroy_process_group()

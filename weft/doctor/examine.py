@@ -55,7 +55,7 @@ class Examination:
 def serve_rank(examination: Examination) -> Report | None:
     """Supervise this launched rank to the end; return the report on rank 0."""
     if examination.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # for the children, on a machine that has GPUs
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # hides the GPUs from the children
     supervisors = Supervisors()
     words = [word for word in supervisors.share(private_words()) if word.lower() not in PUBLIC]
     if supervisors.rank:

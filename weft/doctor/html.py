@@ -94,7 +94,7 @@ def _marked(report: Report) -> str:
     if report.get("made_up"):
         text = "This is a made-up example. None of its numbers was measured."
     elif report["is_rehearsal"]:
-        text = "A rehearsal: CPUs stood in for GPUs. Nothing here ran on a GPU, and no time says anything."
+        text = "A rehearsal on CPUs. Nothing here ran on a GPU, and times are meaningless."
     return f'<p style="color:var(--alarm);font-weight:600">{text}</p>' if text else ""
 
 

@@ -130,7 +130,7 @@ class Supervisors:
 
 
 def attempt(spec: AttemptSpec, rank: int, grace: Callable[[], float | None]) -> AttemptResult:
-    """Run a child to its end or its limit, or for the seconds that `grace` returns, once it does."""
+    """Run a child until it ends or its time is up; once `grace` returns seconds, for those at most."""
     deadline, last = time.monotonic() + spec.seconds, "hung"
     running = _Child(spec, rank, deadline)
     try:
@@ -178,7 +178,7 @@ class _Child:
     def _receive(self) -> None:
         try:
             message = json.loads(self._messages.recv_bytes())
-        except (EOFError, OSError):  # the sentinel has how it ended
+        except (EOFError, OSError):  # the process sentinel reports how it ended
             self._sources.remove(self._messages)
             return
         result = self.result

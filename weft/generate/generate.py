@@ -70,7 +70,8 @@ def generate(request: Request) -> Kwargs:
         with pretrained.quiet_libraries() if comm.rank and "diffusers" in sys.modules else nullcontext():
             frames = _call(pipe, kwargs, progress)
         explanation = explain(pipe)
-        explained = broadcast_json({**asdict(explanation), "gain": explanation.gain})  # rank 0 planned
+        # Only rank 0 has the plans.
+        explained = broadcast_json({**asdict(explanation), "gain": explanation.gain})
         caches = [cache.summary() for cache in handle.step_caches if cache.is_used]
     finally:
         restore(pipe)
@@ -133,7 +134,7 @@ def _call(pipe: pretrained.PretrainedPipeline, kwargs: Kwargs, progress: StepPro
         if progress.done or isinstance(error, InputError):
             raise
         # Pipelines check their arguments themselves, with good messages.
-        raise InputError(f"A {type(pipe).__name__} refuses this: {error}") from error
+        raise InputError(f"{type(pipe).__name__} refused its arguments: {error}") from error
     frames = output.frames[0] if hasattr(output, "frames") else output.images[:1]
     return np.asarray(frames, dtype=np.float32)
 

@@ -134,7 +134,7 @@ def _mp4(file: BytesIO, pixels: np.ndarray, tags: dict[str, str], fps: float) ->
         stream: Any = container.add_stream(codec, rate=Fraction(fps).limit_denominator(1001))
         stream.height, stream.width = pixels.shape[1:3]
         stream.pix_fmt = "yuv420p"
-        stream.codec_context.colorspace = 6  # BT.601, of the conversion; players assume another for HD
+        stream.codec_context.colorspace = 6  # BT.601, as converted; players assume BT.709 for HD
         # The bytes of x264 depend on its number of threads: fixed by size, several only where faster.
         threads = "1" if math.prod(pixels.shape[1:3]) < THREADED_PIXELS else "4"
         stream.options = {"crf": "17", "threads": threads} if codec == "libx264" else {"qscale": "2"}

@@ -63,7 +63,7 @@ class StepProgress:
 def line(done: list[StepStats], total: int) -> str:
     """Return the progress line after some steps, which fits 80 columns.
 
-    The first step says nothing about the time left: plans are made and checked in it.
+    The first step gives no estimate of the time left, since it includes planning and checks.
     """
     mean, last, left = _mean(done), done[-1], total - len(done)
     texts = [

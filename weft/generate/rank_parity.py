@@ -140,7 +140,7 @@ _loaded: dict[tuple[Path, str], _Loaded] = {}
 def run_alone(directory: Path, name: str, call: TransformerCall, place: RunPlace = CPU) -> None:
     """Load a transformer and run it in this process only, without a timeout of other ranks."""
     target = device() if place.device == "cuda" else torch.device("cpu")
-    _loaded.clear()  # first: two of them may not fit
+    _loaded.clear()  # free the last one first: two may not fit in memory
     model = pretrained.load_transformer(directory, name, getattr(torch, place.dtype)).eval().to(target)
     call = tree_map_only(Tensor, lambda x: x.to(target), call)
     output = model(*call.args, **call.kwargs)[0]

@@ -95,7 +95,7 @@ def _unknown(pipeline: type[PretrainedPipeline], name: str, signature: Signature
 
 
 def _guidance_argument(model: Path, signature: Signature) -> str:
-    """Return the name of guidance; distilled guidance is another argument than classifier-free guidance."""
+    """Return the name of the argument for guidance, which differs for distilled guidance."""
     config = model / "transformer" / "config.json"
     distilled = config.is_file() and read_json(config).get("guidance_embeds")
     return "true_cfg_scale" if "true_cfg_scale" in signature and not distilled else "guidance_scale"

@@ -53,7 +53,7 @@ class Comparison:
     def __call__(
         self, world: World, model: nn.Module, args: Args, kwargs: Kwargs, *, values: bool = True
     ) -> Iterator[None]:
-        """Compare the arguments of a forward; `values`: whether those of tensors may differ at all."""
+        """Compare the arguments of a forward; with `values` false, skip the values of tensors."""
         if world.comm.size == 1 or is_recomputing():
             yield
             return

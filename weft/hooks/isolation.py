@@ -29,7 +29,7 @@ def isolated(model: nn.Module) -> Iterator[None]:
         stack.enter_context(torch.no_grad())
         stack.enter_context(_rng_restored())
         stack.enter_context(without_caches(model))
-        # Weights that autocast caches would have no gradients later.
+        # Autocast would cache weights cast without gradients, and reuse them in training.
         stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
         if "torch._dynamo" in sys.modules:
@@ -45,7 +45,7 @@ def isolated(model: nn.Module) -> Iterator[None]:
             for hooks in (module._forward_hooks, module._forward_pre_hooks):
                 if others := [key for key, hook in hooks.items() if not _is_of_library(hook)]:
                     stack.callback(hooks.update, dict(hooks))
-                    stack.callback(hooks.clear)  # first, so that they are in their order again
+                    stack.callback(hooks.clear)  # undone last-in first-out: clear, then restore in order
                     for key in others:
                         del hooks[key]
         yield

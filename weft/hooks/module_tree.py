@@ -76,9 +76,13 @@ def matching(model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
 
 
 def named(model: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that match a pattern, in which * is any one component of a name."""
-    patterns = pattern.split(".")
-    for name, module in modules(model).items():
+    """Yield the modules that match a pattern, in which * is any one component of a name, and -1 the last."""
+    by_name, patterns = modules(model), pattern.split(".")
+    while "-1" in patterns:
+        at = patterns.index("-1")
+        children = getattr(by_name.get(".".join(patterns[:at])), "_modules", {})
+        patterns[at] = str(len(children) - 1)
+    for name, module in by_name.items():
         components = name.split(".")
         if len(components) == len(patterns) and all(map(fnmatchcase, components, patterns)):
             yield name, module

@@ -26,7 +26,7 @@ from weft.run.comm import Comm
 NOISE_SCALE = 3.0
 """Standard deviation of noise, relative to the mean of the row that it replaces: little mixing shows too."""
 MAX_SAMPLES = 64
-"""Elements that are compared of a longer dim."""
+"""Number of elements that are compared along a longer dim."""
 NONE, AROUND, MOVED = range(3)
 """Noise: so many rows before and so many behind the others, or the other way round."""
 CAUSES = (
@@ -39,7 +39,7 @@ FINE, FAILED, MIXES = range(3)
 
 
 class MixedRows(NamedTuple):
-    """The name of a module whose rows are not computed one by one, and the dim of the rows."""
+    """The name of a module whose rows depend on each other, and the dim of the rows."""
 
     module: str
     dim: str
@@ -56,10 +56,10 @@ ProbeRun = Callable[["Trace", int, bool, R | None], R]
 def find_mixing(
     model: nn.Module, comms: Sequence[Comm], run: ProbeRun[R]
 ) -> tuple[MixedRows, str] | InputError | None:
-    """Return the module whose rows depend on more than themselves, and on what: the same for all ranks.
+    """Return the module whose rows depend on other data, and on which; the same on all ranks.
 
     A model that cannot run on few rows is probed on those that each rank has. If it cannot run on these
-    either, return the error to raise if its forward can.
+    either, return the error to raise in case its forward can run.
     """
 
     def worst(outcome: int) -> int:
@@ -148,7 +148,7 @@ class Trace:
         self.complete_sizes: set[int] = set()
         """Sizes of dims of which all rows are compared, however many."""
         self.limit = 1 / 8
-        """Of the root of the rounding error: differences up to it are rounding."""
+        """Times the root of the rounding error: smaller differences count as rounding."""
         self.errors: dict[tuple[str, str, int], tuple[str, Tensor]] = {}
         self._first: dict[tuple[str, str, int], Tensor] = {}
         self._count: Counter[tuple[str, str]] = Counter()
@@ -270,7 +270,7 @@ def _error(first: Tensor, second: Tensor, rows: Sequence[RowSpans]) -> Tensor | 
     """Return the largest difference, relative to the largest value; None if the rows' dim is not known."""
     pairs = [pair for each in rows for pair in each.pairs(first, second)]
     if first.shape == second.shape:
-        pairs.append((first, second))  # it may have no rows: then it must not depend on any
+        pairs.append((first, second))  # the output may have no rows; it must then be equal in both runs
     if not pairs:
         return None
     return torch.stack([_difference(a.float(), b.float()) for a, b in pairs]).amin()

@@ -81,7 +81,7 @@ def sharded_dropout(x: Tensor, p: float, training: bool, *, dim: int, layout: La
     index = torch.from_numpy(layout.order(rank)).to(x.device)
     if x.shape[dim] != len(index):
         raise InputError(
-            f"Dropout of {x.shape[dim]} rows on rank {rank}, which has {len(index)} of {layout}."
+            f"Dropout on rank {rank} must have {len(index)} rows, its shard of {layout}, got {x.shape[dim]}."
         )
     shape = list(x.shape)
     shape[dim] = layout.size
@@ -105,7 +105,7 @@ class RandomGuard(FunctionMode):
 
     def call(self, func: Forward, args: Args, kwargs: Kwargs) -> PyTree:
         draws = func not in DROPOUT_FUNCTIONS or _drops(*args, **kwargs)
-        # The error is made for these functions alone: torch.compile makes constants of what is read.
+        # Call `_error` for these functions only: torch.compile would guard on all that it reads.
         if draws and (error := self._error()) is not None:
             raise error
         return run_function(func, args, kwargs)

@@ -76,7 +76,7 @@ class ForwardWrapper:
 
 
 def wrap_module(target: Target, wrapper: ForwardWrapper) -> None:
-    """Let a wrapper run a method of an object, by default a module's forward.
+    """Route calls of a method of an object, by default a module's forward, through a wrapper.
 
     Wrapped modules of one class share one derived class, so torch.compile compiles one graph for all of them.
     """
@@ -105,7 +105,7 @@ def is_outside(method: Forward | None) -> bool:
 
 
 def unwrap_module(target: Target) -> None:
-    """Undo `wrap_module`; references to the method that others hold run the plain one."""
+    """Undo `wrap_module`; other references to the method then call the original."""
     own = vars(target)
     wrapper = own.pop(WRAPPER, None)
     if wrapper is None:
@@ -115,7 +115,7 @@ def unwrap_module(target: Target) -> None:
         own[wrapper.method] = inner.args[1]
     plain = type(target)._weft_plain
     _rebind(target, getattr(type(target), wrapper.method), getattr(plain, wrapper.method))
-    if "_weft_plain" in vars(type(target)):  # otherwise another library derived from it, as FSDP2 does
+    if "_weft_plain" in vars(type(target)):  # else another library, as FSDP2 does, derived a class from it
         target.__class__ = plain
 
 

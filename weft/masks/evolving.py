@@ -24,14 +24,14 @@ def evolving_mask(
     step: int = 0,
     seed: int = 0,
 ) -> BlockMask:
-    """One denoising `step` of masks that drift; each step keeps `rho` of the last.
+    """Return the mask of one denoising `step`; masks drift, with autocorrelation `rho`.
 
-    Steps of one seed belong together; seeds tell layers or prompts apart. Heads keep their best tiles by
-    score. Their densities walk around `density`: the logit is normal over heads and AR(1) over steps
-    (a rho of 0.95 to 0.99 looks like real ones).
+    Steps of one seed form one sequence; use different seeds for layers or prompts. Heads keep their best
+    tiles by score. Their densities vary around `density`: the logit is normal over heads and AR(1) over steps
+    (a rho of 0.95 to 0.99 resembles real ones).
     """
     if not 0 < density < 1:
-        raise InputError(f"density={density} does not evolve.", hint="Give a number between 0 and 1.")
+        raise InputError(f"density must be in (0, 1) for an evolving mask, got {density}.")
     law = _around(density, SPREAD * drift((heads,), step=step, rho=rho, seed=[seed, 3]))
     text = grid.text(block)
     tiles = np.empty((heads, len(text), len(text)), dtype=np.bool_)
@@ -42,7 +42,7 @@ def evolving_mask(
 
 
 def _around(density: float, logits: Floats) -> Floats:
-    """The logistic of the logits, all moved by as much as gives it this mean."""
+    """Return the logistic of the logits, shifted by a constant so that its mean is `density`."""
     low, high = -50.0, 50.0
     for _ in range(50):
         middle = (low + high) / 2

@@ -142,9 +142,9 @@ class GridCells:
         return (self.starts - self.grid.prefix) // self.grid.frame
 
     def gap(self, period: int) -> IntArray:
-        """Return [cells, cells]: the least distance of their places modulo `period`, 0 where they overlap.
+        """Return [cells, cells]: the minimum distance modulo `period`, 0 where they overlap.
 
-        Cells must not run over a multiple of the period, as those of a frame do not.
+        No cell may span a multiple of the period; cells never span frames.
         """
         low = (self.starts - self.grid.prefix) % period
         high = low + np.diff(self.starts, append=self.grid.tokens) - 1

@@ -39,6 +39,6 @@ def top_p(score: FloatArray, p: float) -> BoolArray:
     weight = np.exp(score - score.max(axis=1, keepdims=True))
     rising = np.sort(weight, axis=1)
     total = rising.cumsum(axis=1)
-    # Drop the most that may be dropped: the smallest ones whose sum leaves p.
+    # Drop as many as possible: the smallest weights whose sum is at most 1 - p.
     dropped = (total <= np.float32(1 - p) * total[:, -1:]).sum(axis=1, keepdims=True)
     return weight >= np.take_along_axis(rising, np.minimum(dropped, score.shape[1] - 1), axis=1)

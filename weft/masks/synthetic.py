@@ -77,7 +77,7 @@ def synthetic_scores(
     positions = centers / np.asarray(grid.extent, dtype=np.float32)
     rng = np.random.default_rng([seed, 4])
     waves = np.cos(2 * np.pi * (positions @ rng.standard_normal((3, WAVES)) + rng.random(WAVES)))
-    # [queries and keys, heads + 1, waves]: [:, 0] is shared by all heads, [:, 1:] is of each head.
+    # [queries and keys, heads + 1, waves]: [:, 0] is shared by all heads, [:, 1:] has one row per head.
     weights = drift((2, heads + 1, WAVES), step=step, rho=rho, seed=[seed, 6])
     biases = REGION_WEIGHT * (weights[:, 1:] + weights[:, :1]) @ waves.T / np.sqrt(WAVES)
     # A head has a short length scale along one axis (time, rows or columns) and long ones along the others.

@@ -42,7 +42,7 @@ def trace_mask(
     name = next(name for name in KINDS if name in arrays)
     one = _pick(arrays, name, step, layer)
     if len(one) != heads:
-        raise InputError(f"heads must be {len(one)}, those of the trace {file}, got {heads}.")
+        raise InputError(f"heads must be {len(one)}, as in the trace {file}, got {heads}.")
     blocks = grid.blocks(block)
     if name == "counts":
         total = _total(arrays, file) if "total" in arrays else int(arrays[name].max())
@@ -62,11 +62,11 @@ def trace_mask(
 def _read(file: str) -> Arrays:
     path = Path(file)
     if not path.is_file():
-        raise InputError(f"There is no file {file!r}.", hint="Write trace:FILE, with a file that is there.")
+        raise InputError(f"There is no file {file!r}.", hint="Write trace:FILE with an existing file.")
     try:
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as archive:
             unpacked = sum(member.file_size for member in archive.zip.infolist())
-            if unpacked > MAX_BYTES:  # a small file can unpack to anything
+            if unpacked > MAX_BYTES:  # a small file can unpack to any size
                 raise InputError(f"{path} unpacks to {unpacked:,} bytes.", hint=f"At most {MAX_BYTES:,}.")
             arrays = {name: np.asarray(archive[name]) for name in archive.files}
     except InputError:

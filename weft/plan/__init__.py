@@ -1,4 +1,4 @@
-"""Decide: who computes what, by which strategy.
+"""Planning: which rank computes what, by which strategy.
 
 The package itself can be called: `weft.plan(mask, topology)` plans one attention.
 

@@ -63,14 +63,14 @@ class Assignment(Value):
         )
 
     def moved(self, before: Assignment) -> float:
-        """Return the share of blocks that another ring coordinate has than before; all, in another mesh."""
+        """Return the share of blocks whose ring coordinate changed; 1 if the mesh changed."""
         pairs = [(self.rows, before.rows), (self.cols, before.cols)]
         if any(now.shape != then.shape for now, then in pairs):
             return 1.0
         return float(np.mean([(now != then).mean() for now, then in pairs]))
 
     def packed(self) -> Assignment:
-        """Return the same in fewer bytes, to be sent and stored."""
+        """Return a copy in the smallest dtypes, to be sent and stored."""
         rows, cols = (x.astype(np.min_scalar_type(int(x.max(initial=0)))) for x in (self.rows, self.cols))
         return replace(self, rows=rows, cols=cols)
 
@@ -87,7 +87,7 @@ class Assignment(Value):
 
     @property
     def widest(self) -> float:
-        """The slice that has most heads, whole or in part, over the mean of whole heads."""
+        """The largest number of heads in a slice, counting parts as heads, over the mean of whole heads."""
         counts = [len(group) for group in self.heads]
         heads = {piece.head for group in self.heads for piece in group}
         return max(counts) * len(counts) / len(heads)
@@ -106,7 +106,7 @@ def _is_whole(heads: Heads, count: int, rows: int) -> bool:
 
 
 def _is_within(some: Indices, size: int) -> bool:
-    """Whether they are as indices must be, which those of a file need not be, and below a size."""
+    """Whether indices, which may come from a file, are well-formed, not empty and in [0, size)."""
     runs = some.runs
     return bool(runs) and Indices.from_runs(runs) == some and runs[0][0] >= 0 and runs[-1][1] <= size
 
@@ -150,7 +150,7 @@ def replicated(layout: Layout, unit: int, mesh: Mesh) -> Indices:
 
 
 def assemble(problem: Problem, mask: BlockMask, mesh: Mesh, assignment: Assignment) -> Partition:
-    """The partition of an assignment. Replicated keys are read in place, so nobody brings them."""
+    """The partition of an assignment. Replicated keys are read in place, so no rank sends them."""
     check_fit(problem, mask, mesh)
     in_place = replicated(problem.kv, assignment.kv_unit, mesh)
     rows = _tokens(assignment.rows, assignment.q_unit, problem.q.size, mesh)
@@ -200,13 +200,11 @@ def check_fit(problem: Problem, mask: BlockMask, mesh: Mesh) -> None:
     """The mesh and the mask must be those of the problem."""
     if mesh.ranks != problem.ranks:
         raise InputError(
-            f"The mesh {mesh} has {mesh.ranks} ranks, the tensors lie on {problem.ranks}.",
+            f"The mesh {mesh} has {mesh.ranks} ranks, the tensors are on {problem.ranks}.",
             hint=f"Use axes whose product is {problem.ranks}.",
         )
     if unknown := {name for name, _ in mesh.axes} - {"ring", "ulysses"}:
-        raise InputError(
-            f"This strategy knows no mesh axis {sorted(unknown)[0]!r}.", hint="Use ring and ulysses."
-        )
+        raise InputError(f"A mesh axis must be ring or ulysses, got {sorted(unknown)[0]!r}.")
     own = (mask.heads, mask.q_len, mask.kv_len)
     wanted = (problem.heads, problem.q.size, problem.kv.size)
     if own != wanted:
@@ -245,7 +243,7 @@ def _zigzag(layout: Layout, unit: int, mesh: Mesh) -> IntArray:
 
 
 def _alike(problem: Problem, mask: BlockMask, mesh: Mesh, rows: IntArray, cols: IntArray) -> Assignment:
-    """The same rows and columns for every slice of heads."""
+    """Return an assignment with the same rows and columns for every slice of heads."""
     slices = mesh.size("ulysses")
     return Assignment(
         whole(natural_groups(problem.heads, slices)),

@@ -1,4 +1,4 @@
-"""Balance: how much the busiest rank has more than the mean, and the least that anyone could reach.
+"""Balance: the largest load over the mean, and the lower bound of that ratio.
 
 Loads are integers (a cost table's, not counts of tiles), so that all ranks compute the same numbers.
 `tiles[u, a, b]` is the load of Ulysses slice u between row group a and column group b of its ring;
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 
 def ratio(loads: npt.ArrayLike) -> float:
-    """max / mean over ranks: the slowdown against perfect balance when nobody waits in between.
+    """max / mean over ranks: the slowdown against perfect balance if ranks wait only at the end.
 
     >>> ratio([4, 2, 3, 3])
     1.3333333333333333

@@ -32,15 +32,15 @@ from weft.plan.split import HeadPart, Heads, part_loads, split, whole
 from weft.plan.strategy import Strategy
 
 PAIR_COST = 16  # the cost of a token pair; a tile's fixed cost is rounded to sixteenths of it
-SPLIT_TOLERANCE = 1.02  # splitting a head sends its keys once more: not for less than this
+SPLIT_TOLERANCE = 1.02  # a smaller gain does not pay for sending a split head's keys once more
 RESPLIT_TOLERANCE = 1.003  # of masks that change: a step's forecast is nearer than that
 SPLIT_TOLERANCE_BETWEEN_MACHINES = (
     1.1  # of several machines: sending a head's keys once more takes a tenth of an attention
 )
-HEAD_DRIFT = 1.003  # of heads: assigning them anew moves nothing that would not move anyway
-BLOCK_DRIFT = 1.015  # of ring steps: blocks that stay at home need not be sent
+HEAD_DRIFT = 1.003  # reassigning heads moves no additional data
+BLOCK_DRIFT = 1.015  # higher for blocks: those that stay at home need not be sent
 SWAP_LIMITS = SwapLimits(cap=1.1)  # a little more room than the default: with few blocks a swap moves much
-LOAD_BALANCES = ("balanced", "cuts")  # the balances that deal heads by load, and split them
+LOAD_BALANCES = ("balanced", "cuts")  # the balances that assign heads by load, and split them
 DENSE_UNITS = 256  # where the mask sets no blocks, rows are cut into so many
 
 
@@ -105,9 +105,9 @@ class Balancer:
         return Assignment(heads, rows, cols, grid.block_q, grid.block_k)
 
     def renew(self, strategy: Strategy, now: Assignment, expected: IntArray | None = None) -> Assignment:
-        """Assign anew where `now` has drifted out of balance on this mask; what fits stays where it is.
+        """Reassign the heads and blocks of `now` that are out of balance on this mask; keep the others.
 
-        `expected` are loads [heads] of the step to come, if they are known better than by this mask.
+        `expected` are forecast loads [heads] of the next step, used instead of the loads of this mask.
         """
         loads = self.row_loads
         if expected is not None:
@@ -144,7 +144,7 @@ class Balancer:
     def _sums(self, heads: Heads, rows: IntArray, cols: IntArray, ring: int) -> tuple[IntArray, float]:
         """Return loads [slices, row groups, column groups], and the share of others' keys that a rank reads.
 
-        As `tile_sums` of `tiles`, without the table of them.
+        The same as `tile_sums` of `tiles`, without that table.
         """
         totals = np.empty((len(heads), ring, ring), dtype=np.int64)
         shares: list[float] = []
@@ -166,7 +166,7 @@ class Balancer:
             counts = grid.counts(heads)
             taken = rows
             if blocks is not None:
-                taken = np.full(rows.shape, ring)  # nobody's
+                taken = np.full(rows.shape, ring)  # unassigned
                 taken[blocks.array] = rows[blocks.array]
             for rank in range(ring):
                 sums[rank] += counts[:-1][taken[:-1] == rank].sum(axis=0, dtype=np.int64) * inner

@@ -80,7 +80,7 @@ def _over_cols(tiles: IntArray, groups: IntArray, ring: int) -> IntArray:
     for load, group, sums in zip(tiles, groups, totals, strict=True):
         order = np.argsort(group, kind="stable")
         there, starts = np.unique(group[order], return_index=True)
-        # Groups that are runs are summed where they lie.
+        # Contiguous groups are summed in place.
         load = load if (group[1:] >= group[:-1]).all() else load.take(order, axis=1)
         sums[there] = np.add.reduceat(load, starts, axis=1).T
     return totals

@@ -1,4 +1,4 @@
-"""Choose a strategy: a closed form leaves out what cannot win, the rest is built and timed."""
+"""Choose a strategy: prune candidates by a closed form, then build the others and predict their times."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Plan:
     ranked: tuple[Candidate, ...]
     """What was timed, the best first."""
     left_out: tuple[tuple[str, float], ...] = ()
-    """Names and estimated seconds of candidates that were not worth building."""
+    """Names and estimated seconds of candidates that were pruned."""
 
     def __repr__(self) -> str:
         best, *others = self.ranked
@@ -154,7 +154,7 @@ def build(
     if assignment is not None and not assignment.fits(problem, mask, strategy):
         raise InputError(
             f"The assignment does not fit {name}, {problem.heads} heads and {mask}.",
-            hint="It has each head and each block of the mask once.",
+            hint="It must contain each head and each block of the mask exactly once.",
         )
     return _schedule(strategy, balancer, assignment or balancer.assignment(strategy))
 
@@ -212,7 +212,7 @@ def choose(
     topology = _topology(topology) or Topology.local(problem.ranks)
     if topology.ranks != problem.ranks:
         raise InputError(
-            f"The topology {topology.name} has {topology.ranks} ranks, the tensors lie on {problem.ranks}."
+            f"The topology {topology.name} has {topology.ranks} ranks, the tensors are on {problem.ranks}."
         )
     balancer = Balancer(problem, mask, topology)
     if strategy != "auto":
@@ -228,13 +228,13 @@ def choose(
         if hopeless or alike >= (MAX_COSTLY_FINALISTS if option.costly else MAX_FINALISTS):
             left_out.append((str(option), seconds))
             continue
-        # Where nothing is out of balance, names coincide; most of them before anything is built.
+        # On a balanced mask, variants have equal assignments; detect that before building them.
         key = replace(option, balance=""), balancer.assign(option).assignment
         if key not in assigned:
             assigned.add(key)
             _time(option, balancer, timed)
     best = min(timed.values(), key=lambda each: _penalized_seconds(each, topology)).strategy
-    # How much a torus puts off is finer than a closed form sees: the best is timed with all and none too.
+    # A closed form cannot resolve how much a torus should defer: also time all and none.
     settings = best.tuned(topology)
     for option in (settings[0], settings[-1]):
         if option != best:
@@ -258,7 +258,7 @@ def _tuned(strategy: Strategy, balancer: Balancer) -> tuple[float, Strategy]:
 
 def _penalized_seconds(candidate: Candidate, topology: Topology) -> float:
     factor = COMPLEXITY_PENALTY if candidate.strategy.costly else 1.0
-    if topology.cores:  # ranks that are uneven take turns on shared cores, but the last ones leave some idle
+    if topology.cores:  # uneven ranks leave shared cores idle at the end
         factor += LATENESS_PENALTY * (candidate.imbalance - 1)
     sending = min(candidate.seconds, max(candidate.timing.sending)) if candidate.inter_bytes else 0.0
     return candidate.seconds * factor + LATENESS_PENALTY * sending

@@ -55,7 +55,7 @@ class Explanation:
 
     @staticmethod
     def load(path: Path) -> Explanation:
-        """Read and validate a file in the format of `json`, whoever wrote it."""
+        """Read and validate an untrusted file in the format of `json`."""
         return tables.read(Explanation, parse_json(read_bytes(path, limit=MAX_BYTES), path.name), path.name)
 
     def json(self) -> str:

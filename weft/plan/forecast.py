@@ -43,7 +43,7 @@ class Forecast:
 
     def observe(self, layer: Hashable, step: int, loads: IntArray) -> None:
         history = self._history.setdefault(layer, deque(maxlen=3))
-        if history and step <= history[-1].step:  # another run, or the step again
+        if history and step <= history[-1].step:  # another run, or a repeated step
             history.clear()
         history.append(StepLoads(step, _logs(loads)))
 

@@ -19,7 +19,7 @@ Groups = tuple[tuple[int, ...], ...]
 """The heads of each Ulysses coordinate."""
 
 MEAN_TOLERANCE = 1024  # closer than a thousandth to the mean is balanced
-MAX_PAIRED_HEADS = 16  # larger groups have single heads enough to choose from
+MAX_PAIRED_HEADS = 16  # larger groups have enough single heads to choose from
 
 
 def natural(heads: int, groups: int) -> Groups:
@@ -83,7 +83,7 @@ class _Search:
         self.groups = [list(group) for group in grouping]
         self.sums: list[int] = group_loads(grouping, weights).tolist()
         self.enough = sum(self.sums) * (MEAN_TOLERANCE + 1) // (MEAN_TOLERANCE * len(grouping))
-        # Twice each load, to be compared with a gap of which half should move.
+        # Twice each load, to compare it with a gap of which half should move.
         self.doubled = 2 * weights
         self.offers: dict[int, IntArray] = {}
 
@@ -113,7 +113,7 @@ class _Search:
         return True
 
     def offer(self, place: int) -> IntArray:
-        """Twice the load of every pick of a group; made when first asked for, as most never are."""
+        """Twice the load of every pick of a group; computed at first use, as most are never used."""
         if place not in self.offers:
             group = self.groups[place]
             self.offers[place] = _subsets(len(group)) @ self.doubled[group]
@@ -146,7 +146,7 @@ def _frozen(groups: list[list[int]]) -> Groups:
 
 
 def checked_loads(loads: npt.ArrayLike, *axes: str) -> IntArray:
-    """The loads, if they are integers of 0 or more, one for each of some things."""
+    """Return the loads; raise unless they are non-negative integers with these axes."""
     array = np.asarray(loads)
     if array.ndim != len(axes) or (array.size and (array.dtype.kind not in "iu" or int(array.min()) < 0)):
         raise InputError(
@@ -159,5 +159,5 @@ def checked_loads(loads: npt.ArrayLike, *axes: str) -> IntArray:
 
 def _checked(loads: npt.ArrayLike, groups: int) -> IntArray:
     if groups < 1:
-        raise InputError(f"Heads go to at least one group; got {groups}.", hint="Use the Ulysses size.")
+        raise InputError(f"groups must be >= 1, got {groups}.", hint="Use the Ulysses size.")
     return checked_loads(loads, "head")

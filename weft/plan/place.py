@@ -1,4 +1,4 @@
-"""Place: an attention of a model whose masks change; its plan in force, the next one, and how they did."""
+"""Place: an attention of a model whose masks change, with its current and next plan and their results."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ MIN_SPEEDUP = 1.02
 
 
 Draft = tuple[Strategy, Assignment, str]
-"""What a plan is made of: who computes what by which strategy, and why that one."""
+"""The decisions of a plan: the assignment, its strategy, and the reason for it."""
 
 
 class AttentionId(NamedTuple):
-    """An attention of a model, as its plans are kept for it."""
+    """The key of an attention of a model, under which its plans are stored."""
 
     model: str
     layer: int
@@ -66,7 +66,7 @@ Prepare = Callable[[Planned, Planned], None]
 
 
 class StepReport(NamedTuple):
-    """A step of a place: by the plan in force, and by the first one of the run (static)."""
+    """Results of one step of a place with the current plan, and with the first plan of the run (static)."""
 
     step: int
     imbalance: float
@@ -90,12 +90,12 @@ class StrategyChoice:
 
     @staticmethod
     def of(problem: Problem, mask: BlockMask, topology: Topology) -> StrategyChoice:
-        """Choose for masks that begin with this one: of balanced plans, for those to come."""
+        """Choose for a sequence of masks that begins with this one, among balanced plans."""
         plan = choose(problem, mask, topology)
         left_out = {name for name, _ in plan.left_out}
         options: dict[Strategy, Candidate] = {}
         for option in sorted(plan.ranked, key=lambda each: each.strategy.balance == "balanced"):
-            # Equal plans have one name: where nothing is to be balanced yet, that of the plain one.
+            # Equal plans share a name: on a balanced mask, that of the plan without a balance.
             balanced = _balanced(option.strategy)
             if balanced == option.strategy or str(balanced) not in left_out:
                 options[balanced] = option

@@ -25,7 +25,7 @@ from weft.core.files import cache, read_bytes, whole
 from weft.plan.assignment import Assignment
 
 FORMAT = 3
-PLAN_FILE = re.compile(r"-[0-9a-f]{16}(\.\d+\.\d+)?\.json$")  # a folder may hold files of others
+PLAN_FILE = re.compile(r"-[0-9a-f]{16}(\.\d+\.\d+)?\.json$")  # the folder may hold other files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,14 +40,14 @@ class PlanKey(Value):
 
     @property
     def file(self) -> str:
-        """A name that a reader can place, and a digest that tells it from all others."""
+        """A readable name, and a digest that makes it unique."""
         name = re.sub(r"[^A-Za-z0-9.]+", "-", self.model).strip("-.")[-40:]
         return f"{name}-{digest(self)}.json"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StoredPlan(Value):
-    """A layer: its strategy, who had what at the beginning of a run, and the loads of its heads by step."""
+    """A layer's strategy, its assignment at the beginning of a run, and the loads of its heads by step."""
 
     layer: int
     branch: int
@@ -130,7 +130,7 @@ def _read(path: Path, key: PlanKey) -> tuple[StoredPlan, ...]:
         raise InputError(f"the format is {table.get('format')}, this weft reads {FORMAT}.")
     plans: Any = table.get("plans")
     if table.get("key") != key or not isinstance(plans, tuple):
-        raise InputError("it holds something else than its name says.")
+        raise InputError("its content does not match its name.")
     if not all(isinstance(plan, StoredPlan) for plan in cast("tuple[Any, ...]", plans)):
-        raise InputError("it holds something else than plans.")
+        raise InputError("it must hold plans only.")
     return cast("tuple[StoredPlan, ...]", plans)

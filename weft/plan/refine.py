@@ -49,7 +49,7 @@ class SwapSide:
     ) -> None:
         self.tiles = tiles_Uio
         self.ring, self.items = int(sums_URi.shape[1]), len(home)
-        # Past the items come two without load: one fills a free place, one a place that must stay empty.
+        # Two items without load follow: one marks a free place, one a place that must stay empty.
         self.free, self.closed = self.items, self.items + 1
         self.sums = np.zeros((*sums_URi.shape[:2], self.items + 2), dtype=np.int64)
         self.sums[..., : self.items] = sums_URi
@@ -161,7 +161,7 @@ def _shift(rows: SwapSide, cols: SwapSide) -> int:
 
 @lru_cache
 def _tournament(ring: int, slices: int) -> tuple[Pairs, ...]:
-    """Rounds of pairs of groups: everyone meets everyone once, and nobody two in one round."""
+    """Return rounds of pairs of groups: every two groups meet once, each at most one other in a round."""
     seats = list(range(ring + ring % 2))
     rounds: list[Pairs] = []
     for _ in seats[1:]:
@@ -198,7 +198,7 @@ def _candidates(
     loads = side.loads(u, items)
     loads[:, :, some:] *= -1
     apart = (excess[u, a] - excess[u, b])[:, :, None].astype(np.float64)
-    # Closed are places that are none and, where the budget is spent, leaving home.
+    # Closed: places that do not exist and, once the budget is spent, moves away from home.
     quota = (side.away_left // (side.ring // 2) // 2)[u]
     spent = quota < 1
     closed = items == side.closed

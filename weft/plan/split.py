@@ -36,11 +36,11 @@ def whole(groups: Groups) -> Heads:
 
 
 def split(loads: npt.ArrayLike, groups: int, *, enough: float = 1.03) -> Heads:
-    """Loads [heads, q blocks] to groups, with no more cuts than it takes to come within `enough` of the mean.
+    """Assign loads [heads, q blocks] to groups, with as few cuts as reach `enough` times the mean.
 
-    A cut costs a head's keys and values on one more rank. So heads are dealt whole first; while a group
-    has too much, its largest piece gives the excess away, as one run of rows, and all pieces are dealt
-    anew. Pieces of a head that meet in a group are one part again.
+    A cut costs a head's keys and values on one more rank. So whole heads are assigned first. While a group
+    exceeds the limit, the excess is cut off its largest piece, as one run of rows, and all pieces are
+    assigned again. Pieces of one head in one group are merged.
 
     >>> split([[4, 4, 4, 4], [1, 2, 1, 4]], 2)
     ((HeadPart(head=0, rows=Indices(0-2)),), (HeadPart(head=0, rows=Indices(3)), HeadPart(head=1, rows=None)))

@@ -5,8 +5,8 @@ programming: fewest bytes that the busiest rank sends or receives, then fewest c
 on the busiest rank. K dims that are attended in turn need K/(K-1) switches a layer.
 
 A stage that leaves no dim with an index for every rank is run on the whole tensor, by every rank, or,
-if it can, with weft's attention inside, at four times the bytes of a switch. It then never is gathered:
-that would save bytes for 2 or 3 ranks only, and all of them would compute all of it.
+if it can, with weft's attention inside, at four times the bytes of a switch. It is then never gathered:
+that would save bytes for 2 or 3 ranks only, and every rank would compute everything.
 """
 
 from __future__ import annotations
@@ -136,14 +136,14 @@ def choose_layouts(
 
 
 class _Costs:
-    """What layouts and the ways between them cost, each worked out once."""
+    """Costs of layouts and of the switches between them, cached."""
 
     def __init__(self, sizes: dict[str, int], ranks: tuple[int, ...], width: int) -> None:
         for name, size in sizes.items():
             if name in (WHOLE, FREE) or size < 1:
                 raise InputError(f"A dim {name!r} of size {size} cannot be sharded.")
         if not ranks or min(ranks) < 1:
-            raise InputError(f"ranks={ranks}.", hint="Give 1 rank or more on each axis.")
+            raise InputError(f"ranks must be >= 1 on each axis, got {ranks}.")
         self.sizes, self.ranks, self.width = sizes, ranks, width
         choices = product((*sizes, WHOLE), repeat=len(ranks))
         self.states = [s for s in choices if all(s.count(dim) == 1 for dim in s if dim != WHOLE)]
@@ -152,7 +152,8 @@ class _Costs:
     def check(self, stage: ModelStage) -> None:
         if unknown := [dim for dim in stage.mixes if dim not in self.sizes]:
             raise InputError(
-                f"Stage {stage.name} mixes {unknown[0]!r}.", hint=f"The dims are {', '.join(self.sizes)}."
+                f"Stage {stage.name} mixes an unknown dim {unknown[0]!r}.",
+                hint=f"The dims are {', '.join(self.sizes)}.",
             )
 
     def named(self, layout: str | State, what: str) -> list[State]:
@@ -167,13 +168,13 @@ class _Costs:
         ]
         if not states:
             raise InputError(
-                f"{what}={layout!r} is no layout over {len(self.ranks)} axes.",
+                f"{what}={layout!r} is not a layout over {len(self.ranks)} axes.",
                 hint=f"Give for each axis one of {', '.join(self.sizes)}, {WHOLE}, {FREE}.",
             )
         return states
 
     def legal(self, stage: ModelStage) -> list[State]:
-        """Dims that are not mixed; where they cannot give each rank something, also the ways out."""
+        """Return states of unmixed dims; if none has an index for every rank, also the fallbacks."""
         apart = [state for state in self.states if not {*stage.mixes, WHOLE} & {*state}]
         if any(all(self.sizes[d] >= n for d, n in zip(s, self.ranks, strict=True)) for s in apart):
             return apart

@@ -80,7 +80,7 @@ class Strategy(ABC):
         return Mesh.of(ring=self.ring, ulysses=self.ulysses)
 
     def mesh_on(self, topology: Topology) -> Mesh:
-        """On these machines: those that go across take as many of them on the Ulysses axis as they can."""
+        """Return the mesh on these machines. With `across`, the Ulysses axis spans as many as possible."""
         if not self.across or topology.machines == 1:
             return self.mesh
         if topology.ranks != self.ulysses * self.ring:

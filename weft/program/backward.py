@@ -163,7 +163,7 @@ class BackwardLowering(AttentionLowering):
         self.add(index, result.sum, [CopySegment(slot, result.sum, shard)], started=started)
 
     def _keep_apart(self) -> None:
-        """Give gradients that must outlive the next attention a place of their own: no kernel holds two."""
+        """Give gradients that must outlive the next attention slots of their own: kernels write one slot."""
         gradients = [at for at, step in enumerate(self.steps) if isinstance(step, Gradient)]
         following = dict(zip(gradients, [*gradients[1:], len(self.steps)], strict=False))
         written = {

@@ -18,7 +18,7 @@ Received = tuple[Slot, list[Slot]]
 def exchange(lowering: Lowering, index: int, op: Messages) -> None:
     """Add the steps of one rank's messages of an exchange to its program."""
     if not lowering.schedule.problem.row_elements:
-        return  # another axis of the mesh leaves all ranks of this one with nothing
+        return  # shards of another mesh axis are empty, so there is nothing to send
     if op.collective and lowering.target.collective:
         _collective(lowering, index, op)
         return
@@ -75,13 +75,15 @@ def _in_order(
 
 
 def _settle(lowering: Lowering) -> None:
-    """Use up what has come and free what has gone, before another exchange needs its buffers."""
+    """Consume arrived messages and release sent buffers, before another exchange needs them."""
     lowering.consume()
     for op, post in list(lowering.posted.items()) if lowering.posted else ():
         if not post.receives:
-            if op != lowering.last:  # it brought nothing to wait for
+            if op != lowering.last:  # it has no message to wait for
                 lowering.release(post)
-        elif lowering.awaited[op] < len(post.receives):  # some of it is here: the rest is not worth a buffer
+        elif lowering.awaited[op] < len(
+            post.receives
+        ):  # partly arrived: waiting for the rest frees its buffer
             for _, message in post.receives:
                 lowering.wait_for(message)
 
@@ -101,7 +103,7 @@ def _post(  # noqa: PLR0913 - both ends of an exchange
     post = Post(index, label, outgoing, incoming, collective)
     lowering.steps.append(post)
     lowering.posted[index], lowering.awaited[index], lowering.last = post, len(incoming), index
-    # Only now: what an exchange brings cannot go on in the same exchange.
+    # After the post: data that an exchange delivers cannot be forwarded in the same exchange.
     for peer, (message, slots) in receives.items():
         pieces = op.receives[peer]
         lowering.unwaited[message] = index, label, peer
@@ -116,7 +118,7 @@ def _post(  # noqa: PLR0913 - both ends of an exchange
 
 
 def _as_they_lie(lowering: Lowering, op: Messages) -> dict[int, Slot]:
-    """Messages that need no packing: equal to one that came, or to an operand."""
+    """Messages that need no packing: equal to a received message or to an operand."""
     sends: dict[int, Slot] = {}
     for peer, pieces in op.sends.items():
         slot = lowering.whole.get(pieces.numbers)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ForwardLowering(AttentionLowering):
-    """Outputs are merged in float32 or better, if they are, and leave in the caller's dtype."""
+    """Lower a forward: merge partial outputs in float32 or better, and send outputs in the caller's dtype."""
 
     def begin(self, attends: list[Attend], ops: Sequence[RankOp]) -> None:
         super().begin(attends, ops)
@@ -86,7 +86,7 @@ class ForwardLowering(AttentionLowering):
     def _sums(self, q: Operand) -> tuple[Slot, Slot]:
         keeps = bool(self.target.save)
         memory = "saved" if keeps else "workspace"
-        # One attention is all of it: nothing is merged, so nothing has to be kept in float32.
+        # A single attention computes all of it: without a merge, no float32 sum is needed.
         dtype = self.narrow if q.readers == 1 and not q.partial else self.wide
         out = self.slot(f"out of {q.name}", "workspace", Piece("o", q.hull.heads, q.hull.tokens), dtype)
         if dtype == self.narrow:

@@ -67,7 +67,7 @@ def _ops_by_rank(schedule: Schedule, ranks: Iterable[int], numbers: Pieces) -> d
                 ops[op.rank].append((index, op))
             continue
         collective = len(op.transfers) >= every * (every - 1) > 0 and _is_bulk(op, schedule.problem)
-        if len(ops) < every:  # most transfers are between others
+        if len(ops) < every:  # most transfers involve other ranks only
             op = Exchange(tuple([t for t in op.transfers if t.src in ops or t.dst in ops]), op.label)  # noqa: PLW2901
         tensors = frozenset([transfer.piece.tensor for transfer in op.transfers])
         by_rank: dict[int, Messages] = {}
@@ -86,7 +86,7 @@ def _ops_by_rank(schedule: Schedule, ranks: Iterable[int], numbers: Pieces) -> d
 def _is_bulk(op: Exchange, problem: Problem | Switch) -> bool:
     """Whether one all_to_all can do an exchange: between any two ranks there is a message."""
     pairs = {(transfer.src, transfer.dst) for transfer in op.transfers}
-    gathers = isinstance(problem, Switch) and problem.dims[1] is None  # all would send the same to each
+    gathers = isinstance(problem, Switch) and problem.dims[1] is None  # every message of a rank is the same
     # The messages lie in one buffer without gaps, so their items must be of one size.
     by_tensor = {transfer.piece.tensor: transfer.piece for transfer in op.transfers}
     mixed = len({piece.is_sum for piece in by_tensor.values()}) > 1

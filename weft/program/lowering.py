@@ -91,17 +91,17 @@ class Lowering(ABC):
         return None
 
     def is_copied(self, pieces: list[Piece]) -> bool:
-        """Whether nothing of a message is used where it lies."""
+        """Whether all of a message is copied out, so that nothing is read in place."""
         del pieces
         return True
 
     def own_piece(self, op: Messages) -> Piece | None:
-        """What of an exchange between all ranks stays at home."""
+        """The piece of an exchange between all ranks that stays on this rank."""
         del op
         return None
 
     def cut(self, piece: Piece) -> Slot | None:
-        """The slot of a piece of the input, if it lies there in one stretch."""
+        """The slot of a piece of the input, if it is contiguous there."""
         del piece
         return None
 
@@ -165,7 +165,7 @@ class Lowering(ABC):
             op, label, peer = pending
             self.steps.append(Wait(op, label, peer, message))
             self.awaited[op] -= 1
-            if not self.awaited[op]:  # all that it brought is here: what it sent was read, or soon will be
+            if not self.awaited[op]:  # all of it arrived, so peers have read (or will soon read) what it sent
                 self.release(self.posted[op])
 
     def wait_at(self, slot: Slot | None) -> None:

@@ -44,7 +44,7 @@ class Operand:
 
 
 class AttentionLowering(Lowering):
-    """What both directions of an attention share."""
+    """Base of both directions of an attention."""
 
     kept: frozenset[str] = frozenset()
     """Tensors of which the forward saved what it received."""
@@ -223,9 +223,9 @@ class AttentionLowering(Lowering):
             self.steps.append(Copy(index, tuple(copied)))
 
     def brought_by(self, operand: Operand, kv: Piece) -> str:
-        """The exchange, after the scatter, that brought some keys and values; `hop 0` if they were there."""
+        """The exchange after the scatter that delivered some keys and values; `hop 0` if they were local."""
         label = self.labels.get(self.pieces.number(kv) if operand.partial else operand.number)
         if label is None:
-            # From the last one: in a ring, what is used now has come just before.
+            # Search backwards: in a ring, the keys in use arrived last.
             label = next((label for piece, label in reversed(self.brought) if piece.meets(kv)), "hop 0")
         return label

@@ -39,7 +39,7 @@ class Redistribution(Lowering):
         self.program.slots |= {"home x": self.x, "home y": self.result}
 
     def attend(self, index: int, op: Attend) -> None:
-        raise AssertionError(f"op {index}, {op}: a switch attends to nothing")
+        raise AssertionError(f"op {index}, {op}: a switch has no attends")
 
     def sources(self, piece: Piece) -> list[Slot]:
         del piece

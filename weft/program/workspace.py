@@ -106,11 +106,11 @@ def window(program: Program) -> Workspace:
     return Workspace(places, at, at)
 
 
-@lru_cache(256)  # the ranks of a ring are alike
+@lru_cache(256)  # ranks of a ring have equal lifetimes
 def _assign(
     live: tuple[Life, ...], results: tuple[Life, ...]
 ) -> tuple[tuple[tuple[int, int], ...], int, int]:
-    """Return places, size of the block and its lower bound: the best of several orders of first fit."""
+    """Return places, block size and its lower bound, from the best of several first-fit orders."""
     best: tuple[tuple[tuple[int, int], ...], int, int] = (), 0, 0
     orders: list[Callable[[int], tuple[float, ...]]] = [
         lambda i: (-live[i].num_bytes, live[i].first),

@@ -1,4 +1,4 @@
-"""Evidence: what a timeline says of its attentions and messages, and what they would take elsewhere."""
+"""Evidence: the times of a timeline's attentions and messages, and what they would take elsewhere."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def ticks(most: float, wanted: int = 5) -> list[float]:
     >>> ticks(0.47)
     [0.0, 0.1, 0.2, 0.3, 0.4]
     """
-    if not 1e-300 < most < math.inf:  # below that, a tenth of it may be 0
+    if not 1e-300 < most < math.inf:  # smaller values would underflow
         return [0.0]
     rough = most / wanted
     power = 10.0 ** math.floor(math.log10(rough))

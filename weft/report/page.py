@@ -24,7 +24,7 @@ class SummaryRow:
     label: str
     values: Sequence[str]
     meaning: str = ""
-    """What the number says, on the page only."""
+    """The meaning of the number, on the page only."""
     note: str = ""
     """What belongs to this value, on the page and in the terminal."""
     name: str = ""

@@ -24,7 +24,7 @@ POINT = 72 / INCH
 def encode(pixels: npt.NDArray[np.uint8]) -> bytes:
     """[rows, columns, red green blue alpha] as a PNG."""
     rows, columns, _ = pixels.shape
-    lines = np.zeros((rows, 1 + 4 * columns), dtype=np.uint8)  # every line begins with its filter: none
+    lines = np.zeros((rows, 1 + 4 * columns), dtype=np.uint8)  # byte 0 of each line: filter type none
     lines[:, 1:] = pixels.reshape(rows, -1)
 
     def chunk(name: bytes, data: bytes) -> bytes:

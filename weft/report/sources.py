@@ -30,7 +30,7 @@ def measured(
         if known and known != timeline.ranks:
             raise InputError(
                 f"The trace {timeline.name!r} has {timeline.ranks} ranks, its {what} has {known}.",
-                hint="Give what it ran with, or leave it out.",
+                hint="Pass the one that it ran with, or omit it.",
             )
     timeline = replace(timeline, name=timeline.name or "run")
     call = one_call(timeline)
@@ -70,14 +70,14 @@ def simulated(
 ) -> Case:
     """Return the case of a simulated schedule, with a scaling sweep and the named other plans.
 
-    `model` and `asked`, its mask, are the words that it was asked for with.
+    `model` and `asked` (its mask) are as written on the command line.
     """
     from weft.simulate.events import simulate
 
     if topology.ranks != schedule.problem.ranks:
         raise InputError(
             f"The schedule is for {schedule.problem.ranks} ranks, {topology.name} has {topology.ranks}.",
-            hint="Give a --topology of as many devices.",
+            hint="Pass a --topology with as many devices.",
         )
     timeline = simulate(schedule, topology)
     own = SweepPoint.of(schedule.name, topology, timeline)
@@ -99,5 +99,5 @@ def _scaling(
     clusters = [resized(topology, gpus) for gpus in (sizes if len(plans) == 1 else sizes[:-1])]
     problem, mask = schedule.attention
     points = [result.point for result in sweep(partial(on_ranks, problem), mask, clusters)]
-    # The planner has been asked for the whole cluster already, if there are other plans.
+    # If there are other plans, the planner has already run for the whole cluster.
     return (*points, *dict.fromkeys((plans[0], own)))

@@ -46,7 +46,7 @@ def sparsity_map(run: Run) -> Figure:
 
 
 NOTE = (
-    "Sparsity is the share of keys that a query could leave out and keep the mass that the recipe asks for."
+    "Sparsity is the share of keys that a query could leave out and keep the mass that the recipe requires."
 )
 
 

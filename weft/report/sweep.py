@@ -64,7 +64,8 @@ def resized(topology: Topology, gpus: int) -> Topology:
     if gpus < 1 or gpus % devices:
         whole = max(1, gpus // topology.devices) * topology.devices
         raise InputError(
-            f"{gpus} devices are no whole machines of {topology.name}, which have {topology.devices} each.",
+            f"The number of devices must be a multiple of {topology.devices}, the devices of one machine of "
+            f"{topology.name}, got {gpus}.",
             hint=f"Try {whole} or {whole + topology.devices}.",
         )
     links = tuple(link for link in topology.links if max(link[:2]) < gpus)

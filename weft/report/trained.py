@@ -132,5 +132,7 @@ def _tokens(known: Mapping[str, Any]) -> str:
 
 def _coverage(known: Mapping[str, Any]) -> str:
     low = known["lowest_coverage"]
-    what = "is selected" if known["sparse_layers"] else "would be found"  # by predictors; all is dense
+    what = (
+        "is selected" if known["sparse_layers"] else "would be found"
+    )  # by predictors, while all layers are dense
     return f"of the mass {what}; lowest layer {low:.1%}" if low is not None else ""

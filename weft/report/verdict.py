@@ -37,7 +37,7 @@ KINDS = {
     "uneven work by head": "Uneven work costs most: the heads of rank {rank} have {factor} the mean load.",
     "uneven work": "Uneven work costs most: rank {rank} has {factor} the mean load.",
     "uneven computing": "Uneven computing costs most: rank {rank} computes {factor} as long as others, "
-    "by more work or less speed: schedule.json would tell.",
+    "by more work or less speed: schedule.json would show which.",
     "uneven work by step": "Uneven work by step costs most: all ranks have about as much in all, but rank "
     "{rank} has up to {factor} the mean load of a step.",
     "launch": "Launching costs most: hosts take longer to launch the steps than devices to run them.",

@@ -1,4 +1,4 @@
-"""Agreement before movement: every rank says what it will run; nobody moves unless all say the same."""
+"""Agreement: before anything is sent, all ranks compare what they will run; a difference raises on all."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def count_rows(comm: Comm, q_rows: int, kv_rows: int) -> tuple[tuple[int, int], 
 
 
 def agree(comm: Comm, facts: dict[str, str], what: str = "attentions", note: str = "") -> list[str]:
-    """Compare facts over all ranks; a difference raises on every rank and names who differs in what.
+    """Compare facts over all ranks; a difference raises on every rank and names the ranks and the facts.
 
-    Return the notes of all ranks, by rank. They travel with the facts and may differ.
+    Return the notes of all ranks, by rank. They are sent with the facts and may differ.
     """
     facts = facts | {"transport": comm.transport}
     try:
@@ -66,7 +66,7 @@ def check_same(all_facts: list[dict[str, str]], names: tuple[str, ...], what: st
 
 
 def _described(all_facts: list[dict[str, str]], names: Iterable[str]) -> str:
-    """Say who differs in what; empty if nobody does."""
+    """Return a sentence that names the ranks that differ and the facts; empty if none differs."""
     texts: list[str] = []
     for name, (usual, odd) in differences(all_facts, names).items():
         have = [f"rank {rank} has {name} {one}" for rank, one in odd.items()]
@@ -89,7 +89,7 @@ def differences(
 
 
 def name_difference(comm: Comm, name: str, program: str, error: CommError) -> CommError:
-    """Return the error of a wait, with who runs what if that differs: ranks that fail tell it by the store.
+    """Return the error of a wait, with the calls of the ranks if they differ, exchanged over the store.
 
     name   the text of the facts that were agreed on, or are to be: then `program` is NEW.
     """
@@ -111,15 +111,15 @@ def check_call(comm: Comm, tag: int, name: str, program: str) -> None:
 
 
 def _facts(name: str, program: str) -> dict[str, str]:
-    """The facts that the name of a call is the text of, and which of its programs is run."""
+    """Parse the facts of a call from its name, and add the program that runs."""
     facts: dict[str, str] = {"call": name}
-    with suppress(ValueError, SyntaxError):  # a name that is none
+    with suppress(ValueError, SyntaxError):  # the name has no facts
         facts = literal_eval(name[: name.rfind("}") + 1])
     return facts | {"program": program}
 
 
 def _say(comm: GroupComm, call: int, facts: dict[str, str]) -> list[dict[str, str] | None]:
-    """Return what each rank says that it runs as its n-th call, as far as they say so in time."""
+    """Return the n-th call of each rank that reports it in time."""
     all_facts: list[dict[str, str] | None] = [None] * comm.size
     deadline = time.monotonic() + SIGN_SECONDS
     try:
@@ -138,7 +138,7 @@ def _say(comm: GroupComm, call: int, facts: dict[str, str]) -> list[dict[str, st
 
 
 def abort(comm: Comm, error: WeftError) -> None:
-    """Tell the others, who may be waiting to agree, that this rank cannot; it raises its own error next."""
+    """Notify ranks that may be waiting to agree that this rank failed; it raises its own error next."""
     with suppress(CommError, AgreementError):
         gather_text(comm, json.dumps({"error": str(error)}))
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 MAX_EXECUTORS = 1024
 """Of a world: some 20 steps of a 50-layer model whose masks all differ."""
 MAX_MASKS = 8
-"""Of an executor for any mask: those of the branches of guidance, and of the step before."""
+"""Masks that an executor caches: those of both branches of guidance, in this step and the last."""
 
 
 def attention(  # noqa: PLR0913 - the one call users make; each option is a word of theirs

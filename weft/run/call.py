@@ -74,13 +74,13 @@ class AttentionCall(NamedTuple):
             )
         if len(set(self.dtypes)) > 1:
             raise InputError(
-                f"q, k, v have dtypes {[str(d) for d in self.dtypes]}.", hint="Cast them to one."
+                f"q, k, v must have one dtype, got {[str(d) for d in self.dtypes]}.", hint="Cast them."
             )
         if self.dtype not in ITEM_BYTES:
             raise InputError(f"q, k, v are {self.dtype}.", hint=f"Use one of {', '.join(ITEM_BYTES)}.")
         if len(set(self.devices)) > 1:
             raise InputError(
-                f"q, k, v are on {[str(d) for d in self.devices]}.", hint="Move them to one device."
+                f"q, k, v must be on one device, got {[str(d) for d in self.devices]}.", hint="Move them."
             )
 
     def check_options(self) -> None:
@@ -98,12 +98,14 @@ class AttentionCall(NamedTuple):
         for name, count in (("prefix", self.prefix), ("suffix", self.suffix)):
             if not _is_a(count, int) or count < 0:
                 raise InputError(
-                    f"{name}={count!r}.", hint="Give the number of tokens that every rank holds, 0 or more."
+                    f"{name} must be an integer >= 0, got {count!r}.",
+                    hint="Pass the number of tokens that every rank holds.",
                 )
         for name, size in (("tokens", self.tokens), ("kv_tokens", self.kv_tokens)):
             if size is not None and not _is_a(size, Layout) and not (isinstance(size, int) and size > 0):
                 raise InputError(
-                    f"{name}={size!r}.", hint="Give the length of the whole sequence, or its Layout."
+                    f"{name} must be an integer > 0 or a Layout, got {size!r}.",
+                    hint="Pass the length of the whole sequence.",
                 )
 
     def _check_plan(self) -> None:

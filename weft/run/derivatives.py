@@ -50,7 +50,7 @@ class Derived:
         wide, shared = self.wide(), _shared(self.executor.schedule.attention[0].q, self.executor.comm.rank)
         inputs = torch.cat((q, torch.zeros_like(q)), -1), torch.cat((k, v), -1), torch.cat((k, dk), -1)
         grad = torch.cat((dq, q), -1)
-        if shared is not None:  # of a token that several ranks hold, one asks
+        if shared is not None:  # one rank counts for a token that several hold
             grad = grad.index_fill(2, shared.again.to(q.device), 0.0)
         out, saved = wide.forward(*inputs, self.scale, keep=True)
         wide_dq, _, _ = wide.backward(grad, inputs, out if wide.reads_output else None, saved, self.scale)
@@ -105,11 +105,9 @@ class _Gradient(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         pass
 
-    backward = refused(
-        "weft.attention has no second derivative, which the gradient of its gradient asks for."
-    )
+    backward = refused("weft.attention has no second derivative, which the gradient of its gradient needs.")
     jvp = refused(
-        "weft.attention has no second derivative, which the tangent of its gradient asks for.",
+        "weft.attention has no second derivative, which the tangent of its gradient needs.",
         f"Call backward outside of forward_ad.dual_level(). {FIRST_ONLY}",
     )
     vmap = unmapped("The gradient of weft.attention")
@@ -125,7 +123,7 @@ class _Tangent(torch.autograd.Function):
         pass
 
     backward = jvp = refused(
-        "weft.attention has no second derivative, which the gradient of its tangent asks for.",
+        "weft.attention has no second derivative, which the gradient of its tangent needs.",
         "Detach the tangent, as sCM, MeanFlow and rCM do: the output's target is made of tangent.detach().",
     )
     vmap = unmapped("The tangent of weft.attention")

@@ -60,7 +60,7 @@ class Runner:
         collective: bool = False,
         lands: bool = False,
     ) -> Program:
-        """Lower what `kind` asks for, once."""
+        """Return the lowered program of `kind`, which is cached."""
         key = kind, near, collective, lands
         if key not in self._programs:
             target = Target(near=near, collective=collective, save=self.saved_tensors(kind), lands=lands)
@@ -99,7 +99,7 @@ class Runner:
         return bound
 
     def _compare(self, kind: str, tag: int, device: torch.device) -> None:
-        """Compare a call that is known: messages of collectives and of NCCL have no tags to tell it by."""
+        """Compare a repeated call: messages of collectives and of NCCL have no tags that identify it."""
         if device.type == "cpu" and self.comm.collective(device):
             from weft.run.agree import check_call
 

@@ -53,7 +53,7 @@ class Callee(Protocol):
 
 
 def number_of(callee: object) -> int:
-    """Number an object, which somebody else has to hold."""
+    """Return a number for an object; the caller keeps the object alive."""
     number = next(_numbers)
     _callees[number] = callee
     return number
@@ -99,7 +99,7 @@ class Saved(np.ndarray):
 
 
 def _with_autograd() -> Any:
-    """Inside of an operation autograd is switched off."""
+    """Enable autograd, which is disabled inside of an operation."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in (DispatchKey.AutogradFunctionality, DispatchKey.ADInplaceOrView):
         excluded = excluded.remove(key)

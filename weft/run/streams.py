@@ -46,7 +46,7 @@ def current(device: torch.device) -> int:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Return whether work on a device goes into a CUDA graph now, to be run when the graph is replayed."""
+    """Return whether a CUDA graph is being captured, so that work is recorded and not executed."""
     return has_streams(device) and torch.cuda.is_current_stream_capturing()
 
 

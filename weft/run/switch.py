@@ -170,7 +170,7 @@ class _Gather(_Move):
 
 class _Reduce(_Move):
     backward = refused(
-        "A gathered output has no second derivative, which the gradient of its gradient asks for."
+        "A gathered output has no second derivative, which the gradient of its gradient needs."
     )
 
 

@@ -32,7 +32,9 @@ def topology_for(
         calibrated = Topology.from_toml(path)
         if calibrated.machines > 1 or calibrated.devices == ranks:
             return calibrated
-        return replace(calibrated, devices=ranks, links=())  # some of the ranks, which may be any
+        return replace(
+            calibrated, devices=ranks, links=()
+        )  # a subset of the ranks, of which the links are unknown
     # The ranks of a smaller group may lie on any machines.
     several = machines() if ranks == place()[1] and ranks % machines() == 0 else 1
     if torch.cuda.is_available() and (device is None or device.type == "cuda"):

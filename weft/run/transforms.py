@@ -49,7 +49,7 @@ def check_transforms(name: str) -> None:
         raise _vmap_error(name)
     if kinds.count(TransformType.Jvp) > 1 or TransformType.Jvp in kinds[:-1]:
         raise DerivativeError(
-            f"{name} has no second derivative, which nested torch.func.jvp asks for.", hint=FIRST_ONLY
+            f"{name} has no second derivative, which nested torch.func.jvp needs.", hint=FIRST_ONLY
         )
 
 

@@ -48,7 +48,7 @@ def connect(group: dist.ProcessGroup, timeout: float) -> Comm:
 
 
 def measured_transport() -> str:
-    """Return the transport that $WEFT_TOPOLOGY says is faster on GPUs; "" if it says nothing."""
+    """Return the faster transport on GPUs according to $WEFT_TOPOLOGY; "" if it has none."""
     path = os.environ.get("WEFT_TOPOLOGY")
     if not path:
         return ""
@@ -66,7 +66,7 @@ def symmetric_comm(group: dist.ProcessGroup, timeout: float, *, strict: bool) ->
         window, reason = symmetric.rendezvous(group, base)
         if window is not None or strict:
             return window, reason
-        _log.warning("No symmetric memory, which %s asks for: %s.", "WEFT_TOPOLOGY", reason)
+        _log.warning("No symmetric memory, which %s requests: %s.", "WEFT_TOPOLOGY", reason)
         return shm.rendezvous(base)
 
     base = GroupComm(group, timeout)

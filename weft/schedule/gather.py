@@ -27,7 +27,7 @@ def gather(
     for rank, items in enumerate(partition.work):
         fetched: list[Piece] = []
         for item in items:
-            arriving: list[Piece] = []  # kv heads of an item's groups differ: only earlier items overlap
+            arriving: list[Piece] = []  # an item's groups have distinct kv heads: only other items overlap
             for heads, tokens in needs(problem, mask, item):
                 kv_heads = problem.kv_heads_of(heads)
                 for source, indices in problem.kv.sources(rank, tokens):

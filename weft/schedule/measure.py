@@ -90,7 +90,7 @@ def attend_works(schedule: Schedule) -> dict[int, int]:
 
 
 def _triples_before(mask: BlockMask, counts: npt.NDArray[np.integer], tokens: Indices) -> list[int]:
-    """Return the active triples of some queries with all kv blocks before each one."""
+    """Return, for each kv block, the active triples of some queries with all earlier kv blocks."""
     rows = tokens.blocks(mask.block_q).array
     queries = counts[rows].sum(axis=0, dtype=np.int64) * mask.block_q
     if rows[-1] == mask.q_blocks - 1:

@@ -40,7 +40,7 @@ class ScheduleProof(ABC):
 
     def check_size(self, *shape: int) -> tuple[int, ...]:
         if (cells := prod(shape)) > MAX_CELLS:
-            self.fail(f"a proof would take {cells:,} cells.", hint=f"At most {MAX_CELLS:,} are possible.")
+            self.fail(f"a proof needs {cells:,} cells.", hint=f"The limit is {MAX_CELLS:,} cells.")
         return shape
 
     def at_home(self, tensor: str) -> BoolArray:
@@ -126,11 +126,11 @@ class ScheduleProof(ABC):
 
     @abstractmethod
     def leave(self, transfer: Transfer) -> None:
-        """Check that a piece may leave its source now."""
+        """Check that the source can send the piece at this point of the schedule."""
 
     @abstractmethod
     def arrive(self, transfer: Transfer) -> None:
-        """Check that a piece may arrive at its target now."""
+        """Check that the target can receive the piece at this point of the schedule."""
 
     @abstractmethod
     def end(self) -> None:
@@ -138,7 +138,7 @@ class ScheduleProof(ABC):
 
 
 class AttentionProof(ScheduleProof):
-    """What both directions of an attention share: which tiles are done, and on which rank."""
+    """State of a proof of either direction of an attention: which tiles are done, and on which rank."""
 
     def __init__(self, schedule: Schedule) -> None:
         super().__init__(schedule, "q", "kv")

@@ -1,9 +1,9 @@
 """Reverse: derive the backward schedule from the forward one.
 
 Output gradients take the reverse route of outputs. Attentions run again in forward order, over keys and
-values that were saved or are sent again; each rank's partial dK/dV goes straight home as soon as its last
-tile is done, and dQ goes to where Q came from. Gradients of a switched tensor take its reverse route and are
-summed where copies arrive at one rank.
+values that were saved or are sent again. Each rank's partial dK/dV is sent to its home rank as soon as its
+last tile is done, and dQ to the home rank of Q. Gradients of a switched tensor take its reverse route and
+are summed where copies arrive at one rank.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _again(schedule: Schedule, keep: str) -> tuple[list[Op], list[Transfer]]:
             moves, pending = [], [0] * ranks
         else:
             if 2 * pending[op.rank] >= full:
-                # The last hop has no exchange of its own: gradients of two hops would wait for the end.
+                # No exchange follows the last hop: the gradients of two hops would wait for the end.
                 again.append(Exchange(tuple(moves), "gradients home"))
                 moves, pending = [], [0] * ranks
             again.append(op)

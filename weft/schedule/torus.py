@@ -3,8 +3,8 @@
     own queries × own keys             while the first queries of another machine are pulled
     queries of machine +i × own keys   while those of the next, and at last the first keys, are pulled
     all queries × keys of machine +j   while the next keys are pulled
-    each machine's × the last keys     its finished outputs are pushed home …
-    own queries × the deferred keys    … while own queries attend to the keys that were left for the end
+    queries of +i × the last keys      then their finished outputs are pushed home …
+    own queries × the deferred keys    … while the deferred attentions run
 
 The partition decides what each rank computes, so any mask and any balance work. A block belongs to the
 machine that holds its first token. Machines are visited in cyclic order, so each is read by one other at a
@@ -109,7 +109,7 @@ class _Build:
                 gathered[tensor] += gather
                 pulls.append(Exchange(moves, f"pull {tensor} {i}"))
                 passes |= {i: self._passes(i)} if tensor == "kv" else {}
-        # The first queries leave before keys are put together; where there are none, keys are first.
+        # Send the first queries before keys are assembled; without queries to send, start with keys.
         pulls.insert(min(1, len(rows)), Exchange(tuple(gathered["kv"]), "gather kv"))
         ahead = iter(pulls)
         ops: list[Op] = [Exchange(tuple(gathered["q"]), "gather q"), Exchange(scatter, "scatter")]
@@ -199,7 +199,7 @@ class _Build:
         return [Transfer(piece, source, rank) for piece in pieces]
 
     def _passes(self, stage: int) -> list[Exchange]:
-        """Pass each rank's keys of a stage to the first, second, … next of its ring on the machine."""
+        """Return an exchange per hop that passes each rank's keys of a stage around its ring."""
         exchanges: list[Exchange] = []
         for hop in range(1, self.hops):
             moves: list[Transfer] = []

@@ -147,7 +147,7 @@ def _pass_on(problem: Problem, chunk: Piece, rank: int, following: int) -> list[
 
 
 def _keys(chunk: Piece, heads: Indices, tokens: Indices) -> Piece:
-    """Return the piece of a chunk: mostly all of it, and then the same object."""
+    """Return the piece of a chunk, or the chunk itself if it is the whole chunk (the usual case)."""
     same = tokens is chunk.tokens and heads == chunk.heads
     return chunk if same else Piece("kv", heads, tokens)
 

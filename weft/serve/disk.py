@@ -82,7 +82,7 @@ class Disk:
         """Return the path of the file `name` of a job, always directly inside its folder."""
         if not _NAME.fullmatch(name):
             rule = "It must be short, of letters, digits, '_', '-' and '.', and not begin with '-' or '.'."
-            raise InputError(f"{name[:80]!r} cannot be the name of a file.", hint=rule)
+            raise InputError(f"{name[:80]!r} is not a valid file name.", hint=rule)
         return self.of(id) / name
 
     def used(self) -> int:

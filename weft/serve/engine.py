@@ -253,7 +253,7 @@ class Engine:
                 admission = Admission.of(self.settings, event.facts, self.ranks.memory)
                 self._refuse_unfit(admission)
                 self.dispatch.admission = admission
-            self.facts = event.facts  # from now on jobs are taken
+            self.facts = event.facts  # jobs are accepted from now on
         elif isinstance(event, RanksLost):
             self.restarts += 1
             self.dispatch.on_ranks_lost(blamed=event.blamed)

@@ -61,7 +61,7 @@ class BatchExecutor:
         return self.comm.rank == 0
 
     def run(self, batch: RunBatch) -> bool:
-        """Return False if it failed on all ranks alike. Of other errors the process dies."""
+        """Run some steps; return False if they failed on all ranks alike. Other errors end the process."""
         try:
             kwargs = pipeline_kwargs(batch, self.model)
             start = PipelineState.from_bytes(batch.state) if batch.state else None

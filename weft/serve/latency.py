@@ -82,7 +82,7 @@ class Latency:
             seconds = self.observed_steps.estimate(key, cost)
             if (
                 len(estimates) < MAX_CACHED_PREDICTIONS
-            ):  # clients may ask of any size, and nothing may be observed
+            ):  # clients may request any size, and none may be observed
                 estimates[key] = seconds
         return seconds
 
@@ -265,7 +265,7 @@ def _pixels(shape: JobShape) -> int:
 
 
 def _size(shape: JobShape) -> JobShape:
-    """Return the shape with one step: a step takes as long in each number of steps."""
+    """Return the shape with one step: the time of a step does not depend on their number."""
     return replace(shape, steps=1)
 
 

@@ -81,7 +81,7 @@ class StepDone(BatchMessage):
     attend: tuple[float, ...] = ()  # seconds in attention
     sent: tuple[int, ...] = ()  # bytes sent by attention
     plan: str | None = None
-    density: float | None = None  # share of attention that the last mask left
+    density: float | None = None  # share of the attention that the last mask computes
     gain: float | None = None  # attention time of first plans over that of current plans
     runs: int = 0  # attention calls
     first: int = 0  # those of them that built their plan

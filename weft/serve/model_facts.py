@@ -30,7 +30,7 @@ class ModelFacts:
     steps: int = 30
     guidance: float | None = None  # None: the model has none
     fps: float = 16.0
-    multiple: Grid = (1, 1, 1)  # legal sizes: frames are `first` more than a multiple of the first number
+    multiple: Grid = (1, 1, 1)  # legal sizes are multiples of it, plus `first` frames
     first: int = 0
     patch: Grid  # frames × rows × columns of pixels that are one token
     heads: int

@@ -169,7 +169,7 @@ def fit_line(points: Sequence[WeightedPoint], overhead: float) -> DurationLine:
     prior, ridge = _mean_ratio(priors), RIDGE * total / ratio**2
     groups = [_Sums.of(points, ranks) for ranks in sorted({point.ranks for point in points})]
     slope = math.inf
-    for _ in range(len(groups) + 1):  # each time at least one more constant that would be below 0 is set to 0
+    for _ in range(len(groups) + 1):  # each iteration clamps at least one more constant to 0
         free = [group for group in groups if group.constant(slope) > 0 or math.isinf(slope)]
         across = sum(group.xy - group.x * group.y / group.one * (group in free) for group in groups)
         within = sum(group.xx - group.x**2 / group.one * (group in free) for group in groups)

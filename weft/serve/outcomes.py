@@ -82,7 +82,7 @@ class Outcomes:
         self._held.pop(id, None)
 
     def settle(self) -> None:
-        """Store the held outcomes that fit by now."""
+        """Store the held outcomes for which there is now room on the disk."""
         for outcome in list(self._held.values()):
             with suppress(DiskFull):
                 if self._store_now(outcome):

@@ -92,7 +92,7 @@ def elastic(batches: Sequence[Batch], now: float, world: int, latency: StepTimes
         wanted = current if clock.ends(batch) else max(need, thrifty)
         if crowded and clock.starved(batch) and not clock.ends(batch):
             wanted = min(wanted, clock.half(batch))  # the rest is for those that can be in time
-        # On fewer it may be late, and then on more again.
+        # With fewer ranks it may become late, and would then get more again.
         shrinks = need and wanted < current and not clock.has_time(batch, wanted, dues[batch.id])
         if shrinks or (current and need <= current < wanted):
             wanted = current

@@ -140,7 +140,7 @@ class JobWatcher:
 
 def _seconds_left(dispatch: Dispatch, batch: Batch) -> float:
     ranks = len(batch.ranks) or dispatch.world
-    # While it is decoded on one rank, where its steps may not fit, there are none left.
+    # No steps are left while it is decoded, on one rank where a step may not fit.
     step = dispatch.latency.step(batch.shape, ranks, max(1, len(batch.jobs))) if batch.left else 0.0
     return batch.left * step + dispatch.latency.fixed(batch.shape)
 

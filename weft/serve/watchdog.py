@@ -16,8 +16,8 @@ SILENCE_FACTOR = 20.0
 CANCEL_SECONDS = 5.0
 """Limit of the time that a batch without jobs takes to end its step."""
 MAX_REPLACEMENTS, REPLACEMENT_SECONDS = 8, 600.0
-"""While other jobs run, at most so many cancelled batches in so long have their ranks replaced. Others end
-their step, which `--max-step` bounds."""
+"""Maximum number of cancelled batches whose ranks are replaced in this time while other jobs run. Further
+batches finish their step, which `--max-step` bounds."""
 
 
 class Overdue(NamedTuple):

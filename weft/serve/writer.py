@@ -56,7 +56,7 @@ def _write(batch: RunBatch, made: FinishedCall, emit: Emit) -> None:
 
 
 def _metadata(job: GenerationParams) -> JsonObject:
-    """Return what a file says about how it was made: nothing that depends on the ranks."""
+    """Return the metadata of a file; nothing in it depends on the ranks."""
     return {
         "prompt": job.prompt, "seed": job.seed, "model": job.model, "steps": job.steps,
         **({"negative": job.negative} if job.negative else {}),

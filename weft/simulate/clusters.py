@@ -62,5 +62,5 @@ def cluster(name: str) -> Topology:
 
 
 def _nic_gigabytes(device: Device) -> float:
-    """GB/s of its machine's network for one device: a NIC each, one of EFA's four, or one for all."""
+    """GB/s of one network card: one per device, EFA's four, or one per machine."""
     return device.scale_out / (8 if device.scale_out >= 100 else 4 if device.scale_out >= 50 else 1)

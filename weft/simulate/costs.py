@@ -1,8 +1,8 @@
 """Costs: the seconds of one step, one message and one attention call on a topology.
 
 Where devices are processes that share the cores of a machine, overlap is not free: copying a byte through a
-socket takes the time of a core that could compute. Then no machine is done before its cores have done all
-that its ranks compute and send.
+socket takes the time of a core that could compute. Then a machine takes at least as long
+as its cores need for all computation and messages of its ranks.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def send_seconds(topology: Topology, src: int, dst: int, num_bytes: int) -> floa
 
 
 def is_capped(topology: Topology, src: int, dst: int) -> bool:
-    """Whether a pair has less bandwidth than a device, so that messages to other devices go on meanwhile."""
+    """Whether a pair has less bandwidth than a device, so that messages to other devices can overlap."""
     return topology.pair_bandwidth > 0 and topology.link(src, dst) is topology.intra
 
 

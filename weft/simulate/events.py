@@ -62,7 +62,7 @@ def simulate(
         if any(vars(topology.host).values()):
             spans += _launches(run.end(), [host_seconds(program, topology.host) for program in programs])
         peaks = tuple(memory_of(p).total for p in programs) if memory and ranks <= MAX_RANKS_OF_MEMORY else ()
-        del run, programs  # before the collector looks through a million unused steps
+        del run, programs  # free a million steps before the garbage collector scans them
     return Timeline(
         schedule.name, ranks, spans, topology=topology.name, machines=topology.machines, memory=peaks
     )
@@ -101,7 +101,7 @@ class _Run:
         self.waits: dict[int, Wait] = {}
         """The message that a rank waits for, and its last Wait."""
         self.half_posted: set[Key] = set()
-        """Messages that one of two ends has posted."""
+        """Messages that only one of their two ends has posted."""
         self.arrived: set[Key] = set()
         self.barriers = [i for i, op in enumerate(schedule.ops) if isinstance(op, Exchange)]
         if not self.topology.barriers:

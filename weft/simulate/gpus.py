@@ -14,7 +14,7 @@ from weft.core.topology import Host
 
 
 class Device(NamedTuple):
-    """TFLOP/s dense BF16, TB/s of its memory, GB/s to the other devices of its machine and of 8 to others."""
+    """TFLOP/s dense BF16, TB/s of memory, GB/s inside a machine, and GB/s of 8 devices to other machines."""
 
     arch: str
     tflops: float
@@ -117,7 +117,7 @@ DENSE = _speeds(
             "exact": (25, 19),
         },
         "mi300x": {"flash": (380, 250), "exact": (25, 20)},
-        "mi355x": {"flash": (700, 400), "exact": (35, 28)},  # aiter's has 1218
+        "mi355x": {"flash": (700, 400), "exact": (35, 28)},  # aiter's kernel reaches 1218
     }
 )
 SPARSE = _speeds(
@@ -125,7 +125,7 @@ SPARSE = _speeds(
         "a100": {"triton": (150, 90), "gather": (60, 45), "exact": (8, 6)},
         "h100": {
             "triton": (300, 220),  # compiled: 0.4-0.55 of FA3 forward, 0.35-0.45 backward
-            # VSA has 85 % of FA3's speed; nobody has published these two on an H100.
+            # VSA reaches 85 % of FA3's speed; no speeds of these two on an H100 are published.
             "cudnn_sparse": (500, 400),
             "fa4": (540, 400),
             "gather": (90, 70),
@@ -141,7 +141,11 @@ SPARSE = _speeds(
         "b200": {
             "triton": (617, 400, "sglang#37676, a Triton VSA on B300; backward an estimate"),
             "cudnn_sparse": (1300, 900),
-            "fa4": (1450, 1000, "flashinfer#4554; backward an estimate"),  # 900-960 is 60-65 % of it
+            "fa4": (
+                1450,
+                1000,
+                "flashinfer#4554; backward an estimate",
+            ),  # 900-960 is 60-65 % of it
             "gather": (110, 90),
             "exact": (12, 10),
         },

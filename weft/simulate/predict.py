@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from weft.core.topology import Topology
 
 MAX_RANKS_OF_EVENTS = 64
-"""Beyond it, a planner that compares many schedules takes the critical path."""
+"""With more ranks, a planner that compares many schedules uses the critical path instead of events."""
 COPIES_PER_EXCHANGE = 2  # packed before it, unpacked after it
 
 

@@ -1,17 +1,17 @@
-"""AttentionContext: the circumstances of one attention call; and the protocol of sparse attention.
+"""AttentionContext: the context of one attention call, and the protocol of sparse attention methods.
 
     class MyMethod:
         def mask(self, ctx, q, k):                # this rank's tokens, [B, H, S, D]
             return None                           # dense, or a BlockMask over all tokens
 
-A mask must be the same on all ranks: made from `ctx` alone, or from what the ranks have exchanged. It has H
-heads, or B × H: one for each sample. Besides `mask` there may be
+A mask must be the same on all ranks: computed from `ctx` alone, or from data that the ranks exchange. It
+has H heads, or B × H: one for each sample. Optional members:
 
-tokens(ctx)                 the Layout of the tokens in the order of the mask, if that is another one
-finish(ctx, q, k, v, out)   the output, with what is added to it
-loads(ctx)                  by head, the share of its keys that is computed, if that is known before the mask
-                            and in all groups of ranks alike: plans are made of it, and repeat to the bit
-changes                     False where the masks of a layer stay: then plans are made for the mask itself
+tokens(ctx)                 the Layout of the tokens in the order of the mask, if it differs
+finish(ctx, q, k, v, out)   the final output, for example with a term added
+loads(ctx)                  the share of computed keys of each head, if known before the mask and
+                            equal on all groups of ranks: plans are built from it, reproducibly
+changes                     False if the masks of a layer are constant: plans then fit the mask itself
 """
 
 from __future__ import annotations

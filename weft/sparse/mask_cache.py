@@ -4,7 +4,7 @@
     mask = cache.mask(ctx, q, k)                    # in every sharded attention
     print(cache.summary())
 
-All ranks must call it in the same order: some masks are made together.
+All ranks must call it in the same order: some masks need communication.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from weft.sparse.context import AttentionContext, SparseAttention
 from weft.sparse.methods import FixedMask, MaskSchedule, parse_method
 from weft.sparse.pooling import recall, sample_positions
 
-RECALL_INTERVAL = 11  # sparse calls between two that are measured; few models have a multiple of it as layers
+RECALL_INTERVAL = 11  # measure every 11th sparse call: few models have a multiple of 11 layers
 NEVER = -(1 << 30)
 
 
@@ -116,7 +116,7 @@ class MaskCache:
         """Return the layout, with the tokens in the order that the masks are in."""
         grid, layout = ctx.grid, ctx.layout
         if grid.tokens != layout.size:
-            raise InputError(f"{grid} has {grid.tokens} tokens, the attention {layout.size}.")
+            raise InputError(f"{grid} has {grid.tokens} tokens, but the attention has {layout.size}.")
         tile = getattr(self.source, "tile", None)
         if tile is None:
             return layout
@@ -184,7 +184,7 @@ class MaskCache:
     def summary(self) -> SparsitySummary:
         """Return the statistics since the last `reset`, the same on all ranks.
 
-        What gradient checkpointing recomputes counts again.
+        Calls that gradient checkpointing recomputes are counted again.
         """
         return SparsitySummary(
             mask=self.name,

@@ -30,7 +30,7 @@ from weft.sparse.context import AttentionContext, SparseAttention
 from weft.sparse.pooling import recall, sample_positions, top_k_tiles
 
 SYNTHETIC = frozenset({"evolving", "paro", "sparge", "vsa"})  # workloads to plan for, without a model
-DEFAULT_STEPS = 50  # of a run of unknown length: those of the published settings
+DEFAULT_STEPS = 50  # assumed if unknown, as in the published settings
 SVG_QUERIES = 64  # sampled to classify a head as spatial or temporal, as SVG's authors do
 
 
@@ -132,7 +132,7 @@ class MaskSchedule:
             least = int(field.name in ("refresh", "block"))
             if not number >= least or (number >= 1 and number != int(number)):
                 raise InputError(
-                    f"{field.name} must be >= {least}, and whole from 1 on, got {number:g}.",
+                    f"{field.name} must be >= {least}, and an integer if >= 1, got {number:g}.",
                     hint=f"Write it like {field.name}=5.",
                 )
 
@@ -148,8 +148,8 @@ def _count(number: float, total: int) -> int:
     return round(number * total) if number < 1 else int(number)
 
 
-# As the authors run Wan and HunyuanVideo in 50 steps. topk is as AdaSpa, whose authors also find that the
-# patterns of tiles hardly change from step to step.
+# The authors' settings for Wan and HunyuanVideo in 50 steps. topk uses those of AdaSpa, whose authors also
+# report that the patterns of tiles hardly change from step to step.
 PUBLISHED = {
     "sta": MaskSchedule(dense_steps=0.3),
     "svg": MaskSchedule(dense_steps=0.3, dense_layers=0.03),
@@ -193,7 +193,7 @@ def _method(name: str, own: dict[str, str], block: int) -> SparseAttention:
             hint="It is for weft plan and weft mask. Use topk:0.2 to select by the model's queries and keys.",
         )
     spec = f"{name}:{','.join(own.values())}" if own else name
-    if name in PUBLISHED:  # errors at once; others may fit certain heads only
+    if name in PUBLISHED:  # raise errors now; other masks may need a certain number of heads
         mask_from_spec(spec, heads=1, grid=TokenGrid(1, 1, 1), block=block)
     if name == "svg" and "spatial" not in own:
         kinds = (",".join([*own.values(), f"spatial={flag}"]) for flag in (1, 0))

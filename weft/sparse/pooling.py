@@ -33,7 +33,7 @@ class OwnedTokens(NamedTuple):
     places: IntArray
 
     def of(self, x: Tensor) -> Tensor:
-        """[…, these tokens, D] of local tensors."""
+        """Return [..., these tokens, D] of a local tensor."""
         if len(self.rows) == x.shape[-2]:
             return x
         return x.index_select(-2, torch.from_numpy(self.rows).to(x.device))
@@ -63,7 +63,7 @@ def block_means(x: Tensor, layout: Layout, world: World, block: int) -> Tensor:
     batch, heads, _, width = x.shape
     most = max(len(blocks) for blocks, _ in slots)
     sums = x.new_zeros(1, batch, heads, most, width, dtype=torch.float64)
-    for total, one in zip(sums[0], x, strict=True):  # one sample at a time: it is widened
+    for total, one in zip(sums[0], x, strict=True):  # one sample at a time, since it is cast to float64
         total.index_add_(1, blocks_of_rows, own.of(one).double())
     dims = {"rank": world.comm.size, "batch": batch, "head": heads, "block": most, "width": width}
     parts = switch(sums, "rank", "head", dims=dims, mesh=world, stage="masks")
@@ -96,8 +96,8 @@ def top_k_tiles(
 ) -> BlockMask:
     """Return the `share` of tiles of each row of blocks with the highest scores of block means.
 
-    Each rank chooses for some of the heads, and the choices are exchanged: all ranks have the same mask
-    whatever their roundings are. A batch shares it, by the highest score of its samples.
+    Each rank selects for some of the heads, and the selections are exchanged: all ranks have the same mask,
+    however they round. A batch shares one mask, by the highest score over its samples.
     """
     heads = q.shape[1]
     if k.shape[1] != heads:
@@ -130,7 +130,7 @@ def gather_tiles(tiles: BoolArray, heads: int, world: World, device: torch.devic
     """Gather the tiles that each rank has chosen for its heads."""
     packed = np.packbits(tiles, axis=2)
     words = np.pad(packed, ((0, 0), (0, 0), (0, -packed.shape[2] % 8))).view(np.float64)
-    # As float64, of which a gather moves the bytes: it takes no integers.
+    # Viewed as float64, whose bytes a gather copies unchanged: it does not support integers.
     dims = {"head": heads, "row": tiles.shape[1], "word": words.shape[2]}
     every = gather(torch.from_numpy(words).to(device), "head", dims=dims, mesh=world, stage="masks")
     bits = every.cpu().numpy().view(np.uint8)
@@ -139,7 +139,7 @@ def gather_tiles(tiles: BoolArray, heads: int, world: World, device: torch.devic
 
 
 def sample_positions(first: int, count: int, wanted: int, seed: int) -> IntArray:
-    """Return some of `count` positions from `first` on, spread evenly, others for each seed."""
+    """Return some of `count` positions from `first` on, spread evenly, different for each seed."""
     stride = max(1, round(count * 0.6180339887))  # the golden ratio never lines up with rows of a frame
     return first + np.unique((seed * 7919 + np.arange(min(wanted, count)) * stride) % count)
 

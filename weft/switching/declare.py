@@ -123,7 +123,7 @@ def check_apart(stages: list[StageModule]) -> None:
         if names.count(name) > 1:
             raise InputError(f"Stage {name} is declared twice.")
         if inner := [other for other in names if other.startswith(f"{name}.")]:
-            raise InputError(f"Stage {inner[0]} lies in stage {name}.", hint="Declare one of them.")
+            raise InputError(f"Stage {inner[0]} is inside stage {name}.", hint="Declare only one of them.")
 
 
 def modules_between(model: nn.Module, stages: list[StageModule]) -> Iterator[tuple[str, nn.Module]]:

@@ -46,9 +46,9 @@ class DropoutMode(FunctionMode):
         self.groups: DimGroups = tuple((dim,) for dim in activation.dims)
         self._calls = 0
         self._agreed: dict[tuple[int, State, tuple[int, ...]], DimGroups] = {}
-        """By the number of a dropout among those of a forward, which is the same on all ranks."""
+        """Keys contain the index of a dropout within its forward, which is the same on all ranks."""
         self._dims_of: dict[tuple[tuple[int, ...], DimGroups, State, tuple[int, ...]], DimGroups] = {}
-        """By the shape of a tensor of this rank's, for recomputation."""
+        """Keys contain the shape of this rank's tensor; used for recomputation."""
 
     @contextmanager
     def forward_of(self, model: nn.Module) -> Iterator[None]:
@@ -83,7 +83,7 @@ class DropoutMode(FunctionMode):
 
     def _error(self, function: str, x: Tensor) -> InputError:
         return InputError(
-            f"{function} draws numbers of which this rank has a part, {list(x.shape)}.", hint=HINT
+            f"{function} draws random numbers for the shard {list(x.shape)} of a tensor.", hint=HINT
         )
 
     def _dropout(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: FBT001, FBT002
@@ -97,7 +97,7 @@ class DropoutMode(FunctionMode):
         slices: list[slice] = []
         sizes: list[int] = []
         for at in memory:
-            for dim in dims[at] or ("",):  # "": a dim that is none of the activation's
+            for dim in dims[at] or ("",):  # "": not a dim of the activation
                 shape.append(local.get(dim, x.shape[at]))
                 sizes.append(self.activation.sizes[dim] if dim in sharded else shape[-1])
                 slices.append(slice(*sharded[dim]) if dim in sharded else slice(None))
@@ -146,7 +146,7 @@ class DropoutMode(FunctionMode):
         common = [dims for at, dims in candidates.items() if bits >> at & 1]
         plain = [dims for dims in common if self._is_plain(dims)]
         most = max(map(_count, common), default=0)
-        # The batch comes first, in whatever order the others are; channels come last, if that settles it.
+        # Prefer dims with the batch first; if that is ambiguous, those with channels last.
         first, last = self.activation.dims[0], self.activation.dims[-1]
         likely = [dims for dims in common if _count(dims) == most and (*sum(dims, ()), first)[0] == first]
         for some in (plain, likely, [dims for dims in likely if (last, *sum(dims, ()))[-1] == last]):
@@ -155,8 +155,8 @@ class DropoutMode(FunctionMode):
             if len(effects) == 1:
                 return next(iter(effects.values()))
         raise InputError(
-            f"Dropout of a tensor of shape {list(x.shape)}: weft cannot tell where "
-            f"{' and '.join(sharded)} lie in it.",
+            f"Dropout of a tensor of shape {list(x.shape)}: weft cannot locate "
+            f"{' and '.join(sharded)} in it.",
             hint=HINT,
         )
 

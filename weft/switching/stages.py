@@ -251,9 +251,9 @@ class Stages(ForwardWrapper):
             is_other = name != call.at and isinstance(value, Tensor) and value.dim() > 0
             if is_other and value.shape[0] == sizes[batch] > 1:
                 raise InputError(
-                    f"Stage {self.modules[at].name} is given a second tensor of shape {list(value.shape)}, "
+                    f"Stage {self.modules[at].name} got a second tensor of shape {list(value.shape)}, "
                     f"with a row for each of {batch}, which is sharded.",
-                    hint=f"Leave {batch} out of shard, or make that tensor of the first one in the stage.",
+                    hint=f"Leave {batch} out of shard, or compute it from the first inside the stage.",
                 )
 
     def measured(self, stage: StageModule, x: Tensor) -> StageLayouts:
@@ -279,8 +279,8 @@ class Stages(ForwardWrapper):
         if at not in (0, self._next):
             expected = self.modules[self._next].name if self._next < len(self.modules) else "nothing"
             raise InputError(
-                f"Stage {self.modules[at].name} runs where {expected} was declared to run.",
-                hint="One dict is one loop, whose entries run in turn; give a list of dicts for several.",
+                f"Stage {self.modules[at].name} ran where the declaration expects {expected}.",
+                hint="One dict is one loop, whose entries run in turn; pass a list of dicts for more.",
             )
         self._next = at + 1
 

@@ -44,7 +44,7 @@ def export(trainer: Trainer) -> None:
         return
     seed, clips, target = trainer.recipe.train.seed, trainer.clips, trainer.folder / "model"
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)  # an upscaler starts the same, however often a run was exported before
+        torch.manual_seed(seed)  # each export of a run initializes the upscaler alike
         model = VideoDiT(trainer.config)
         model.load_state_dict({name: weights[name] for name in model.state_dict()})
         pipe = _pipeline(trainer, model)

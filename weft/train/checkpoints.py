@@ -213,7 +213,9 @@ def _read_manifest(path: Path) -> dict[str, Fingerprint]:
             f'"{path.parent.parent / "model"}".',
         )
     if manifest.get("format") != FORMAT or not isinstance(files, dict) or not files:
-        raise InputError(f"{MANIFEST} is of {str(manifest.get('format'))[:80]!r}, not of {FORMAT!r}.")
+        raise InputError(
+            f"The format of {MANIFEST} must be {FORMAT!r}, got {str(manifest.get('format'))[:80]!r}."
+        )
     for name, entry in files.items():
         match entry:
             case [int(), str()] if FILE_NAME.fullmatch(name):

@@ -29,7 +29,7 @@ def check_same(file: Path, recipe: Recipe, clips: dict[str, str]) -> None:
     try:
         old = read_json(file)
         sections = {name: _renamed(name, old[name]) for name in SECTIONS if old.get(name) is not None}
-        before = tables.read(Recipe, sections, str(file))  # keys that the run is older than have defaults
+        before = tables.read(Recipe, sections, str(file))  # keys newer than the run get their defaults
     except InputError as error:
         raise InputError(error.message, hint="Restore it, or give another --out.") from None
     old_train, new_train = (replace(each.train, **MAY_CHANGE) for each in (before, recipe))

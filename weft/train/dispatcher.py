@@ -110,7 +110,7 @@ class Dispatcher:
         return self.step % (self.config.profile_rarely if ready else self.config.profile_every) == 0
 
     def learns(self, layer: int) -> bool:
-        """Return whether a predictor learns in this step; an unused one only when it is profiled."""
+        """Return whether a predictor is trained in this step; an unused one only in profiled steps."""
         block = self.blocks[layer]
         return layer not in self.always_dense and (block.sparse or not block.ready or self.profiles(layer))
 

@@ -8,7 +8,7 @@
         …forward and backward of every micro-batch; optimizer.step()
         dsv.step()
 
-It learns in the forward of attention modules in training mode; none of its gradients reaches the model.
+It is trained in the forward of attention modules in training mode; none of its gradients reaches the model.
 Blocks that are recomputed for their gradients reuse their masks.
 """
 
@@ -164,7 +164,7 @@ class DSV:
             self._losses.setdefault(layer, []).append(stats.learn())
         if profiles:
             self._profiles.setdefault(layer, []).append(stats.profile(budgets))
-        # When annealing begins, all heads have all keys.
+        # When annealing begins, all heads use all keys: dense.
         return None if budgets is None or budgets.min() >= 1 else stats.select(budgets)
 
     def step(self) -> None:
@@ -252,7 +252,7 @@ def _checked_plans(table: dict[str, Any], heads: int) -> dict[str, Any]:
     plan_type = tuple[tuple[float, ...], str]
     plans = {key: tables.entry(plan_type, plan, "The plans", key) for key, plan in table.items()}
     if any(len(shares) % heads for shares, _ in plans.values()):
-        raise InputError(f"The plans are not of {heads} heads.")
+        raise InputError(f"The plans must have {heads} heads.")
     return plans
 
 

@@ -70,7 +70,7 @@ class TrainingMesh:
             fully_shard(module, mesh=all_ranks)
 
     def average_gradients(self, model: nn.Module) -> None:
-        """Average the gradients of a model that is not sharded over all ranks."""
+        """Average gradients over all ranks, unless FSDP already does."""
         if self.mesh is None or isinstance(model, FSDPModule):
             return
         grads = [weight.grad for weight in model.parameters() if weight.grad is not None]

@@ -29,7 +29,7 @@ from weft.video.transformer import DiTSizes
 
 MAX_BATCH, MAX_FRAMES, MAX_SIZE = 1 << 20, 1 << 16, 1 << 14
 MAX_BLOCK, MAX_TOKENS = 1 << 16, 1 << 24
-"""A recipe may come from a stranger: larger values overflow in kernels, or would take all memory."""
+"""Limits for untrusted recipes: larger values overflow in kernels, or exhaust memory."""
 MAX_LOGIT_MEAN = 100.0
 MAX_NAME_BYTES = 255
 RENAMED = {
@@ -152,7 +152,7 @@ class SparseConfig:
     anneal: int = 0
     """Steps in which the budget falls from 1 to its value."""
     stage1: int = 200
-    """The most steps that a block stays dense while its predictor learns."""
+    """Maximum number of steps that a block stays dense while its predictor is trained."""
     profile_every: int = 25
     profile_rarely: int = 100
     """The same once a block's predictor is good."""

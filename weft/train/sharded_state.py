@@ -141,7 +141,7 @@ def fill(state: StateDict, folder: Path, files: Iterable[str]) -> None:
             left[name] -= count
     if lacking := [name for name, count in left.items() if count]:
         raise InputError(
-            f"{folder} is missing some of {lacking[0]}.", hint="Remove it: the previous one is used."
+            f"{folder} lacks part of {lacking[0]}.", hint="Remove it: the previous checkpoint is used."
         )
 
 
@@ -237,7 +237,7 @@ def _value(packed: Any, expected: Any, name: str) -> Any:
         value = ...
     if not _same_type(value, expected):
         raise InputError(
-            f"{name} is {str(value)[:80]}, this run's is {str(expected)[:80]}.", hint=MISMATCH_HINT
+            f"{name} must be like this run's {str(expected)[:80]}, got {str(value)[:80]}.", hint=MISMATCH_HINT
         )
     return value
 

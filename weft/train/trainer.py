@@ -113,7 +113,7 @@ class Trainer:
         return self.done
 
     def _validate(self) -> None:
-        """Write the held-out loss and samples, in the steps that the recipe asks for and in the last one."""
+        """Write the held-out loss and samples, in the steps that the recipe requests and in the last one."""
         save, is_last = self.recipe.save, self.done == self.recipe.train.steps
         if save.validate and (is_last or self.done % save.validate == 0):
             self.write("validation", loss=artifacts.held_out(self))

@@ -57,7 +57,8 @@ class ClipDataset(ABC):
         self.names, self.captions = [name for name, _ in clips], [caption for _, caption in clips]
         if not clips:
             raise InputError(
-                f"There is no usable clip in {folder}.", hint=summarize_skipped(skipped) or "It has none."
+                f"There is no usable clip in {folder}.",
+                hint=summarize_skipped(skipped) or "The folder has no clips.",
             )
         if skipped:
             logging.getLogger(__name__).warning("%s: %s", folder, summarize_skipped(skipped))

@@ -116,7 +116,7 @@ def _known_words(prompt: str) -> list[str]:
     words = [_canonical(word) for word in words if not _STOP_WORDS.fullmatch(word)]
     unknown = [word for word in dict.fromkeys(words) if word not in WORDS]
     if unknown:
-        # A prompt may come from anyone: neither the search nor the message grows with it.
+        # A prompt is untrusted: bound the search and the message.
         shown = [word[:MAX_SHOWN_LETTERS] for word in unknown[:MAX_SHOWN_WORDS]]
         near = {w: get_close_matches(w, (*WORDS[1:], *_SYNONYMS), n=2, cutoff=0.6) for w in shown}
         guesses = "; ".join(f"for {w}: {' or '.join(matches)}" for w, matches in near.items() if matches)

@@ -196,7 +196,7 @@ def _motion(time_F: np.ndarray, center_F2: np.ndarray) -> str:
     line = np.polyfit(time_F, center_F2, 1)
     travel = line[0]
     if np.sqrt(((np.outer(time_F, travel) + line[1] - center_F2) ** 2).sum(1).mean()) > 0.06:
-        return ""  # not a line
+        return ""  # the path is not straight
     if np.abs(travel).max() < MIN_TRAVEL:
         return STILL
     along = {d: float(travel @ np.array(STEPS[d])) for d in DIRECTIONS}

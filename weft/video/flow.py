@@ -110,7 +110,7 @@ def sample(  # noqa: PLR0913 - what a call of a pipeline has
             # A prompt without guidance gets the bits that it gets in a batch of its own.
             clean = torch.where(scale == 1, clean, uncond + scale * (clean - uncond))
         if pixels:
-            # Guidance leaves the range of pixels, further in each step.
+            # Guidance exceeds the range of pixels, and more with each step.
             clean = clean.clamp(-1, 1)
         x = clean + t_next / t * (x - clean)
         x = x if on_step is None else on_step(index, t, x)

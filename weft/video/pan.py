@@ -33,7 +33,7 @@ class Pan:
     def __post_init__(self) -> None:
         if not 1 <= self.patch <= self.size // 8 or not 1 <= self.max_shapes <= 3:
             raise InputError(
-                f"patch={self.patch} and max_shapes={self.max_shapes} of clips of {self.size} pixels.",
+                f"patch={self.patch}, max_shapes={self.max_shapes} do not fit clips of {self.size} pixels.",
                 hint=f"patch must be in [1, {self.size // 8}], so that frames overlap; max_shapes in [1, 3].",
             )
 

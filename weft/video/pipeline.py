@@ -85,7 +85,7 @@ class VideoPipeline:
     def save(self, directory: Path | str, dtype: torch.dtype = torch.float16, *, left_out: str = "") -> None:
         """Store the weights in 16 bits, which does not change samples visibly.
 
-        left_out   what else the model was trained with: it can then only be the start of another run.
+        left_out   parts of the trained model that are not saved: only another run can start from it.
         """
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)

@@ -75,7 +75,7 @@ class DiTConfig(DiTSizes):
                 raise InputError(f"{name} must be in [1, {maximum:,}], got {getattr(self, name)}.")
         if self.upscale < 1 or any(size % self.upscale for size in self.patch[1:]):
             raise InputError(
-                f"upscale={self.upscale} with patches of {_shown(self.patch)} pixels.",
+                f"upscale={self.upscale} does not fit patches of {_shown(self.patch)} pixels.",
                 hint="upscale must be >= 1 and divide the height and width of a patch.",
             )
         head_dim_fits = self.heads > 0 and self.width % self.heads == 0 and self.head_dim >= 6
@@ -86,7 +86,7 @@ class DiTConfig(DiTSizes):
             )
         if self.phrase < 0 or (self.phrase and self.length % self.phrase):
             raise InputError(
-                f"phrase={self.phrase} with prompts of {self.length} words.",
+                f"phrase={self.phrase} does not fit prompts of {self.length} words.",
                 hint="phrase must divide the length of a prompt; 0 is for words that stand alone.",
             )
         self.grid(self.video)

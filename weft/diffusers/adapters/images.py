@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weft.diffusers.adapter import BLOCK, CONTROL, END, SELF, TEXT, VIDEO, Adapter, Shard
+from weft.diffusers.adapter import BLOCK, CONTROL, END, ROPE, SELF, TEXT, VIDEO, Adapter, Shard
 from weft.diffusers.grids import from_ids, from_shapes, patches
 
 JOINT = Shard("joint", 1)
@@ -18,6 +18,7 @@ def _refined(
     return Adapter(
         model,
         inputs={
+            "": {"controlnet_block_samples": JOINT},
             "noise_refiner.0": {tokens: VIDEO},
             "noise_refiner.*": {mask: VIDEO, rope: VIDEO},
             "layers.0": {tokens: JOINT},
@@ -73,5 +74,31 @@ ADAPTERS = (
     _refined(
         "ZImageTransformer2DModel", "attention",
         tokens="x", mask="attn_mask", rope="freqs_cis", end="all_final_layer.*", note="text to image",
+    ),
+    Adapter(
+        "JoyImageEditTransformer3DModel",
+        inputs={
+            "double_blocks.0": BLOCK,
+            "double_blocks.*": {"image_rotary_emb": (ROPE, Shard("text", 0))},
+        },
+        gather={"double_blocks.-1": (VIDEO, TEXT)},
+        attention={"double_blocks.*.attn": "video text"},
+        grid=patches,
+    ),
+    Adapter(
+        "JoyImageEditPlusTransformer3DModel",
+        inputs={"double_blocks.0": BLOCK, "double_blocks.*": {"image_rotary_emb": VIDEO}},
+        gather={"double_blocks.-1": (VIDEO, TEXT)},
+        attention={"double_blocks.*.attn": "video text"},
+    ),
+    Adapter(
+        "PRXTransformer2DModel",
+        inputs={
+            "blocks.0": {"hidden_states": VIDEO},
+            "blocks.*": {"image_rotary_emb": Shard("video", 2)},
+        },
+        gather={"blocks.-1": VIDEO},
+        attention={"blocks.*.attention": "video <- * video"},
+        note="without a mask of the text",
     ),
 )  # fmt: skip

@@ -46,10 +46,10 @@ ADAPTERS = (
     replace(
         WAN,
         model="SkyReelsV2Transformer3DModel",
-        inputs={"blocks.0": FIRST},
+        inputs={"blocks.0": FIRST, "blocks.*": {"temb": Shard("video", 2, ndim=4)}},
         outputs={"rope": VIDEO},
-        gather=END,
-        note="without diffusion forcing",
+        gather={"blocks.-1": VIDEO},  # with diffusion forcing, each token has its own scale after them
+        note="with diffusion forcing",
     ),
     replace(
         WAN,
@@ -79,7 +79,7 @@ ADAPTERS = (
         model="CosmosTransformer3DModel",
         inputs={
             "transformer_blocks.0": FIRST,
-            "transformer_blocks.*": TIMES | {"extra_pos_emb": VIDEO},
+            "transformer_blocks.*": TIMES | {"extra_pos_emb": VIDEO, "controlnet_residual": VIDEO},
             "norm_out": TIMES,
         },
         outputs={"rope": ROPE},

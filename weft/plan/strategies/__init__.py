@@ -39,7 +39,7 @@ def parse(name: str, ranks: int) -> Strategy:
     plain, _, balance = name.partition("+")
     if plain == "zigzag":
         if _balance(balance, name) not in ("none", "zigzag"):
-            raise InputError(f"{name}: zigzag is a balance itself.", hint=f"Use zigzag or ring+{balance}.")
+            raise InputError(f"{name}: zigzag takes no other balance.", hint=f"Use zigzag or ring+{balance}.")
         plain, balance = "ring", "zigzag"
     for kind in kinds():
         if shape := kind.short(ranks).get(plain):

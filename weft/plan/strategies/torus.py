@@ -78,7 +78,7 @@ class Torus(Strategy):
         return float(max(staged + moving, shared, self._launches(topology)))
 
     def _launches(self, topology: Topology) -> float:
-        """Of what `_stages` goes through: queries pulled and sent back, stages of keys, rings of each."""
+        """Return the host seconds of the launches in `_stages`: pulls of queries and keys, outputs, rings."""
         machines = topology.machines
         torus = most_machines(self.ulysses, machines, topology.devices)
         inside = self.ulysses // torus
@@ -106,7 +106,7 @@ def _stages(
     byte, latency = widest / topology.intra.bandwidth, topology.intra.latency
     near, around = LinkCost(latency, byte, inside - 1), LinkCost(latency, byte, hops - 1)
     share = (inside - 1) / inside
-    # Neighbours on the Ulysses axis are on one machine: where one has more heads, its card has more to do.
+    # Neighbors on the Ulysses axis share a machine: with more heads, its network card sends more.
     card = topology.devices / topology.nic_bandwidth if topology.nic_bandwidth else 0.0
     away = LinkCost(0.0, widest * max(1 / topology.inter.bandwidth, card), 1)
     pull_q, pull_kv = (phase(topology, (away, size / torus / chunks)) for size in (q, kv))

@@ -1,6 +1,6 @@
 """One-sided messages: written once in the sender's memory and read there, by peers that share a window.
 
-Only a descriptor is sent, which says where the message lies; a ring forwards the descriptor. Peers outside
+Only a descriptor is sent, with the location of the message; a ring forwards the descriptor. Peers outside
 the window are served by the process group. On CPUs messages are used in place; on GPUs each is copied once
 to the buffer of its receiver, on a side stream.
 """

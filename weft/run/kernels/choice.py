@@ -92,7 +92,7 @@ def refusal(backend: str, spec: KernelSpec, platform: GpuPlatform, check: Parity
     if why := broken_rule(backend, spec, platform.arch):
         return why
     if platform.deterministic and spec.backward and backend in NOT_DETERMINISTIC:
-        return "its backward is not deterministic, which torch.use_deterministic_algorithms asks for."
+        return "its backward is not deterministic, which torch.use_deterministic_algorithms requires."
     if backend in NEEDS and backend not in platform.installed:
         return f"it needs {NEEDS[backend]}, which is not here."
     return check(backend, spec) if check else ""

@@ -20,7 +20,7 @@ def pool(x: Tensor, block: int) -> Tensor:
     """Average blocks of tokens: [..., tokens, D] to [..., blocks, D], in float32 or better."""
     length = x.shape[-2]
     if length < 1 or block < 1:
-        raise InputError(f"Cannot pool {length} tokens in blocks of {block}.")
+        raise InputError(f"Tokens and block must be >= 1, got {length} and {block}.")
     dtype = torch.promote_types(x.dtype, torch.float32)
     means = x.new_empty(*x.shape[:-2], -(-length // block), x.shape[-1], dtype=dtype)
     full = length // block

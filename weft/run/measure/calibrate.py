@@ -34,7 +34,7 @@ from weft.run.measure.stopwatch import device_seconds, lowest_eighth
 from weft.run.spawn.launch import usable_cores
 from weft.simulate.costs import BACKWARD_FLOPS_RATIO
 
-TIMEOUT = 60.0  # that of `attention`, so that it is the same world
+TIMEOUT = 60.0  # equal to the default of `attention`, so that they share a world
 ROUNDS = 20
 """On CPUs, which other processes disturb for seconds: the best of all rounds is what a machine can do."""
 DIGITS = 4
@@ -220,7 +220,7 @@ class Calibration:
         target, turn = torch.zeros_like(source), count()
 
         def copy() -> None:
-            # Others each time: the tensors that attention has just read are no longer in the cache.
+            # Other memory each time, since the operands of an attention are not in the cache either.
             i = next(turn) % pieces
             target[-i, 0].copy_(source[i, 1])
 

@@ -26,8 +26,8 @@ from weft.run.comm.onesided import OneSidedComm
 from weft.run.measure.clocks import MarkedRuns, align
 from weft.run.world import is_launched, machines, world_of
 
-MAX_PENDING_STEPS = 1 << 14  # whose marks wait to be written: about a megabyte
-WRITE_SECONDS = 1.0  # of spans that a rank may lose if it is killed
+MAX_PENDING_STEPS = 1 << 14  # unwritten marks: about a megabyte
+WRITE_SECONDS = 1.0  # a killed rank loses at most the spans of this time
 
 Outline = list[tuple[Span, int, int]]
 """Spans without times, and the marks between which each lies."""

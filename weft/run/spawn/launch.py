@@ -152,7 +152,7 @@ class _Supervisor:
                         selector.unregister(worker.descriptor)
                     worker.end()
                 self._step(ended)
-            self._receive()  # a failure elsewhere that came with the end
+            self._receive()  # a failure on another machine at the same time
         return self.outcome or LaunchOutcome()
 
     def _timeout(self) -> float | None:

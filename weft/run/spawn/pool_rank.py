@@ -167,7 +167,7 @@ def start_forkserver() -> None:
 
 
 def _serve(pipe: Connection, directory: str, parent: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     calls: SimpleQueue[bytes] = SimpleQueue()
     lock = threading.Lock()
     watched = (pipe, lock, calls, directory, parent)

@@ -50,7 +50,7 @@ def read_key(path: Path) -> str:
 
 
 def is_page(path: str) -> bool:
-    """Return whether a path belongs to the page, which needs no key: it asks for one."""
+    """Return whether a path belongs to the page, which needs no key, since the user enters it there."""
     return path in ("/", "/docs") or path.startswith("/page/")
 
 
@@ -81,7 +81,7 @@ def _check_host(headers: Mapping[str, str]) -> None:
 
 
 def _check_origin(method: str, headers: Mapping[str, str]) -> None:
-    """Reject what a browser sends for another site; it says so in these headers."""
+    """Reject requests of a browser on behalf of another site, which these headers declare."""
     if method in SAFE_METHODS:
         return
     site, origin = headers.get("sec-fetch-site"), headers.get("origin")

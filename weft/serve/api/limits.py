@@ -1,4 +1,4 @@
-"""Request limits: what a client may take of the server, and rejecting requests that exceed it."""
+"""Request limits: bounds on the resources of a client; requests that exceed them are rejected."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def bind(host: str, port: int) -> socket.socket:
     """Return a listening socket; port 0 is a free one."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        # It also listens: until then another process could still take the port.
+        # Listen at once: until then another process could still take the port.
         listener = socket.create_server(address, family=family, dualstack_ipv6=family == socket.AF_INET6)
     except OSError as error:
         raise InputError(
