@@ -24,13 +24,7 @@ from weft.core.mask import BlockMask
 from weft.diffusers.adapter import Adapter
 from weft.diffusers.attention_hook import AttentionHook, restore_backend, use_native_backend
 from weft.diffusers.cache_dit import check_cache_dit
-from weft.diffusers.checks import (
-    PlanSpec,
-    check_arguments,
-    check_declared,
-    check_processor,
-    running_module,
-)
+from weft.diffusers.checks import PlanSpec, check_arguments, check_declared, check_processor, running_module
 from weft.diffusers.module_hook import DropoutHook, ModuleHook, full_sizes
 from weft.diffusers.padding import MaskInputs, mask_inputs
 from weft.diffusers.sampled_check import SampledCheck
