@@ -112,6 +112,7 @@ def test_words_become_settings(monkeypatch, engines, tmp_path) -> None:
         "dtype": "",
         "plan": "auto",
         "sparse": "sta",
+        "cache": None,
         "backend": "auto",
     }
     assert made.folder == tmp_path / "state" / "weft" / "serve" / "weft-shapes"

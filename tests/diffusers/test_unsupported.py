@@ -113,43 +113,56 @@ def test_an_argument_of_a_subclass_is_let_through() -> None:
     torch.testing.assert_close(doubled, plain * 2)
 
 
-CACHES: dict[str, Change] = {
-    "FBCHeadBlockHook": lambda m: hooks.apply_first_block_cache(m, hooks.FirstBlockCacheConfig(0.1)),
-    "PyramidAttentionBroadcastHook": lambda m: hooks.apply_pyramid_attention_broadcast(
-        m,
-        hooks.PyramidAttentionBroadcastConfig(
-            spatial_attention_block_skip_range=2, current_timestep_callback=lambda: 500
-        ),
-    ),
-    "FasterCache": lambda m: hooks.apply_faster_cache(
-        m,
-        hooks.FasterCacheConfig(
-            spatial_attention_block_skip_range=2,
-            current_timestep_callback=lambda: 500,
-            attention_weight_callback=lambda _: 0.3,
-            tensor_format="BFCHW",
-        ),
-    ),
-    "MagCacheHeadHook": lambda m: hooks.apply_mag_cache(
-        m, hooks.MagCacheConfig(num_inference_steps=4, mag_ratios=[1.0] * 4)
-    ),
-    "TaylorSeerCacheHook": lambda m: hooks.apply_taylorseer_cache(m, hooks.TaylorSeerCacheConfig()),
+def sea(model: Any) -> None:
+    model.enable_cache(hooks.SeaCacheConfig())
+
+
+def own_cache(model: Any) -> None:
+    """A cache of the user's own, with another measure of change."""
+
+    class Largest(hooks.first_block_cache.FBCHeadBlockHook):
+        def _should_compute_remaining_blocks(self, hidden_states_residual: Tensor) -> bool:
+            return bool(hidden_states_residual.abs().max() > 1)
+
+    registry = hooks.HookRegistry.check_if_exists_or_initialize(model.transformer_blocks[0])
+    registry.register_hook(
+        Largest(hooks.hooks.StateManager(hooks.first_block_cache.FBCSharedBlockState), 0.1), "own"
+    )
+
+
+REFUSED_CACHES: dict[str, tuple[str, Change, str]] = {
+    "sea": ("wan", sea, r"A SeaCacheRootHook is on a WanTrans.* frequencies .* disable_cache\(\)"),
+    "own": ("flux", own_cache, r"A Largest is on a FluxTransformerBlock: .* not known .*remove_hook\('own'"),
 }
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("name", CACHES)
-def test_caches_that_were_applied_by_hand_are_refused_by_name(name: str, when: str) -> None:
+@pytest.mark.parametrize("name", REFUSED_CACHES)
+def test_caches_that_mix_tokens_are_refused_by_name(name: str, when: str) -> None:
     """By weft: not by time-out, when ranks have decided differently."""
-    with pytest.raises(InputError, match=rf"cache of Diffusers, a {name}.*remove_hook\('"):
-        run("flux", **{when: CACHES[name]})
+    model, change, words = REFUSED_CACHES[name]
+    with pytest.raises(InputError, match=f"(?s){words}"):
+        run(model, **{when: change})
+
+
+def test_cache_dit_on_a_parallelized_model_is_refused() -> None:
+    cache_dit = pytest.importorskip("cache_dit")
+    with pytest.raises(InputError, match=r"(?s)enabled on a parallelized Wan.* before weft.parallelize"):
+        run("wan", after=cache_dit.enable_cache)
+
+
+def test_cache_dit_that_fits_over_tokens_is_refused() -> None:
+    cache_dit = pytest.importorskip("cache_dit")
+    config = cache_dit.DMDCalibratorConfig()
+    with pytest.raises(InputError, match=r"(?s)CachedContextManager with DMD.* TaylorSeerCalibratorConfig"):
+        run("wan", before=lambda model: cache_dit.enable_cache(model, calibrator_config=config))
 
 
 def test_what_the_sentence_says_takes_a_cache_off() -> None:
     def off(model: Any) -> None:
-        CACHES["TaylorSeerCacheHook"](model)
+        own_cache(model)
         registry = hooks.HookRegistry.check_if_exists_or_initialize(model)
-        registry.remove_hook("taylorseer_cache", recurse=True)
+        registry.remove_hook("own", recurse=True)
 
     torch.testing.assert_close(run("flux", after=off)[0], run("flux")[0])
 

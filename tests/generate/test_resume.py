@@ -18,7 +18,8 @@ from tests.diffusers.checkpoints import TINY, arguments, diffusers
 from tests.diffusers.toys import seeded
 from tests.worlds import world
 from weft.core.errors import InputError
-from weft.generate.resume import FinishedCall, PipelineState, StepInfo, remember_prompts, run
+from weft.generate.prompts import remember_prompts
+from weft.generate.resume import FinishedCall, PipelineState, StepInfo, run
 from weft.generate.state import copied
 from weft.video.captions import LENGTH, WORDS
 from weft.video.pipeline import VideoPipeline

@@ -12,7 +12,7 @@ import typer
 
 from weft.cli import output
 from weft.cli.numbers import sizes
-from weft.cli.options import Backend, DeviceDtype, Json, PlanName, RanksHere, Sparse
+from weft.cli.options import Backend, Cache, DeviceDtype, Json, PlanName, RanksHere, Sparse
 from weft.cli.packages import need
 from weft.core.errors import InputError
 
@@ -34,9 +34,7 @@ def run(
     size: Annotated[str, typer.Option(help="Width x height, such as 832x480.")] = "",
     frames: Annotated[int | None, typer.Option(help="Frames of a video.")] = None,
     steps: Annotated[int | None, typer.Option(help="Denoising steps.")] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="The result depends on the seed, not on the number of ranks.")
-    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Determines the result, on any number of ranks.")] = None,
     negative: Annotated[str | None, typer.Option(help="Negative prompt.")] = None,
     guidance: Annotated[float | None, typer.Option(help="How closely to follow the prompt.")] = None,
     image: Annotated[Path | None, typer.Option(help="The image that a video begins with.")] = None,
@@ -49,6 +47,7 @@ def run(
     plan: PlanName = "auto",
     backend: Backend = "auto",
     sparse: Sparse = None,
+    cache: Cache = None,
     cfg: Annotated[str, typer.Option(help="Guidance on two halves of the ranks: auto, on, off.")] = "auto",
     check: Annotated[str, typer.Option(help="first: prove rows of the first step; or none.")] = "first",
     as_json: Json = False,
@@ -77,8 +76,8 @@ def run(
     request = Request(
         model=model_dir, prompt=prompt, out=out, seed=_seed(seed), width=width, height=height, frames=frames,
         steps=steps, negative=negative, guidance=guidance, image=image, fps=fps, more=_more(more or []),
-        tiling=tiling, dtype=dtype or default_dtype(), plan=plan, sparse=sparse, cfg=cfg, check=check,
-        backend=backend, quiet=as_json or output.verbosity < 0,
+        tiling=tiling, dtype=dtype or default_dtype(), plan=plan, sparse=sparse, cache=cache, cfg=cfg,
+        check=check, backend=backend, quiet=as_json or output.verbosity < 0,
     )  # fmt: skip
     report = _generate(request, ranks)
     if report is not None:

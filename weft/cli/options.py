@@ -12,6 +12,7 @@ import typer
 from weft.core.backends import BACKENDS, check_backend
 from weft.core.errors import InputError
 from weft.core.problem import check_dtype
+from weft.generate.cache_spec import parse_cache
 from weft.simulate.models import MODELS
 
 
@@ -70,6 +71,12 @@ def checked_dtype(name: str) -> str:
     return name
 
 
+def checked_cache(text: str | None) -> str | None:
+    if text is not None:
+        parse_cache(text)
+    return text
+
+
 Name = Annotated[
     str,
     typer.Argument(
@@ -100,6 +107,14 @@ Ranks = Annotated[int, typer.Option(help="Ranks to start on this machine.", call
 RanksHere = Annotated[
     int,
     typer.Option(help="Ranks to start here; under torchrun its world is used.", callback=at_least(1)),
+]
+Cache = Annotated[
+    str | None,
+    typer.Option(
+        help="Step cache: first-block:0.08, pab:2, taylorseer:5.",
+        metavar="NAME:NUMBER",
+        callback=checked_cache,
+    ),
 ]
 PlanName = Annotated[str, typer.Option(help="How attention is split; see weft plan.")]
 Sparse = Annotated[str | None, typer.Option(help="Sparse attention: sta, svg, radial, topk:0.2.")]

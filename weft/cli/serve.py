@@ -16,7 +16,7 @@ import typer
 from weft.cli import output
 from weft.cli.nodes import NodeOptions
 from weft.cli.numbers import amount, duration
-from weft.cli.options import Backend, DeviceDtype, PlanName, Ranks, Sparse, at_least
+from weft.cli.options import Backend, Cache, DeviceDtype, PlanName, Ranks, Sparse, at_least
 from weft.cli.packages import need
 from weft.core.errors import InputError
 
@@ -95,6 +95,7 @@ def run(
     plan: PlanName = "auto",
     backend: Backend = "auto",
     sparse: Sparse = None,
+    cache: Cache = None,
     machines: NodeOptions,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write prompts into the log.")] = False,
     log_format: LogFormat = "auto",
@@ -119,6 +120,8 @@ def run(
     need(*PACKAGES, extra="serve")
     if not is_own(directory):
         need("diffusers", "transformers", "accelerate")
+    elif cache is not None:
+        raise InputError("weft's own model has no step caches.", hint="Leave out --cache.")
     for option, text, choices in (("policy", policy, POLICIES), ("log-format", log_format, LOG_FORMATS)):
         if text not in choices:
             raise InputError(f"Unknown --{option} {text}.", hint=f"Use one of {', '.join(choices)}.")
@@ -130,7 +133,7 @@ def run(
     settings = ServerSettings(
         model=directory, folder=(limits.data or _state() / name).resolve(), name=name, ranks=ranks,
         policy=policy, nodes=machines.validated(), **limits.settings(),
-        options=RankOptions(name=name, dtype=dtype, plan=plan, sparse=sparse, backend=backend),
+        options=RankOptions(name=name, dtype=dtype, plan=plan, sparse=sparse, cache=cache, backend=backend),
     )  # fmt: skip
     if settings.nodes.node:
         _join(settings)

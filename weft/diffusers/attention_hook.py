@@ -20,6 +20,7 @@ from weft.diffusers.adapter import Shard
 from weft.diffusers.checks import PlanSpec
 from weft.diffusers.padding import Padding, padding_of
 from weft.diffusers.shards import Counts
+from weft.hooks.step_cache import cache_hooks
 from weft.hooks.wrap import Args, Forward, FunctionMode, Kwargs
 from weft.run.attention import attention
 from weft.run.opaque import QKV, CallOptions, call, handle_of
@@ -70,7 +71,7 @@ class AttentionHook:
                 out = self.region.around(forward, args, kwargs)
         finally:
             self.hidden = None
-        if not mode.calls:
+        if not mode.calls and not any(cache_hooks([self.module])):  # which may have skipped it
             raise InputError(
                 f"{self.name} computed an attention that weft did not see, on this rank's tokens only.",
                 hint="Give it a processor that calls scaled_dot_product_attention or dispatch_attention_fn.",
@@ -115,6 +116,7 @@ class AttentionHook:
 
     def _attend(self, qkv: QKV, mask: Tensor | None, scale: float | None) -> Tensor:
         shards, rows, keys = self.region.shards, qkv[0].shape[2], qkv[1].shape[2]
+        self.region.caches.computed += 1
         most, most_keys = shards.rows(self.streams), shards.rows(self.keys)
         if self.whole_keys is not None and keys >= most_keys:
             self.whole_keys, most_keys = keys - most_keys, keys

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 
 from torch import nn
@@ -60,27 +60,6 @@ def running_module(model: nn.Module) -> str:
                 return names[id(value)]
         frame = frame.f_back
     return type(model).__name__
-
-
-def check_caches(model: nn.Module, submodules: Iterable[nn.Module]) -> None:
-    """Reject caches of Diffusers: by `enable_cache`, or by one of the `apply_*` of `diffusers.hooks`."""
-    hooks = (vars(each)["_diffusers_hook"].hooks for each in submodules if "_diffusers_hook" in vars(each))
-    stateful = (
-        (name, type(hook))
-        for each in hooks
-        for name, hook in each.items()
-        if hook._is_stateful and type(hook).__module__.startswith("diffusers.")
-    )
-    name, kind = next(stateful, ("", None))
-    is_enabled = getattr(model, "is_cache_enabled", False)
-    if kind is None and not is_enabled:
-        return
-    removal = f"HookRegistry.check_if_exists_or_initialize(model).remove_hook({name!r}, recurse=True)"
-    raise InputError(
-        f"A cache of Diffusers{f', a {kind.__name__},' if kind else ''} is enabled on this "
-        f"{type(model).__name__}: each rank would decide by its own tokens what to compute.",
-        hint=f"Call {'disable_cache() on it' if is_enabled else removal}.",
-    )
 
 
 def check_arguments(adapter: Adapter, model: nn.Module, arguments: Mapping[str, PyTree]) -> None:

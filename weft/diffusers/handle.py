@@ -26,11 +26,13 @@ from weft.diffusers.guidance import Guidance
 from weft.diffusers.latte import ShardedLatte
 from weft.diffusers.region import ShardedRegion
 from weft.diffusers.sampled_check import SampledCheck
+from weft.diffusers.step_caches import StepCaches
 from weft.diffusers.step_counter import StepCounter
 from weft.diffusers.vae import DecodeHook, parallelize_vae
 from weft.hooks.input_check import Comparison
 from weft.hooks.module_tree import forward_parameters, unwrapped
 from weft.hooks.rng import broadcast_rng
+from weft.hooks.step_cache import register_derived_blocks
 from weft.hooks.wrap import (
     Args,
     Forward,
@@ -132,6 +134,7 @@ class ParallelHandle:
         self.mark(model)
         if "diffusers" in sys.modules:
             _follow_pipelines()
+            register_derived_blocks()
 
     def mark(self, target: Target) -> None:
         """Mark the target as parallelized, so that a second `parallelize` call fails."""
@@ -158,11 +161,15 @@ class ParallelHandle:
         mask_caches = (getattr(region, "sparsity", None) for region in self.regions.values())
         return [each for each in mask_caches if isinstance(each, MaskCache)]
 
+    @property
+    def step_caches(self) -> list[StepCaches]:
+        return [region.caches for region in self.regions.values() if isinstance(region, ShardedRegion)]
+
     def begin(self, steps: int | None, scheduler: Target = None) -> None:
         """Begin a run of so many steps, if that is known."""
         self.step_counter.reset(steps, announced=True)
         self.step_counter.follow(scheduler)
-        for cache in self.mask_caches:
+        for cache in (*self.mask_caches, *self.step_caches):
             cache.reset()
 
     def end(self) -> None:
@@ -174,13 +181,15 @@ class ParallelHandle:
             guidance.forget()
         if self.world.comm.rank:
             return
-        for cache in self.mask_caches:
+        for cache in (*self.mask_caches, *(each for each in self.step_caches if each.is_used)):
             sys.stderr.write(f"weft: {cache.summary()}\n")
         if self.mask_caches and (save_plans := getattr(trace.active, "keep_plans", None)) is not None:
             save_plans(explained(self))
 
     def undo(self) -> None:
         """Undo `apply`, `mark` and `share`; keep wrappers that other libraries added since."""
+        for cache in self.step_caches:
+            cache.reset()
         for region in self.regions.values():
             region.remove()
             unwrap_module(region.model)

@@ -23,6 +23,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.utils._pytree import PyTree
 
+from weft.hooks.step_cache import cache_dit_manager
 from weft.hooks.wrap import Kwargs
 
 DEPTH = 3
@@ -94,7 +95,8 @@ class StateSnapshot(NamedTuple):
             leaves = [inner for leaf in leaves for inner in state._visit(leaf, visited)]
         state.versions.extend(map(_version, state.versioned))
         hooks = state.objects[len(modules) :]
-        return state._replace(is_stateful=any(getattr(hook, "_is_stateful", None) is True for hook in hooks))
+        is_stateful = any(getattr(hook, "_is_stateful", None) is True for hook in hooks)
+        return state._replace(is_stateful=is_stateful or cache_dit_manager(model) is not None)
 
     def has_tensors(self) -> bool:
         """Return whether each tensor lies where it did."""

@@ -23,18 +23,13 @@ from weft.core.layout import Layout
 from weft.core.mask import BlockMask
 from weft.diffusers.adapter import Adapter
 from weft.diffusers.attention_hook import AttentionHook, restore_backend, use_native_backend
-from weft.diffusers.checks import (
-    PlanSpec,
-    check_arguments,
-    check_caches,
-    check_declared,
-    check_processor,
-    running_module,
-)
+from weft.diffusers.cache_dit import check_cache_dit
+from weft.diffusers.checks import PlanSpec, check_arguments, check_declared, check_processor, running_module
 from weft.diffusers.module_hook import DropoutHook, ModuleHook, full_sizes
 from weft.diffusers.padding import MaskInputs, mask_inputs
 from weft.diffusers.sampled_check import SampledCheck
 from weft.diffusers.shards import TokenShards
+from weft.diffusers.step_caches import StepCaches
 from weft.diffusers.step_counter import StepCounter
 from weft.diffusers.token_probe import check_mixing
 from weft.hooks.module_tree import forward_parameters, matching, module_at, modules
@@ -91,6 +86,7 @@ class ShardedRegion:
         """How many tokens there may be of inputs that are not split, such as a text."""
         self.wrapped: dict[str, tuple[nn.Module, ModuleHook]] = {}
         """By name, for as long as a module of that name is there."""
+        self.caches = StepCaches(self)
         try:
             self._install()
         except BaseException:
@@ -99,11 +95,12 @@ class ShardedRegion:
 
     def run(self, mesh: MeshLike, args: Args, kwargs: Kwargs) -> PyTree:
         """Return the model's output, full on every rank of a mesh; each rank computes its tokens of it."""
+        check_cache_dit(self.model)
         if self._is_changed():
             self._install()
             self._probed.clear()
+        self.caches.prepare()
         arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        check_caches(self.model, self._submodules)
         check_arguments(self.adapter, self.model, arguments)
         self.shards = TokenShards(mesh)
         if self.adapter.grid is not None:
@@ -130,6 +127,7 @@ class ShardedRegion:
         if unprobed is not None:
             raise unprobed
         self._probed.add(kind)
+        self.caches.count()
         if self.sampled_check is not None:
             if self.verbose:
                 sys.stderr.write(f"weft: {self.sampled_check}\n")
@@ -142,7 +140,7 @@ class ShardedRegion:
             return True
         # A FunctionMode would recompile graphs of torch.compile, which are specific to it.
         return not self.runs & (self.runs - 1) and all(
-            module._compiled_call_impl is None for module in self._submodules
+            module._compiled_call_impl is None for module in self.submodules
         )
 
     def random_error(self) -> InputError | None:
@@ -232,6 +230,7 @@ class ShardedRegion:
             unwrap_module(module)
             restore_backend(module)
         self.wrapped = {}
+        self.caches.remove()
 
     def _is_changed(self) -> bool:
         """Return whether a wrapped module was replaced, as by one with LoRA, or a dropout is new."""
@@ -265,7 +264,7 @@ class ShardedRegion:
         by_name = modules(self.model)
         self._add_inner(hooks, by_name)
         self.remove()
-        self.enter, self._submodules = hooks.pop(""), [*by_name.values()]
+        self.enter, self.submodules = hooks.pop(""), [*by_name.values()]
         for name, hook in hooks.items():
             self.wrapped[name] = by_name[name], hook
             wrap_module(by_name[name], hook)

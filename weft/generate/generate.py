@@ -24,6 +24,7 @@ from weft.generate import media, pretrained
 from weft.generate.pretrained import Kwargs
 from weft.generate.progress import StepProgress
 from weft.generate.request import Request, arguments
+from weft.generate.step_cache import disable_cache, enable_cache
 from weft.run.devices import device
 from weft.run.exchange import broadcast_json
 from weft.run.measure import trace
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
     from weft.diffusers.sampled_check import SampledCheck
 
 STORED_OPTIONS = (
-    "negative", "width", "height", "frames", "steps", "guidance", "fps", "sparse", "dtype", "cfg", "backend",
+    "negative", "width", "height", "frames", "steps", "guidance", "fps", "sparse", "cache", "dtype", "cfg",
+    "backend",
 )  # fmt: skip
 """Of a request, in the metadata of its file."""
 
@@ -56,7 +58,10 @@ def generate(request: Request) -> Kwargs:
     if comm.size > 1:
         dist.barrier()  # the process group waits for slow loading; other waits have short timeouts
     options = {name: getattr(request, name) for name in ("plan", "cfg", "check", "backend")}
-    regions = list(parallelize(pipe, sparse=request.sparse, **options)._weft.regions.values())
+    if request.cache is not None:
+        enable_cache(pipe, request.cache)
+    handle = parallelize(pipe, sparse=request.sparse, **options)._weft
+    regions = list(handle.regions.values())
     sparse = [sparsity for region in regions if (sparsity := getattr(region, "sparsity", None))]
     proofs = [proof for region in regions if (proof := getattr(region, "sampled_check", None))]
     kwargs["generator"] = torch.Generator().manual_seed(request.seed)
@@ -65,11 +70,12 @@ def generate(request: Request) -> Kwargs:
         with pretrained.quiet_libraries() if comm.rank and "diffusers" in sys.modules else nullcontext():
             frames = _call(pipe, kwargs, progress)
         explanation = explain(pipe)
-        explained = broadcast_json(
-            {**asdict(explanation), "gain": explanation.gain}
-        )  # only rank 0 has the plans
+        # Only rank 0 has the plans.
+        explained = broadcast_json({**asdict(explanation), "gain": explanation.gain})
+        caches = [cache.summary() for cache in handle.step_caches if cache.is_used]
     finally:
         restore(pipe)
+        disable_cache(pipe)
     if not progress.done:  # a pipeline without a callback counts as one step
         progress(pipe, 0, None, {})
     seconds = time.monotonic() - start
@@ -82,7 +88,7 @@ def generate(request: Request) -> Kwargs:
         "steps": len(progress.done), "seconds": seconds, "seconds_per_step": mean.seconds,
         "imbalance": mean.imbalance, "exposed": mean.exposed, "checked": _checked(proofs),
         "sparse": [sparsity.summary() for sparsity in sparse], "explained": explained,
-        "division": division(meter.plans, comm.size),
+        "caches": caches, "division": division(meter.plans, comm.size),
     }  # fmt: skip
 
 

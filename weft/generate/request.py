@@ -48,6 +48,7 @@ class Request:
     dtype: str = "float32"
     plan: str = "auto"
     sparse: str | None = None
+    cache: str | None = None
     cfg: str = "auto"
     check: str = "first"
     backend: str = "auto"

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -26,17 +25,15 @@ from torch import Generator, Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from weft.core.errors import InputError
-from weft.diffusers.guidance import PLAIN_TYPES
 from weft.generate.pretrained import Kwargs, PretrainedPipeline
 from weft.generate.state import PipelineState, Value, copied
+from weft.generate.step_cache import has_cache
 from weft.hooks.digest import facts
 from weft.hooks.module_tree import forward_parameters, set_attribute, unwrapped
 from weft.sparse.mask_cache import MaskCache
 
 CALLBACK = "callback_on_step_end"
 STAGES = ("encode", "denoise", "decode")
-MAX_PROMPTS = 16
-"""Prompts whose encoding is cached."""
 Method = Callable[..., Any]
 
 
@@ -62,6 +59,8 @@ class StepInfo:
     """The last output of a transformer."""
     state: Callable[[], PipelineState]
     """Return the state to resume from; the same on all ranks."""
+    can_stop: bool = True
+    """Not with a step cache: its tensors, of each rank's own tokens, are not in a state."""
 
 
 OnStep = Callable[[StepInfo], bool]
@@ -81,6 +80,11 @@ def run(
             raise InputError(f"A {type(pipe).__name__} has no {CALLBACK}, so it cannot resume from a step.")
         return call.finished(pipe(**kwargs))
     call.check()
+    if start is not None and call.has_cache:
+        raise InputError(
+            "A call with a step cache cannot resume: what its ranks had cached is not in the state.",
+            hint="Call it from the beginning, or call disable_cache() on the transformers.",
+        )
     try:
         with call.intercepting():
             output = pipe(**kwargs, **{CALLBACK: call.after_step})
@@ -114,6 +118,7 @@ class _ResumableCall:
         """What a scheduler's step returns besides latents: some pipelines pass it to the next step."""
         self.generators = [leaf for leaf in tree_leaves(dict(kwargs)) if isinstance(leaf, Generator)]
         self.spent: dict[str, float] = dict.fromkeys(STAGES, 0.0) | before.get("spent", {})
+        self.has_cache = has_cache(pipe)
         self._last = time.monotonic()
 
     def check(self) -> None:
@@ -140,7 +145,9 @@ class _ResumableCall:
             seconds = self._lap("denoise")
             assert self.prediction is not None
             state = partial(self._state, kwargs["latents"])
-            if self.on_step(StepInfo(self.step, seconds, kwargs["latents"], self.prediction, state)):
+            can_stop = not self.has_cache
+            info = StepInfo(self.step, seconds, kwargs["latents"], self.prediction, state, can_stop)
+            if self.on_step(info) and can_stop:
                 raise _Stop
         return kwargs
 
@@ -270,23 +277,3 @@ def _replaced(owner: Value, name: str, function: Method) -> Iterator[None]:
         yield
     finally:
         undo()
-
-
-def remember_prompts(pipe: PretrainedPipeline) -> None:
-    """Cache the encoded prompts of a pipeline over its calls."""
-    encode: Method | None = getattr(pipe, "encode_prompt", None)
-    if encode is None:
-        return
-    cache: OrderedDict[str, Value] = OrderedDict()
-
-    @wraps(encode)
-    def encode_prompt(*args: Value, **kwargs: Value) -> Value:
-        if not all(isinstance(leaf, PLAIN_TYPES) for leaf in tree_leaves((args, kwargs))):
-            return encode(*args, **kwargs)
-        key = repr((args, sorted(kwargs.items())))
-        cache[key] = cache.pop(key) if key in cache else encode(*args, **kwargs)
-        if len(cache) > MAX_PROMPTS:
-            cache.popitem(last=False)
-        return cache[key]
-
-    setattr(pipe, "encode_prompt", encode_prompt)  # noqa: B010 - not in the protocol

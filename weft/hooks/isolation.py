@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from weft.hooks.rng import RNG_LOCK
+from weft.hooks.step_cache import without_caches
 from weft.hooks.wrap import Forward
 
 SMALL_BUFFER = 1 << 20
@@ -22,11 +23,12 @@ LIBRARIES = ("torch", "diffusers", "accelerate", "peft", "transformers", "torcha
 def isolated(model: nn.Module) -> Iterator[None]:
     """Run a model without side effects: no gradients, statistics, random numbers, compiled code.
 
-    Dropout does nothing; hooks are called if they are of a library.
+    Dropout and step caches do nothing; hooks are called if they are of a library.
     """
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(_rng_restored())
+        stack.enter_context(without_caches(model))
         # Autocast would cache weights cast without gradients, and reuse them in training.
         stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)

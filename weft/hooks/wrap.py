@@ -90,6 +90,20 @@ def wrap_module(target: Target, wrapper: ForwardWrapper) -> None:
         own[method] = _with_signature(partial(_run, target, inner), inner)
 
 
+def put_outside(target: Target) -> None:
+    """Let the wrapper of an object run around what other libraries have put on since."""
+    own = vars(target)
+    method = own[WRAPPER].method
+    inner = own.get(method)
+    if inner is not None and not is_outside(inner):
+        own[method] = _with_signature(partial(_run, target, inner), inner)
+
+
+def is_outside(method: Forward | None) -> bool:
+    """Return whether a method of an instance runs its wrapper first."""
+    return isinstance(method, partial) and method.func is _run
+
+
 def unwrap_module(target: Target) -> None:
     """Undo `wrap_module`; other references to the method then call the original."""
     own = vars(target)
@@ -97,7 +111,7 @@ def unwrap_module(target: Target) -> None:
     if wrapper is None:
         return
     inner = own.get(wrapper.method)
-    if isinstance(inner, partial) and inner.func is _run:
+    if isinstance(inner, partial) and is_outside(inner):
         own[wrapper.method] = inner.args[1]
     plain = type(target)._weft_plain
     _rebind(target, getattr(type(target), wrapper.method), getattr(plain, wrapper.method))
@@ -141,7 +155,7 @@ def _calls_wrapper(method: Forward | None) -> bool:
     """Return whether a method runs the wrapper, perhaps inside of decorators."""
     while method is not None:
         function = getattr(method, "__func__", method)
-        if getattr(function, "_weft", False) or (isinstance(method, partial) and method.func is _run):
+        if getattr(function, "_weft", False) or is_outside(method):
             return True
         method = getattr(method, "__wrapped__", None)
     return False

@@ -48,6 +48,7 @@ class RankOptions:
     plan: str = "auto"
     backend: str = "auto"
     sparse: str | None = None
+    cache: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

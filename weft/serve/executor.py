@@ -89,11 +89,11 @@ class BatchExecutor:
         """Return whether to stop here."""
         last = now.step == batch.jobs[0].steps
         rows = self._gather(*self.spans.take(), STOP * (self.leads and self.should_stop()))
-        stops = rows[0][-1] == STOP and not last
+        stops = rows[0][-1] == STOP and not last and now.can_stop
         if self.leads:
             clock = time.monotonic()
             self._steps.append((now.seconds, [row[:-1] for row in rows]))
-            saves = stops or clock - self._saved > SAVE_SECONDS
+            saves = stops or (now.can_stop and clock - self._saved > SAVE_SECONDS)
             if saves or last or clock - self._reported > self.report_seconds:
                 self._report(batch, now, now.state().to_bytes() if saves else b"")
             self._saved = time.monotonic() if saves else self._saved

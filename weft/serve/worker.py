@@ -26,7 +26,8 @@ from weft.core.errors import CommError
 from weft.diffusers.guidance import Halves
 from weft.diffusers.parallelize import parallelize, restore
 from weft.generate import pretrained
-from weft.generate.resume import remember_prompts
+from weft.generate.prompts import remember_prompts
+from weft.generate.step_cache import enable_cache
 from weft.run.devices import default_dtype, device
 from weft.run.groups import join_world, new_group
 from weft.run.net.channel import Channel
@@ -194,6 +195,8 @@ class RankWorker:
         pipe = pretrained.load_pipeline(folder, dtype=dtype)
         pipe.set_progress_bar_config(disable=True)
         pipe = pipe.to(device())
+        if cache := self.options.cache:
+            enable_cache(pipe, cache)
         remember_prompts(pipe)
         facts = replace(facts_of(pipe, name), memory=_memory()[1])
         self.model = LoadedModel(folder, pipe, facts)
