@@ -11,6 +11,8 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 diffusers: Any = pytest.importorskip("diffusers")
+# torch warns of it once in a process: norms of Flux3 and Kandinsky 5 have weights of another dtype.
+pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 
 import weft  # noqa: E402
 from bench.dry import Transport  # noqa: E402
@@ -23,7 +25,7 @@ SELECT_BY_VALUE = (
     "mochi", "hunyuan-1.5", "chroma", "glm-image", "krea2", "ideogram4", "framepack", "minimax-h3",
     "minimax-music",
     "stable-audio", "ace-step", "qwen21", "wan-animate2", "stable-audio3", "longcat-audio", "lumina-next",
-    "hidream", "flux3", "flux3-edit",
+    "hidream",
 )  # fmt: skip
 """Not watched here. Most read values in their own forward, as those of a mask, or call what FakeTensor cannot
 do without a GPU; weft reads the layout of minimax-h3 once, and why wan-animate2 fails is not known."""

@@ -70,7 +70,7 @@ def _unet() -> None:
 
 def _cached() -> None:
     pipe = TINY["flux"]()  # its hooks stay
-    pipe.transformer.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.1))
+    pipe.transformer.enable_cache(diffusers.SeaCacheConfig())
     weft.parallelize(pipe)
     call(pipe, "flux", Case())
 
@@ -102,7 +102,7 @@ WRONG: dict[str, tuple[Callable[[], None], str]] = {
     "restored": (lambda: weft.restore(pipeline("wan")), "This WanPipeline is not parallelized"),
     "a cache": (
         _cached,
-        "A cache of Diffusers, a FBCHeadBlockHook, is enabled on this FluxTransformer2DModel.*disable_cache",
+        "A SeaCacheRootHook is on a FluxTransformer2DModel: this cache decides by frequencies.*disable_cache",
     ),
     "cfg": (_options(cfg="yes"), "cfg must be one of auto, on, off, got 'yes'"),
     "check": (_options(check="all"), "check must be one of always, first, none, got 'all'"),
